@@ -1,0 +1,28 @@
+"""cllm: GGUF models for many users at once, on llama.cpp, from Python.
+
+`LLM` and `AsyncLLM` are the Python API; they are imported on first use, so that `import cllm` is
+cheap and the build of the native library can run before the dependencies are installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from cllm.api import LLM, AsyncLLM
+    from cllm.types import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "AsyncLLM"):
+        from cllm import api
+
+        return getattr(api, name)
+    if name == "SamplingParams":
+        from cllm.types import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'cllm' has no attribute {name!r}")

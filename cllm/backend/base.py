@@ -1,0 +1,154 @@
+"""The seam between the engine and whatever computes: `Backend.forward(batch) -> StepResult`.
+
+Frozen: sampling happens inside `forward`, token masks go in, several accepted tokens per row come
+out, logits never do. The engine knows nothing of llama.cpp and a backend knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, StrEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob
+
+TokenMask = npt.NDArray[np.bool_]
+"""Over the vocabulary; True where a token is allowed."""
+
+
+class BatchKind(StrEnum):
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
+class Sampler(Protocol):
+    """Chooses tokens for one sequence and remembers what it chose. Owned: close it exactly once."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Take tokens into the history that penalties look back on (the prompt, usually)."""
+
+    def clone(self) -> Sampler:
+        """An independent copy with the same state: keep it to roll back to."""
+
+    def close(self) -> None:
+        """Free it. Called on the owner thread; further use is a bug."""
+
+
+class Row(NamedTuple):
+    """One sequence's part of a step: `tokens` go to positions `position`, `position + 1`, …
+
+    The last `outputs` tokens yield output (0 in mid-prompt, 1 when a token is wanted, more for
+    speculation: then the tokens after the first output are drafts to be verified).
+    """
+
+    sequence_id: int
+    position: int
+    tokens: Sequence[int]
+    outputs: int
+    sampler: Sampler | None
+    mask: TokenMask | None = None
+    logprobs: int = 0
+
+
+class Batch(NamedTuple):
+    """What one step computes, complete: rows in ascending order of sequence id, one row per id."""
+
+    rows: tuple[Row, ...]
+    kind: BatchKind = BatchKind.GENERATE
+
+    @property
+    def token_count(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+
+class StepStatus(Enum):
+    """What became of a step; one member per class of return codes of `llama_decode`."""
+
+    DONE = "done"  # 0: every row was computed
+    NO_ROOM = "no_room"  # 1: no KV cells for this batch; memory is as before
+    ABORTED = "aborted"  # 2: stopped in the middle; memory may hold part of the step
+    BAD_BATCH = "bad_batch"  # -1: refused; memory is as before
+    FAILED = "failed"  # < -1: memory may hold part of the step
+
+    @property
+    def memory_intact(self) -> bool:
+        """True when a failed step left KV as it was; otherwise law 10 demands a cut-back."""
+        return self in (StepStatus.NO_ROOM, StepStatus.BAD_BATCH)
+
+
+class RowResult(NamedTuple):
+    """The tokens accepted for a row, oldest first; empty when it wanted no output."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class StepResult(NamedTuple):
+    """`rows` matches `Batch.rows` when `status` is DONE and is empty otherwise."""
+
+    status: StepStatus
+    rows: tuple[RowResult, ...] = ()
+    code: int = 0
+    ubatches: int = 0
+    compute_s: float = 0.0  # inside the native decode
+    sample_s: float = 0.0  # choosing tokens
+
+
+class Vocabulary(Protocol):
+    """Token look-ups. Read-only and safe from any thread."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Spellings of control tokens: what must never be parsed out of a user's text."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token stands for; empty for control tokens."""
+
+    def is_end(self, token: int) -> bool:
+        """True for end-of-generation tokens."""
+
+
+class Backend(Protocol):
+    """A model and its KV memory. Every method but `vocabulary`'s belongs to the owner thread."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def forward(self, batch: Batch) -> StepResult:
+        """Compute the rows, sample where asked. Raises nothing for what a status can say."""
+
+    def create_sampler(self, params: SamplingParams) -> Sampler: ...
+
+    def next_position(self, sequence_id: int) -> int:
+        """Where the sequence's next token goes: the highest position in memory plus one, 0 if empty."""
+
+    def truncate(self, sequence_id: int, length: int) -> int:
+        """Cut the sequence to its first `length` tokens; returns what usably remains.
+
+        That is `length`, or 0 where the memory cannot be cut (recurrent models, a sliding window
+        already moved on): then the sequence has been removed whole and must be recomputed.
+        """
+
+    def save(self, sequence_id: int) -> bytes | None:
+        """The sequence's memory as bytes, or None where that is not possible."""
+
+    def restore(self, sequence_id: int, state: bytes) -> bool:
+        """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
+
+    def close(self) -> None:
+        """Free everything native. Idempotent."""

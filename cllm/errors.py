@@ -1,0 +1,163 @@
+"""Every error cllm raises on purpose.
+
+    CllmError
+    ├── ClientError            the request is wrong; the same request will fail again       400
+    │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
+    │   ├── ContextLengthExceeded  the prompt does not fit                                  400
+    │   ├── PayloadTooLarge        the body is over the limit                               413
+    │   └── NotFound               no such model, route or request                          404
+    ├── CapacityError          the request is fine; not now                                 503
+    │   ├── QueueFull              the waiting line is full                                 429
+    │   ├── EngineNotReady         loading or restarting                                    503
+    │   └── ShuttingDown           draining                                                 503
+    ├── EngineError            our fault, or llama.cpp's                                    500
+    │   ├── EngineDied             the engine process ended while the request ran           500
+    │   ├── PoisonRequest          the engine died twice with this request                  500
+    │   ├── BadBatch               llama.cpp refused this sequence's rows                   500
+    │   ├── PositionMismatch       law 3 broken                                             500
+    │   └── IntegrityError         law 7 broken                                             500
+    └── SetupError             cllm cannot start; one clear line, exit code 2
+        ├── ModelFileError         missing, truncated, corrupt, not GGUF
+        ├── LibraryError           no native library, or one that cannot run here
+        ├── NotEnoughMemory        model + KV do not fit
+        ├── PortInUse              somebody listens there already
+        └── ConfigError            a flag, variable or file says something impossible
+
+The table that maps them to HTTP is in `cllm.server.errors`.
+"""
+
+from __future__ import annotations
+
+
+class CllmError(Exception):
+    """The root. `code` is stable and machine-readable; the message is for people."""
+
+    code = "error"
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+
+class ClientError(CllmError):
+    code = "invalid_request_error"
+
+
+class InvalidRequest(ClientError):
+    """A field is wrong. `field` names it."""
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens, but a request may hold at most {limit} "
+            "(prompt and answer together, at least one of them generated); "
+            "shorten the prompt or start the server with a larger --ctx-size",
+            field="prompt",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+class PayloadTooLarge(ClientError):
+    code = "payload_too_large"
+
+
+class NotFound(ClientError):
+    code = "not_found"
+
+
+class CapacityError(CllmError):
+    code = "capacity_error"
+    retry_after_s: float = 1.0
+
+
+class QueueFull(CapacityError):
+    code = "queue_full"
+
+    def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"{waiting} requests are waiting and the queue holds {limit}; try again in {retry_after_s:.0f} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
+class EngineNotReady(CapacityError):
+    code = "engine_not_ready"
+
+
+class ShuttingDown(CapacityError):
+    code = "shutting_down"
+
+
+class EngineError(CllmError):
+    code = "engine_error"
+
+
+class EngineDied(EngineError):
+    code = "engine_died"
+
+
+class PoisonRequest(EngineError):
+    code = "poison_request"
+
+
+class BadBatch(EngineError):
+    code = "bad_batch"
+
+
+class PositionMismatch(EngineError):
+    code = "position_mismatch"
+
+
+class IntegrityError(EngineError):
+    code = "integrity_error"
+
+
+class SetupError(CllmError):
+    code = "setup_error"
+
+
+class ModelFileError(SetupError):
+    code = "model_file_error"
+
+
+class LibraryError(SetupError):
+    code = "library_error"
+
+
+class NotEnoughMemory(SetupError):
+    code = "not_enough_memory"
+
+
+class PortInUse(SetupError):
+    code = "port_in_use"
+
+
+class ConfigError(SetupError):
+    code = "config_error"
+
+
+def _by_code(root: type[CllmError]) -> dict[str, type[CllmError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_by_code(child))
+    return found
+
+
+def from_code(code: str, message: str) -> CllmError:
+    """Rebuild an error that crossed a process boundary; unknown codes become EngineError."""
+    kind = _by_code(CllmError).get(code, EngineError)
+    error = kind.__new__(kind)
+    CllmError.__init__(error, message)
+    if isinstance(error, InvalidRequest):
+        error.field = None
+    return error

@@ -1,0 +1,148 @@
+"""The nouns every room shares: what is asked (`Request`) and what comes back (`Delta`).
+
+All are frozen `msgspec.Struct`s, because they cross the process boundary as they are.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """Why a request left the engine; every accepted request gets exactly one."""
+
+    STOP = "stop"  # an end-of-generation token or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"  # the client went away or asked for it
+    ERROR = "error"  # see Delta.error
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is chosen. Defaults are llama.cpp's.
+
+    Applied in this order: logit_bias, penalties (repetition, frequency, presence), DRY, top_n_sigma,
+    top_k, typical_p, top_p, min_p, XTC, temperature, draw. Mirostat replaces everything between
+    temperature and draw. `temperature` 0 is greedy: the most likely token, ties to the lowest id.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40  # 0 = off
+    top_p: float = 0.95  # 1 = off
+    min_p: float = 0.05  # 0 = off
+    typical_p: float = 1.0  # 1 = off
+    top_n_sigma: float = -1.0  # negative = off
+    repetition_penalty: float = 1.0  # 1 = off
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = 64  # how many tokens the penalties look back on, -1 = the whole context
+    dry_multiplier: float = 0.0  # 0 = off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0  # 0 = off
+    xtc_threshold: float = 0.1
+    mirostat: int = 0  # 0 = off, 1, 2
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # the caller draws one when the user gave none, so that a replay says the same
+
+    @property
+    def greedy(self) -> bool:
+        """True when the choice is the plain argmax of the model's own logits."""
+        return self.temperature <= 0 and not self.adjusts_logits and self.mirostat == 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """True when something rewrites logits before the choice, so that argmax alone is not enough."""
+        return bool(self.logit_bias) or self.penalises or self.dry_multiplier > 0
+
+    @property
+    def penalises(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation, tokenised and validated. Nothing in it refers to HTTP."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0  # how many alternatives to report per token; 0 = none
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of a token under the model's own distribution (before any sampler)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request cost. The work counters must not depend on how many requests came before."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    decoded_tokens: int = 0  # tokens that went through the model for it
+    steps: int = 0  # native decode calls it took part in
+    ubatches: int = 0  # physical batches these calls were cut into
+    cells: int = 0  # KV cells it held at its end
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a request ended with `error`: `code` names a class of `cllm.errors`."""
+
+    code: str
+    message: str
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step added to one request. The one with a `finish_reason` is its last."""
+
+    request_id: str
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None  # set on the last
+    error: Failure | None = None  # set when finish_reason is error
+    stop: str | None = None  # the stop string that ended it, if one did
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a loaded model; shown at /model/info."""
+
+    name: str
+    architecture: str
+    description: str
+    parameters: int
+    size_bytes: int
+    vocabulary_size: int
+    context_train: int
+    embedding_length: int
+    layers: int
+    chat_template: str | None = None
+    recurrent: bool = False
+    sliding_window: int = 0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded backend can hold; read from the context, not from what was asked for."""
+
+    sequences: int  # ids 0 .. sequences - 1
+    cells: int  # KV cells in all
+    sequence_cells: int  # the most one sequence may hold
+    batch_tokens: int  # the most one forward may carry
+    unified: bool = False  # one pool of cells, or one stream per sequence
