@@ -48,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     logit_bias: tuple[tuple[int, float], ...] = ()
+    ignore_eos: bool = False  # end-of-generation tokens are never chosen
     seed: int = 0  # the caller draws one when the user gave none, so that a replay says the same
 
     @property
@@ -77,7 +78,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
     logprobs: int = 0  # how many alternatives to report per token; 0 = none
 
 
@@ -143,6 +143,32 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences: int  # ids 0 .. sequences - 1
     cells: int  # KV cells in all
-    sequence_cells: int  # the most one sequence may hold
+    sequence_cells: int  # the most one sequence can hold
+    request_tokens: int  # the most one request may hold, prompt and answer
     batch_tokens: int  # the most one forward may carry
     unified: bool = False  # one pool of cells, or one stream per sequence
+
+
+class LeaseFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease, as /debug/kv shows it."""
+
+    seq_id: int
+    request_id: str
+    tokens: int  # known tokens, prompt and answer
+    position: int  # where the next token goes, read from the KV memory itself
+    state: str
+    age_s: float
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine between two steps."""
+
+    sequences_total: int
+    cells_total: int
+    cells_used: int
+    leases: tuple[LeaseFacts, ...]
+    waiting: tuple[str, ...]
+    leased_total: int
+    released_total: int
+    cleared_cells_total: int
+    integrity_failures: int = 0

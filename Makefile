@@ -1,0 +1,43 @@
+# Everything is made by the first target that needs it: .venv, the packages, the native library, the model.
+PYTHON ?= python3
+ARGS ?=
+RECIPE := pyproject.toml scripts/setup.sh $(addprefix cllm/backend/llama/,build.py cpu.py recipe.py source.py toolchain.py)
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
+	.venv/bin/cllm serve $(ARGS)
+
+test: .venv/ready-test ## run the tests; ARGS go to pytest
+	.venv/bin/python -m pytest $(ARGS)
+
+check: .venv/ready-test ## ruff and strict mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench: .venv/ready ## measure; ARGS go to `cllm bench`
+	.venv/bin/cllm bench $(ARGS)
+
+seeds: .venv/ready ## the earlier server's test cases, as a table
+	.venv/bin/python -m cllm.bench.seeds $(ARGS)
+
+soak: .venv/ready ## thousands of requests: memory, threads and files stay flat
+	.venv/bin/python -m cllm.bench.soak $(ARGS)
+
+doctor: .venv/ready ## what cllm sees of this machine
+	.venv/bin/cllm doctor $(ARGS)
+
+clean: ## remove .venv and what the tools leave here (the built library stays in the cache)
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+
+.venv/ready: $(RECIPE)
+	PYTHON="$(PYTHON)" scripts/setup.sh
+	@touch $@
+
+.venv/ready-test: .venv/ready
+	scripts/setup.sh test
+	@touch $@
+
+.PHONY: help serve test check bench seeds soak doctor clean

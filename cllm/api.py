@@ -1,0 +1,267 @@
+"""The Python API: a model in this process, for scripts (`LLM`) and for asyncio (`AsyncLLM`).
+
+    with LLM("model.gguf") as llm:
+        print(llm.generate(["Once upon a time"], max_tokens=32)[0].text)
+
+Requests given together are computed together: there is nothing to batch by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from cllm.backend.base import Backend
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.files import prepare
+from cllm.config import EngineConfig
+from cllm.engine.engine import Engine
+from cllm.engine.host import ThreadHost
+from cllm.engine.stream import AsyncStream, BlockingStream
+from cllm.errors import from_code
+from cllm.text.work import TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
+from cllm.types import Delta, FinishReason, ModelFacts, Request, SamplingParams, Usage
+
+Message = Mapping[str, Any]
+DEFAULT_MAX_TOKENS = 256
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+def _completion(deltas: Sequence[Delta]) -> Completion:
+    last = deltas[-1]
+    _raise_error(last)
+    assert last.finish_reason is not None and last.usage is not None
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+    )
+
+
+def _raise_error(delta: Delta) -> None:
+    if delta.error is not None:
+        raise from_code(delta.error.code, delta.error.message)
+
+
+class _Base:
+    """What both flavours share: the engine in a thread, and how a call becomes a request."""
+
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        config: EngineConfig | None = None,
+        make_backend: Callable[[EngineConfig], Backend] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
+
+        Raises SetupError when the model cannot be served; loading itself happens on entry.
+        """
+        config = msgspec.structs.replace(config or EngineConfig(), model=str(model), **settings)
+        if make_backend is None:
+            ready = prepare(config)
+            host = ThreadHost(lambda progress: LlamaBackend(ready, progress=progress), ready)
+        else:
+            host = ThreadHost(lambda _: make_backend(config), config)
+        self._engine = Engine(host, queue_size=1_000_000)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the model."""
+        assert self._engine.facts is not None, "open it first: `with LLM(...) as llm`"
+        return self._engine.facts
+
+    def _request(
+        self,
+        answer: TextAnswer,
+        sampling: SamplingParams | None,
+        max_tokens: int,
+        stop: Sequence[str],
+    ) -> Request:
+        assert isinstance(answer, Tokens)
+        if sampling is None:
+            sampling = SamplingParams(seed=secrets.randbelow(2**32 - 1))
+        return Request(
+            id=uuid.uuid4().hex,
+            prompt=answer.tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=tuple(stop),
+        )
+
+    def _text(self, task: TextTask) -> Future[TextAnswer]:
+        return self._engine.text.submit(task)
+
+
+class LLM(_Base):
+    """A model for ordinary Python. A context manager; safe to use from several threads."""
+
+    def __enter__(self) -> Self:
+        self._engine.start()
+        self._engine.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it; calls that still run get an error. Idempotent."""
+        self._engine.stop()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """Complete raw prompts, all together; the answers come in the order of the prompts."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        return self._complete([TokenizeText(prompt) for prompt in prompts], sampling, max_tokens, stop)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+    ) -> Completion:
+        """Answer a conversation (`[{"role": "user", "content": "…"}]`) with the model's own template."""
+        return self._complete([_chat(messages)], sampling, max_tokens, stop)[0]
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """The answer to a prompt or a conversation, piece by piece. Leaving the loop cancels it."""
+        stream = self._submit(_task(prompt), sampling, max_tokens, stop)
+        try:
+            for delta in stream:
+                _raise_error(delta)
+                if delta.text:
+                    yield delta.text
+        finally:
+            self._engine.cancel(stream.request_id)
+
+    def _complete(
+        self, tasks: Sequence[TextTask], sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+    ) -> list[Completion]:
+        streams = [self._submit(task, sampling, max_tokens, stop) for task in tasks]
+        try:
+            return [_completion(list(stream)) for stream in streams]
+        finally:
+            for stream in streams:
+                self._engine.cancel(stream.request_id)
+
+    def _submit(
+        self, task: TextTask, sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+    ) -> BlockingStream:
+        request = self._request(self._text(task).result(), sampling, max_tokens, stop)
+        return self._engine.submit(request, BlockingStream)
+
+
+class AsyncLLM(_Base):
+    """A model for asyncio. An asynchronous context manager; use it on the loop that entered it."""
+
+    async def __aenter__(self) -> Self:
+        self._engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        self._engine.start()
+        await asyncio.wrap_future(self._engine.loaded)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End it; calls that still run get an error. Idempotent."""
+        await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
+
+    async def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+    ) -> list[Completion]:
+        """See `LLM.generate`."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        calls = (self._complete(TokenizeText(prompt), sampling, max_tokens, stop) for prompt in prompts)
+        return list(await asyncio.gather(*calls))
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+    ) -> Completion:
+        """See `LLM.chat`."""
+        return await self._complete(_chat(messages), sampling, max_tokens, stop)
+
+    async def stream(
+        self,
+        prompt: str | Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+    ) -> AsyncIterator[str]:
+        """See `LLM.stream`."""
+        stream = await self._submit(_task(prompt), sampling, max_tokens, stop)
+        try:
+            async for delta in stream:
+                _raise_error(delta)
+                if delta.text:
+                    yield delta.text
+        finally:
+            self._engine.cancel(stream.request_id)
+
+    async def _complete(
+        self, task: TextTask, sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+    ) -> Completion:
+        stream = await self._submit(task, sampling, max_tokens, stop)
+        try:
+            return _completion([delta async for delta in stream])
+        finally:
+            self._engine.cancel(stream.request_id)
+
+    async def _submit(
+        self, task: TextTask, sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+    ) -> AsyncStream:
+        answer = await asyncio.wrap_future(self._text(task))
+        return self._engine.submit(self._request(answer, sampling, max_tokens, stop), AsyncStream)
+
+
+def _chat(messages: Sequence[Message]) -> TokenizeChat:
+    return TokenizeChat(tuple(dict(message) for message in messages))
+
+
+def _task(prompt: str | Sequence[Message]) -> TextTask:
+    return TokenizeText(prompt) if isinstance(prompt, str) else _chat(prompt)

@@ -1,0 +1,224 @@
+"""A backend without a model: exact, instant, and able to fail on demand. For the engine's own tests.
+
+Its "model" is a function of the tokens that are in a sequence's memory. So text that comes out right
+proves that memory held exactly the right tokens: a leaked cell, a shared id or a lost token shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from cllm.backend.base import Backend, Batch, RowResult, Sampler, StepResult, StepStatus
+from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob
+
+END_TOKEN = 256
+VOCABULARY_SIZE = 258
+
+
+def next_token(memory: Sequence[int], seed: int = 0, *, ends: bool = True) -> int:
+    """The fake model: a small letter (or, rarely, the end) that depends on every token before it."""
+    state = 2166136261 ^ seed
+    for token in memory:
+        state = ((state ^ token) * 16777619) & 0xFFFFFFFF
+    if ends and state % 61 == 0:
+        return END_TOKEN
+    return ord("a") + (state >> 7) % 26
+
+
+def expected_text(prompt: Sequence[int], max_tokens: int, seed: int = 0, *, ends: bool = True) -> str:
+    """What a request must yield, computed without any engine."""
+    memory = list(prompt)
+    text = ""
+    for _ in range(max_tokens):
+        token = next_token(memory, seed, ends=ends)
+        if token == END_TOKEN:
+            break
+        memory.append(token)
+        text += chr(token)
+    return text
+
+
+class FakeVocabulary:
+    """Bytes are tokens; 256 ends, 257 is a control token spelled `<|x|>`."""
+
+    size = VOCABULARY_SIZE
+    special_texts = frozenset({"<|x|>"})
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if not parse_special:
+            return list(text.encode())
+        tokens: list[int] = []
+        for index, part in enumerate(text.split("<|x|>")):
+            tokens += [257] * (index > 0) + list(part.encode())
+        return tokens
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
+
+    def is_end(self, token: int) -> bool:
+        return token == END_TOKEN
+
+
+class FakeSampler:
+    """Counts itself in and out of its backend, so that a leak shows."""
+
+    def __init__(self, backend: FakeBackend, params: SamplingParams) -> None:
+        self.backend = backend
+        self.params = params
+        self.closed = False
+        backend.open_samplers += 1
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        assert not self.closed
+
+    def clone(self) -> Sampler:
+        assert not self.closed
+        return FakeSampler(self.backend, self.params)
+
+    def close(self) -> None:
+        assert not self.closed, "a sampler was closed twice"
+        self.closed = True
+        self.backend.open_samplers -= 1
+
+
+class FakeBackend(Backend):
+    """Implements every contract of `Backend`, and checks those of its caller.
+
+    `fail` is asked before each native call, with its running number and name; what it returns happens:
+    None (nothing), an exception (raised), or for `forward` a status (that result).
+    """
+
+    def __init__(
+        self,
+        *,
+        sequences: int = 4,
+        cells: int = 4096,
+        batch_tokens: int = 64,
+        request_tokens: int = 0,
+        unified: bool = False,
+        trimmable: bool = True,
+        step_s: float = 0.0,
+        fail: Callable[[int, str], Exception | StepStatus | None] | None = None,
+    ) -> None:
+        self._limits = Limits(
+            sequences=sequences,
+            cells=cells,
+            sequence_cells=cells if unified else cells // sequences,
+            request_tokens=request_tokens or (cells if unified else cells // sequences),
+            batch_tokens=batch_tokens,
+            unified=unified,
+        )
+        self._facts = ModelFacts(
+            name="fake",
+            architecture="fake",
+            description="a function of the tokens in memory",
+            parameters=0,
+            size_bytes=0,
+            vocabulary_size=VOCABULARY_SIZE,
+            context_train=cells,
+            embedding_length=0,
+            layers=0,
+            recurrent=not trimmable,
+        )
+        self._vocabulary = FakeVocabulary()
+        self.memory: list[list[int]] = [[] for _ in range(sequences)]
+        self.trimmable = trimmable
+        self.step_s = step_s
+        self.fail = fail
+        self.calls = 0
+        self.open_samplers = 0
+        self.closed = False
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def vocabulary(self) -> FakeVocabulary:
+        return self._vocabulary
+
+    def _native(self, name: str) -> StepStatus | None:
+        number, self.calls = self.calls, self.calls + 1
+        outcome = self.fail(number, name) if self.fail is not None else None
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def forward(self, batch: Batch) -> StepResult:
+        assert not self.closed
+        self._check(batch)
+        status = self._native("forward")
+        if self.step_s:
+            time.sleep(self.step_s)
+        if status is None and self._over_full(batch):
+            status = StepStatus.NO_ROOM
+        if status not in (None, StepStatus.DONE):
+            assert status is not None
+            if not status.memory_intact:
+                # As llama.cpp does: what was computed before the failure stays in memory.
+                first = batch.rows[0]
+                self.memory[first.sequence_id].extend(first.tokens)
+            return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
+        results = []
+        for row in batch.rows:
+            memory = self.memory[row.sequence_id]
+            memory.extend(row.tokens)
+            if not row.outputs:
+                results.append(RowResult())
+                continue
+            assert isinstance(row.sampler, FakeSampler)
+            params = row.sampler.params
+            token = next_token(memory, params.seed, ends=not params.ignore_eos)
+            logprobs = (TokenLogprob(token, 0.0, ((token, 0.0),)),) if row.logprobs else ()
+            results.append(RowResult((token,), logprobs))
+        return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+
+    def _check(self, batch: Batch) -> None:
+        ids = [row.sequence_id for row in batch.rows]
+        assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
+        assert 0 < batch.token_count <= self._limits.batch_tokens
+        for row in batch.rows:
+            assert row.tokens and row.outputs <= 1
+            assert row.position == len(self.memory[row.sequence_id]), "positions must follow the memory"
+            assert row.position + len(row.tokens) <= self._limits.sequence_cells
+
+    def _over_full(self, batch: Batch) -> bool:
+        held = sum(len(memory) for memory in self.memory)
+        return self._limits.unified and held + batch.token_count > self._limits.cells
+
+    def create_sampler(self, params: SamplingParams) -> Sampler:
+        self._native("create_sampler")
+        return FakeSampler(self, params)
+
+    def next_position(self, sequence_id: int) -> int:
+        self._native("next_position")
+        return len(self.memory[sequence_id])
+
+    def truncate(self, sequence_id: int, length: int) -> int:
+        self._native("truncate")
+        memory = self.memory[sequence_id]
+        if length >= len(memory):
+            return len(memory)
+        keep = length if self.trimmable else 0
+        del memory[keep:]
+        return keep
+
+    def save(self, sequence_id: int) -> bytes | None:
+        self._native("save")
+        return b"".join(token.to_bytes(2, "little") for token in self.memory[sequence_id])
+
+    def restore(self, sequence_id: int, state: bytes) -> bool:
+        self._native("restore")
+        assert not self.memory[sequence_id]
+        self.memory[sequence_id] = [
+            int.from_bytes(state[index : index + 2], "little") for index in range(0, len(state), 2)
+        ]
+        return True
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,139 @@
+"""A llama_context: its KV memory, its threads, and one decode."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backend.llama.library import Library, ThreadpoolParams
+from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.config import EngineConfig
+from cllm.errors import NotEnoughMemory
+
+DEFAULT_REQUEST_CELLS = 4096
+
+
+def default_threads() -> int:
+    """One thread for each core this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Threadpool(Owned):
+    """Persistent ggml workers. Without one, ggml starts and joins threads at every decode."""
+
+    def __init__(self, library: Library, threads: int, poll: int, graveyard: Graveyard) -> None:
+        params = ThreadpoolParams()
+        library.threadpool_params(ctypes.byref(params), threads)
+        params.poll = poll
+        super().__init__(
+            library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard
+        )
+
+
+class LlamaContext(Owned):
+    """Owns a `llama_context` and the threadpool that works for it."""
+
+    def __init__(
+        self, library: Library, model: LlamaModel, config: EngineConfig, graveyard: Graveyard
+    ) -> None:
+        api = library.api
+        threads = config.threads or default_threads()
+        params = api.llama_context_default_params()
+        params.n_ctx = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
+        params.n_seq_max = config.parallel
+        # A step carries one token of everybody at least; on a CPU a larger physical batch wins nothing.
+        params.n_batch = params.n_ubatch = max(config.batch_tokens, config.parallel)
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = int(config.flash_attention)
+        params.kv_unified = config.unified_kv
+        params.swa_full = False
+        params.no_perf = True
+        pointer = api.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            raise NotEnoughMemory(
+                f"llama.cpp cannot create a context of {params.n_ctx} cells; "
+                "try a smaller --ctx-size or --parallel"
+            )
+        super().__init__(pointer, api.llama_free, graveyard)
+        self.api = api
+        self.memory = api.llama_get_memory(pointer)
+        self.recurrent = bool(
+            api.llama_model_is_recurrent(model.pointer) or api.llama_model_is_hybrid(model.pointer)
+        )
+        self.sliding_window = int(api.llama_model_n_swa(model.pointer))
+        self.unified = config.unified_kv
+        self.cells = int(api.llama_n_ctx(pointer))
+        self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
+        self.batch_tokens = int(api.llama_n_batch(pointer))
+        self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
+        self._vocabulary_size = model.vocabulary.size
+        self._threadpool = Threadpool(library, threads, config.poll, graveyard)
+        library.attach_threadpool(pointer, self._threadpool.pointer, self._threadpool.pointer)
+
+    def close(self) -> None:
+        super().close()
+        self._threadpool.close()  # after the context: it works for it to the end
+
+    def decode(self, batch: Any) -> int:
+        """llama_decode, waited for. Returns its code."""
+        code = int(self.api.llama_decode(self.pointer, batch))
+        if code == 0:
+            self.api.llama_synchronize(self.pointer)
+        return code
+
+    def logits(self, outputs: int) -> npt.NDArray[np.float32]:
+        """The last decode's outputs in batch order. A view that is good until the next native call only."""
+        address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
+        flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
+        return np.frombuffer(flat, np.float32).reshape(outputs, self._vocabulary_size)
+
+    def next_position(self, sequence_id: int) -> int:
+        return int(self.api.llama_memory_seq_pos_max(self.memory, sequence_id)) + 1
+
+    def remove(self, sequence_id: int) -> None:
+        """Remove a whole sequence; llama.cpp never refuses that."""
+        self.api.llama_memory_seq_rm(self.memory, sequence_id, -1, -1)
+
+    def truncate(self, sequence_id: int, length: int) -> int:
+        """See `Backend.truncate`."""
+        held = self.next_position(sequence_id)
+        if length >= held:
+            return held
+        if (
+            length > 0
+            and self._can_cut_to(sequence_id, length)
+            and self.api.llama_memory_seq_rm(self.memory, sequence_id, length, -1)
+            and self.next_position(sequence_id) == length
+        ):
+            return length
+        self.remove(sequence_id)
+        return 0
+
+    def _can_cut_to(self, sequence_id: int, length: int) -> bool:
+        """False where what the next token would look back on is gone, even if llama.cpp says yes."""
+        if self.recurrent:
+            return False
+        if not self.sliding_window:
+            return True
+        oldest = int(self.api.llama_memory_seq_pos_min(self.memory, sequence_id))
+        return oldest == 0 or oldest < length - self.sliding_window
+
+    def save(self, sequence_id: int) -> bytes | None:
+        """The sequence's KV as bytes."""
+        size = self.api.llama_state_seq_get_size(self.pointer, sequence_id)
+        buffer = (ctypes.c_uint8 * size)()
+        written = self.api.llama_state_seq_get_data(self.pointer, buffer, size, sequence_id)
+        return bytes(buffer) if written == size else None
+
+    def restore(self, sequence_id: int, state: bytes) -> bool:
+        """Put saved KV into an empty sequence; on failure it is empty again."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if self.api.llama_state_seq_set_data(self.pointer, buffer, len(state), sequence_id) == len(state):
+            return True
+        self.remove(sequence_id)
+        return False

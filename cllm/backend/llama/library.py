@@ -1,0 +1,141 @@
+"""The native library: find it, load it, and give its functions to the rest of this room.
+
+Nobody else imports `llama_cpp`. Its package is bypassed on purpose: importing it would load further
+libraries, pull in a second server and hook a logger of its own; only its ctypes declarations are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from cllm.backend.llama.build import find_built
+from cllm.errors import LibraryError
+
+log = logging.getLogger("llama.cpp")
+
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}  # debug, info, warn, error
+
+
+class ThreadpoolParams(ctypes.Structure):
+    """ggml_threadpool_params; the bindings do not declare it."""
+
+    _fields_ = (
+        ("cpumask", ctypes.c_bool * MAX_THREADS),
+        ("n_threads", ctypes.c_int),
+        ("prio", ctypes.c_int),
+        ("poll", ctypes.c_uint32),
+        ("strict_cpu", ctypes.c_bool),
+        ("paused", ctypes.c_bool),
+    )
+
+
+class Library:
+    """The loaded library. `api` holds llama.h's functions, as the bindings declare them."""
+
+    def __init__(self, directory: Path, api: Any) -> None:
+        self.directory = directory
+        self.api = api
+        self._declare_threadpools()
+        # llama.cpp keeps the pointer for the life of the process, and so does this object.
+        self._log_callback = api.llama_log_callback(_log_line)
+        api.llama_log_set(self._log_callback, ctypes.c_void_p(0))
+        api.llama_backend_init()
+
+    def _declare_threadpools(self) -> None:
+        # dlopen of a library that is loaded already: the symbols live in these two, not in libllama.
+        base, cpu = (_open(self.directory, name) for name in ("ggml-base", "ggml-cpu"))
+        self.threadpool_params = base.ggml_threadpool_params_init
+        self.threadpool_params.argtypes = [ctypes.POINTER(ThreadpoolParams), ctypes.c_int]
+        self.threadpool_params.restype = None
+        self.threadpool_new = cpu.ggml_threadpool_new
+        self.threadpool_new.argtypes = [ctypes.POINTER(ThreadpoolParams)]
+        self.threadpool_new.restype = ctypes.c_void_p
+        self.threadpool_free = cpu.ggml_threadpool_free
+        self.threadpool_free.argtypes = [ctypes.c_void_p]
+        self.threadpool_free.restype = None
+        llama = _open(self.directory, "llama")
+        self.attach_threadpool = llama.llama_attach_threadpool
+        self.attach_threadpool.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        self.attach_threadpool.restype = None
+
+    def system_info(self) -> str:
+        """llama.cpp's own account of what it was compiled for."""
+        return str(self.api.llama_print_system_info().decode())
+
+
+def find() -> Path:
+    """The folder of the library to use: `CLLM_LIBRARY`, else what `cllm build` made, else the bindings' own."""
+    if named := os.environ.get("CLLM_LIBRARY"):
+        return Path(named)
+    if (built := find_built()) is not None:
+        return built
+    bundled = _bindings_directory() / "lib"
+    if any(bundled.glob("libllama.*")):
+        return bundled
+    raise LibraryError("no native library for this machine: run `cllm build` (about three minutes, once)")
+
+
+def load(directory: Path | None = None) -> Library:
+    """Load the library of `directory` (default: `find()`). One per process: the bindings allow no second."""
+    directory = directory or find()
+    present = sys.modules.get("llama_cpp.llama_cpp")
+    if present is None:
+        present = _import_bindings(directory)
+    elif Path(present._base_path) != directory:
+        log.warning("llama_cpp was imported before cllm; using its library in %s", present._base_path)
+        directory = Path(present._base_path)
+    known = getattr(present, "_cllm_library", None)
+    if isinstance(known, Library):
+        return known
+    library = Library(directory, present)
+    present._cllm_library = library  # type: ignore[attr-defined]  # one log callback per process
+    return library
+
+
+def _import_bindings(directory: Path) -> types.ModuleType:
+    """Import `llama_cpp.llama_cpp` alone, with its library taken from `directory`."""
+    package = types.ModuleType("llama_cpp")
+    package.__path__ = [str(_bindings_directory())]
+    before = os.environ.get("LLAMA_CPP_LIB_PATH")
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(directory)
+    sys.modules["llama_cpp"] = package
+    try:
+        return importlib.import_module("llama_cpp.llama_cpp")
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise LibraryError(
+            f"the native library in {directory} cannot be loaded ({error}); rebuild it with `cllm build --force`"
+        ) from error
+    finally:
+        # Whoever imports llama_cpp after us gets the real package.
+        sys.modules.pop("llama_cpp", None)
+        if before is None:
+            del os.environ["LLAMA_CPP_LIB_PATH"]
+        else:
+            os.environ["LLAMA_CPP_LIB_PATH"] = before
+
+
+def _bindings_directory() -> Path:
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or not spec.submodule_search_locations:
+        raise LibraryError("the package llama-cpp-python is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _open(directory: Path, name: str) -> Any:
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    return ctypes.CDLL(str(directory / f"lib{name}.{suffix}"))
+
+
+def _log_line(level: int, text: bytes, _: Any) -> None:
+    line = text.decode("utf-8", "replace").rstrip()
+    if line:
+        log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)

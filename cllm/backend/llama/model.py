@@ -1,0 +1,147 @@
+"""A loaded GGUF and its vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cllm.backend.llama.library import Library
+from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.errors import ModelFileError
+from cllm.types import ModelFacts
+
+_CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
+
+
+class LlamaModel(Owned):
+    """Owns a `llama_model`. `vocabulary_only` loads no weights: for work on text alone."""
+
+    def __init__(
+        self,
+        library: Library,
+        path: Path,
+        graveyard: Graveyard,
+        *,
+        vocabulary_only: bool = False,
+        extra_buffers: bool = True,
+        gpu_layers: int = -1,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        api = library.api
+        params = api.llama_model_default_params()
+        params.vocab_only = vocabulary_only
+        params.use_extra_bufts = extra_buffers
+        params.n_gpu_layers = gpu_layers
+
+        def on_progress(fraction: float, _: Any) -> bool:
+            if progress is not None:
+                progress(fraction)
+            return True
+
+        callback = api.llama_progress_callback(on_progress)
+        params.progress_callback = callback
+        pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        if not pointer:
+            raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
+        super().__init__(pointer, api.llama_model_free, graveyard)
+        self.api = api
+        self.name = path.stem
+        self.vocabulary = LlamaVocabulary(self)
+
+    @property
+    def context_train(self) -> int:
+        return int(self.api.llama_model_n_ctx_train(self.pointer))
+
+    def metadata(self, key: str) -> str | None:
+        """A scalar of the GGUF's metadata as text."""
+        buffer = ctypes.create_string_buffer(1024)
+        length = self.api.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace") if length >= 0 else None
+
+    def facts(self) -> ModelFacts:
+        api, pointer = self.api, self.pointer
+        description = ctypes.create_string_buffer(256)
+        api.llama_model_desc(pointer, description, len(description))
+        template = api.llama_model_chat_template(pointer, None)
+        return ModelFacts(
+            name=self.name,
+            architecture=self.metadata("general.architecture") or "unknown",
+            description=description.value.decode("utf-8", "replace"),
+            parameters=api.llama_model_n_params(pointer),
+            size_bytes=api.llama_model_size(pointer),
+            vocabulary_size=self.vocabulary.size,
+            context_train=self.context_train,
+            embedding_length=api.llama_model_n_embd(pointer),
+            layers=api.llama_model_n_layer(pointer),
+            chat_template=template.decode("utf-8", "replace") if template else None,
+            recurrent=bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer)),
+            sliding_window=api.llama_model_n_swa(pointer),
+        )
+
+
+class LlamaVocabulary:
+    """Token look-ups of a loaded model. Read-only, so safe from any thread while the model lives."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self._model = model
+        self._api = model.api
+        self.pointer = model.api.llama_model_get_vocab(model.pointer)
+        self._size = int(self._api.llama_vocab_n_tokens(self.pointer))
+        self._pieces: dict[int, bytes] = {}
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Every end-of-generation token."""
+        is_end = self._api.llama_vocab_is_eog
+        return frozenset(token for token in range(self._size) if is_end(self.pointer, token))
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        attributes, text = self._api.llama_vocab_get_attr, self._api.llama_vocab_get_text
+        return frozenset(
+            text(self.pointer, token).decode("utf-8", "replace")
+            for token in range(self._size)
+            if attributes(self.pointer, token) & _CONTROL_OR_UNKNOWN
+        )
+
+    def is_end(self, token: int) -> bool:
+        return token in self.ends
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        data = text.encode()
+        capacity = len(data) + 8  # a token is a byte at least; a few for what is added
+        tokens = (ctypes.c_int32 * capacity)()
+        count = self._api.llama_tokenize(
+            self.pointer, data, len(data), tokens, capacity, add_special, parse_special
+        )
+        if count < 0:
+            tokens = (ctypes.c_int32 * -count)()
+            count = self._api.llama_tokenize(
+                self.pointer, data, len(data), tokens, -count, add_special, parse_special
+            )
+        found = list(tokens[:count])
+        begin = self._api.llama_vocab_bos(self.pointer)
+        if add_special and len(found) > 1 and found[0] == found[1] == begin:
+            del found[0]  # the text brought its own
+        return found
+
+    def piece(self, token: int) -> bytes:
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._read_piece(token)
+        return piece
+
+    def _read_piece(self, token: int) -> bytes:
+        buffer = ctypes.create_string_buffer(64)
+        count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
+        return buffer.raw[:count]

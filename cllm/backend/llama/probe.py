@@ -1,0 +1,139 @@
+"""Before serving: does this library run this model on this CPU? Asked in a process that may die of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from cllm.backend.llama.build import cache_directory
+from cllm.backend.llama.library import find
+from cllm.config import EngineConfig
+from cllm.errors import LibraryError, ModelFileError
+
+log = logging.getLogger(__name__)
+PROBE_LIMIT_S = 600.0
+PROBE_TOKENS = 4
+
+
+class ProbeResult(msgspec.Struct, frozen=True):
+    """How a throw-away process fared. `detail` says what ended it, where something did."""
+
+    passed: bool
+    detail: str = ""
+    tokens_per_second: float = 0.0
+
+
+def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
+    """What is asked for, then ever safer, each with a name for the operator."""
+    safe = msgspec.structs.replace(config, extra_buffers=False)
+    safest = msgspec.structs.replace(safe, flash_attention=False, threads=1)
+    return [
+        ("as configured", config),
+        ("without repacked weights (--no-extra-buffers)", safe),
+        ("without flash attention, one thread", safest),
+    ]
+
+
+def run_probe(config: EngineConfig) -> ProbeResult:
+    """Load the model and decode a few tokens in a process of its own."""
+    small = msgspec.structs.replace(config, parallel=1, ctx_size=512, max_request_tokens=0)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cllm.backend.llama.probe"],
+            input=msgspec.json.encode(small),
+            capture_output=True,
+            timeout=PROBE_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ProbeResult(False, f"it did not finish within {PROBE_LIMIT_S:.0f} s")
+    if done.returncode < 0:
+        return ProbeResult(False, f"it was ended by {signal.Signals(-done.returncode).name}")
+    if done.returncode != 0:
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        return ProbeResult(False, lines[-1] if lines else f"it exited with code {done.returncode}")
+    return ProbeResult(True, tokens_per_second=float(done.stdout))
+
+
+def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: bool = False) -> EngineConfig:
+    """The first setting that survives the probe. Remembered, so the next start does not probe again.
+
+    Raises LibraryError, one line, when none does; ModelFileError when llama.cpp refuses the file itself.
+    """
+    record = _record_path(config)
+    if not fresh and record.is_file():
+        chosen = json.loads(record.read_text())["chosen"]
+        return settings_to_try(config)[chosen][1]
+    failures: list[str] = []
+    for chosen, (name, attempt) in enumerate(settings_to_try(config)):
+        say(f"probing the native library {name}")
+        result = run_probe(attempt)
+        if result.passed:
+            if failures:
+                log.warning("%s; serving %s, which is slower", "; ".join(failures), name)
+            record.parent.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps({"chosen": chosen, "tokens_per_second": result.tokens_per_second}))
+            return attempt
+        if result.detail.startswith("model:"):
+            raise ModelFileError(result.detail.removeprefix("model:").strip())
+        failures.append(f"the native library does not work here {name}: {result.detail}")
+    raise LibraryError(f"{failures[-1]}; rebuild it with `cllm build --force --portable`")
+
+
+def _record_path(config: EngineConfig) -> Path:
+    """One record for each combination of machine, library, model and setting."""
+    model, library = Path(config.model), find()
+    identity = [
+        platform.node(),
+        str(library),
+        *(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(library.glob("libggml*"))),
+        str(model),
+        f"{model.stat().st_size}:{model.stat().st_mtime_ns}",
+        f"{config.extra_buffers}:{config.flash_attention}:{config.threads}:{config.gpu_layers}",
+    ]
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
+    return cache_directory() / "probes" / f"{digest}.json"
+
+
+def _main() -> int:
+    """The throw-away process: prints tokens per second, or one line on standard error."""
+    import os
+    import time
+
+    from cllm.backend.base import Batch, Row, StepStatus
+    from cllm.backend.llama.backend import LlamaBackend
+    from cllm.types import SamplingParams
+
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    try:
+        backend = LlamaBackend(config)
+    except ModelFileError as error:
+        print(f"model: {error}", file=sys.stderr)
+        return 1
+    sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
+    # A prompt of several tokens takes the matrix path (where AMX died), single tokens the vector path.
+    tokens: list[int] = backend.vocabulary.tokenize("one two three " * 8, add_special=True, parse_special=False)
+    position, started = 0, time.perf_counter()
+    for _ in range(PROBE_TOKENS):
+        result = backend.forward(Batch((Row(0, position, tokens, 1, sampler),)))
+        if result.status is not StepStatus.DONE:
+            print(f"llama_decode returned {result.code}", file=sys.stderr)
+            return 1
+        position += len(tokens)
+        tokens = list(result.rows[0].tokens)
+    print(PROBE_TOKENS / (time.perf_counter() - started))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,102 @@
+"""The recipe: compiler, flags and CMake options of one build of llama.cpp.
+
+Standard library only: this runs before the dependencies are installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from cllm.backend.llama import cpu
+from cllm.backend.llama.source import BINDINGS_VERSION
+from cllm.backend.llama.toolchain import Compiler
+
+# libllama's own sources are two thirds of the compile time; the arithmetic is in ggml, which keeps -O3.
+LIBLLAMA_OPTIMISATION = "-O1"
+
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # the files leave the build folder
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",  # one file per library, no links
+    "-DGGML_OPENMP=OFF",  # cllm brings ggml's own thread pools, which bear a busy neighbour
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "APP", "UI")),
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_ALL_WARNINGS=OFF",
+)
+SERVER_PROGRAMS = ("llama-server", "llama-bench")
+
+# ggml's switches for a CPU that is not this one, and what /proc/cpuinfo calls them.
+_INSTRUCTION_SETS = {
+    "SSE42": "sse4_2",
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "BMI2": "bmi2",
+    "FMA": "fma",
+    "F16C": "f16c",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to build: a compiler, with flags for this very CPU or with none."""
+
+    compiler: Compiler
+    portable: bool = False
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        """For C and C++ alike. Asks the compiler."""
+        return self.compiler.portable_flags() if self.portable else self.compiler.native_flags()
+
+    @property
+    def key(self) -> str:
+        """The name of the build's folder: equal recipes on equal CPUs have equal keys."""
+        facts = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
+        return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(facts)}"
+
+    def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
+        """All of CMake's arguments but the folders. Writes a file that CMake reads into `work`."""
+        arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_lower_optimisation(work)}"]
+        origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+        arguments.append(f"-DCMAKE_INSTALL_RPATH={origin};{origin}/..")
+        for language, command in (("C", self.compiler.c), ("CXX", self.compiler.cxx)):
+            arguments.append(f"-DCMAKE_{language}_COMPILER={';'.join(command)}")
+            arguments.append(f"-DCMAKE_{language}_FLAGS={' '.join(self.flags)}")
+        for part in ("COMMON", "TOOLS", "SERVER"):
+            arguments.append(f"-DLLAMA_BUILD_{part}={_switch(with_server)}")
+        arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
+        if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
+            for option, name in _INSTRUCTION_SETS.items():
+                arguments.append(f"-DGGML_{option}={_switch(name in cpu.features())}")
+        return arguments
+
+    def __str__(self) -> str:
+        kind = "plain" if self.portable else "for this CPU"
+        return " ".join((f"{self.compiler.identity}, {kind}", *self.flags))
+
+
+def revision() -> str:
+    """Changes whenever this file would build something else, so that an older build is not taken for it."""
+    return _digest([LIBLLAMA_OPTIMISATION, *CMAKE_OPTIONS])
+
+
+def _lower_optimisation(work: Path) -> Path:
+    """A CMake file for the one target whose level differs; it runs when the target exists."""
+    file = work / "libllama.cmake"
+    call = f"target_compile_options llama PRIVATE {LIBLLAMA_OPTIMISATION}"
+    file.write_text(f"cmake_language(DEFER DIRECTORY ${{CMAKE_SOURCE_DIR}} CALL {call})\n", encoding="utf-8")
+    return file
+
+
+def _digest(words: list[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def _switch(value: bool) -> str:
+    return "ON" if value else "OFF"

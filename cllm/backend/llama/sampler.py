@@ -1,0 +1,182 @@
+"""Choosing tokens: argmax where that is all, llama.cpp's sampler chain otherwise."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backend.base import TokenMask
+from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.types import SamplingParams, TokenLogprob
+
+Logits = npt.NDArray[np.float32]
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+
+class Candidates:
+    """The array of candidates a chain works on; one for all rows, since rows are sampled in turn."""
+
+    def __init__(self, api: Any, vocabulary_size: int) -> None:
+        self._api = api
+        self._ids = np.arange(vocabulary_size, dtype=np.int32)
+        self._data = np.zeros(vocabulary_size, _CANDIDATE)
+        self._pointer = self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
+
+    def choose(self, chain: Any, logits: Logits) -> int:
+        """Run a chain over a row of logits; returns the token it selected."""
+        self._data["id"] = self._ids  # the samplers of the row before have moved things about
+        self._data["logit"] = logits
+        array = self._api.llama_token_data_array(
+            data=self._pointer, size=len(self._ids), selected=-1, sorted=False
+        )
+        self._api.llama_sampler_apply(chain, ctypes.byref(array))
+        if array.selected < 0:
+            raise ValueError("the samplers left no token to choose from")
+        return int(array.data[array.selected].id)
+
+
+class LlamaSampler:
+    """The sampler of one sequence. A greedy one needs no chain: then `chain` is None."""
+
+    def __init__(
+        self,
+        api: Any,
+        params: SamplingParams,
+        chain: Owned | None,
+        candidates: Candidates,
+        graveyard: Graveyard,
+        excluded: npt.NDArray[np.int32],
+    ) -> None:
+        self._api = api
+        self.params = params
+        self.chain = chain
+        self._candidates = candidates
+        self._graveyard = graveyard
+        self._excluded = excluded  # tokens never chosen (ends, when they are to be ignored)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Let penalties look back on these; costs nothing where nothing looks back."""
+        if self.chain is None or not (self.params.penalises or self.params.dry_multiplier > 0):
+            return
+        for token in tokens:
+            self._api.llama_sampler_accept(self.chain.pointer, token)
+
+    def exclude(self, logits: Logits, mask: TokenMask | None) -> None:
+        """Take forbidden tokens out of a row, in place."""
+        if len(self._excluded):
+            logits[self._excluded] = -np.inf
+        if mask is not None:
+            logits[~mask] = -np.inf
+
+    def sample(self, logits: Logits) -> int:
+        """Choose a token from a row and remember it. The row is left as it is."""
+        if self.chain is None:
+            return int(logits.argmax())
+        token = self._candidates.choose(self.chain.pointer, logits)
+        self._api.llama_sampler_accept(self.chain.pointer, token)
+        return token
+
+    def clone(self) -> LlamaSampler:
+        chain = None
+        if self.chain is not None:
+            copy = self._api.llama_sampler_clone(self.chain.pointer)
+            chain = Owned(copy, self._api.llama_sampler_free, self._graveyard)
+        return LlamaSampler(
+            self._api, self.params, chain, self._candidates, self._graveyard, self._excluded
+        )
+
+    def close(self) -> None:
+        if self.chain is not None:
+            self.chain.close()
+
+
+def build_chain(
+    api: Any, params: SamplingParams, *, vocabulary: Any, vocabulary_size: int, context: int
+) -> Any:
+    """A new chain for `params`, in the order `SamplingParams` documents; the caller owns it."""
+    chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+
+    def add(sampler: Any) -> None:
+        api.llama_sampler_chain_add(chain, sampler)
+
+    def look_back(count: int) -> int:
+        return context if count < 0 else count
+
+    if params.logit_bias:
+        biases = (api.llama_logit_bias * len(params.logit_bias))(*params.logit_bias)
+        add(api.llama_sampler_init_logit_bias(vocabulary_size, len(biases), biases))
+    if params.penalises:
+        add(
+            api.llama_sampler_init_penalties(
+                vocabulary_size,
+                look_back(params.penalty_last_n),
+                params.repetition_penalty,
+                params.frequency_penalty,
+                params.presence_penalty,
+            )
+        )
+    if params.dry_multiplier > 0:
+        breakers = [text.encode() for text in params.dry_sequence_breakers]
+        add(
+            api.llama_sampler_init_dry(
+                vocabulary,
+                params.dry_multiplier,
+                params.dry_base,
+                params.dry_allowed_length,
+                look_back(params.dry_penalty_last_n),
+                (ctypes.c_char_p * len(breakers))(*breakers),
+                len(breakers),
+            )
+        )
+    if params.temperature <= 0:
+        add(api.llama_sampler_init_greedy())
+        return chain
+    if params.mirostat:
+        add(api.llama_sampler_init_temp(params.temperature))
+        add(_mirostat(api, params, vocabulary_size))
+        return chain
+    _add_truncation(api, params, add)
+    add(api.llama_sampler_init_temp(params.temperature))
+    add(api.llama_sampler_init_dist(params.seed))
+    return chain
+
+
+def _mirostat(api: Any, params: SamplingParams, vocabulary_size: int) -> Any:
+    if params.mirostat == 1:
+        return api.llama_sampler_init_mirostat(
+            vocabulary_size, params.seed, params.mirostat_tau, params.mirostat_eta, 100
+        )
+    return api.llama_sampler_init_mirostat_v2(params.seed, params.mirostat_tau, params.mirostat_eta)
+
+
+def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
+    """The samplers that only cut candidates away."""
+    if params.top_n_sigma >= 0:
+        add(api.llama_sampler_init_top_n_sigma(params.top_n_sigma))
+    if params.top_k > 0:
+        add(api.llama_sampler_init_top_k(params.top_k))
+    if params.typical_p < 1:
+        add(api.llama_sampler_init_typical(params.typical_p, 1))
+    if params.top_p < 1:
+        add(api.llama_sampler_init_top_p(params.top_p, 1))
+    if params.min_p > 0:
+        add(api.llama_sampler_init_min_p(params.min_p, 1))
+    if params.xtc_probability > 0:
+        add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
+
+
+def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:
+    """The chosen token's log-probability and the `count` likeliest, under the model's own distribution."""
+    top = np.argpartition(logits, -count)[-count:]
+    top = top[np.argsort(-logits[top], kind="stable")]
+    highest = float(logits[top[0]])
+    normaliser = highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
+    return TokenLogprob(
+        token,
+        float(logits[token]) - normaliser,
+        tuple((int(index), float(logits[index]) - normaliser) for index in top),
+    )

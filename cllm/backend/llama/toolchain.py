@@ -1,0 +1,166 @@
+"""The toolchain: a compiler that can build llama.cpp here, the flags it needs on this CPU, CMake, Ninja.
+
+Everything that is missing comes as a wheel into the cache's own `tools` folder: no root, and no change
+to the environment that runs this. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cllm.errors import LibraryError
+
+OLDEST_CMAKE = (3, 21)  # what the bindings ask for; DEFER needs 3.19
+COMPILERS = ("gcc", "clang", "zig")
+
+# GCC's header, up to the version that turned it into a built-in, declares that `ldtilecfg` reads one
+# pointer of the 64 bytes it reads. The stores of the tile shapes are then dropped as dead, and the first
+# AMX instruction is illegal.
+_WRONG_TILE_DECLARATION = "*((const void **)__config)"
+
+
+class BuildError(LibraryError):
+    """The native library could not be built. The message says what was tried and what came out."""
+
+    code = "build_error"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C and a C++ compiler that belong together. `identity` is family and version: `gcc 12.2.0`."""
+
+    c: tuple[str, ...]
+    cxx: tuple[str, ...]
+    identity: str
+
+    @property
+    def is_zig(self) -> bool:
+        return self.identity.startswith("zig")
+
+    def native_flags(self) -> tuple[str, ...]:
+        """What `-march=native` must be joined by on this CPU; empty for most.
+
+        The compiler's own macros are asked, so a flag is named only where CPU and compiler both know
+        the feature, and never on another architecture.
+        """
+        macros = _preprocess(self.c, "-dM", "-march=native") or ""
+        flags: list[str] = []
+        if "__AVX512FP16__" in macros:
+            flags.append("-mno-avx512fp16")  # ggml's half-precision attention is 2.5 times slower than f32
+        if "__AMX_TILE__" in macros:
+            header = _preprocess(self.c, "-march=native", source="#include <immintrin.h>\n") or ""
+            if _WRONG_TILE_DECLARATION in header:
+                flags += ["-fno-dse", "-fno-tree-dse"]
+        if flags and _preprocess(self.c, "-march=native", *flags) is None:
+            return ()
+        return tuple(flags)
+
+    def portable_flags(self) -> tuple[str, ...]:
+        """The compiler's baseline CPU. Only zig takes this machine's CPU unasked."""
+        return ("-mcpu=baseline",) if self.is_zig else ()
+
+
+def find_compiler(tools: Path, name: str | None = None) -> Compiler:
+    """The compiler called `name`, or the first of $CC, gcc, cc, clang, and zig from its wheel.
+
+    Raises BuildError if the named one is missing or cannot run.
+    """
+    pairs: list[tuple[str, str]] = []
+    if name is None and ("CC" in os.environ or "CXX" in os.environ):
+        pairs.append((os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")))
+    if name in (None, "gcc"):
+        pairs.append(("gcc", "g++"))
+    if name is None:
+        pairs.append(("cc", "c++"))
+    if name in (None, "clang"):
+        pairs.append(("clang", "clang++"))
+    for c, cxx in pairs:
+        compiler = _identify(tuple(shlex.split(c)), tuple(shlex.split(cxx)))
+        if compiler is not None:
+            return compiler
+    if name not in (None, "zig"):
+        raise BuildError(f"the compiler {name} was asked for, but {name} and its C++ half do not run here")
+    return _zig(tools)
+
+
+def find_cmake(tools: Path) -> Path:
+    """CMake from PATH if it is new enough, else from its wheel."""
+    found = shutil.which("cmake")
+    if found is not None:
+        said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"(\d+)\.(\d+)", said)
+        if version is not None and (int(version[1]), int(version[2])) >= OLDEST_CMAKE:
+            return Path(found)
+    return install_tool(tools, "cmake", "cmake/data/bin/cmake")
+
+
+def find_ninja(tools: Path) -> Path:
+    """Ninja from PATH, else from its wheel."""
+    found = shutil.which("ninja")
+    return Path(found) if found is not None else install_tool(tools, "ninja", "bin/ninja")
+
+
+def install_tool(tools: Path, package: str, program: str) -> Path:
+    """Install a wheel into its own folder below `tools` (once) and return the program inside it."""
+    path = tools / package / program
+    if not path.exists():
+        run_pip("install", "--no-deps", "--upgrade", "--target", str(tools / package), package)
+    if not path.exists():
+        raise BuildError(f"the package {package} holds no {program}")
+    return path
+
+
+def run_pip(*arguments: str) -> None:
+    """Run this Python's pip. Raises BuildError with its output if it fails."""
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"`{shlex.join(command)}` failed:\n{last_lines(done.stdout)}")
+
+
+def last_lines(text: str, count: int = 30) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+def _identify(c: tuple[str, ...], cxx: tuple[str, ...]) -> Compiler | None:
+    """The compiler behind these commands, or None unless both of them run."""
+    macros = _preprocess(c, "-dM")
+    if macros is None or _preprocess(cxx, "-dM", language="c++") is None:
+        return None
+    values = dict(re.findall(r"^#define (\w+) (.*)$", macros, re.MULTILINE))
+    family, parts = "gcc", ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__")
+    if "__clang__" in values:
+        family, parts = "clang", ("__clang_major__", "__clang_minor__", "__clang_patchlevel__")
+    return Compiler(c, cxx, f"{family} {'.'.join(values.get(part, '?') for part in parts)}")
+
+
+def _zig(tools: Path) -> Compiler:
+    zig = install_tool(tools, "ziglang", "ziglang/zig")
+    wrappers: list[Path] = []
+    for verb in ("cc", "c++"):  # CMake wants a compiler to be one file
+        wrapper = tools / "ziglang" / f"zig-{verb}"
+        wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(str(zig))} {verb} "$@"\n', encoding="utf-8")
+        wrapper.chmod(0o755)
+        wrappers.append(wrapper)
+    version = subprocess.run([str(zig), "version"], capture_output=True, text=True)
+    if version.returncode != 0:
+        raise BuildError(f"zig does not run here:\n{last_lines(version.stderr)}")
+    return Compiler((str(wrappers[0]),), (str(wrappers[1]),), f"zig {version.stdout.strip()}")
+
+
+def _preprocess(command: Sequence[str], *flags: str, source: str = "", language: str = "c") -> str | None:
+    """What the preprocessor prints, or None if the compiler is missing or refuses the flags."""
+    line = [*command, *flags, "-E", "-x", language, "-"]
+    try:
+        done = subprocess.run(line, input=source, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None

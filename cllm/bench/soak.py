@@ -1,0 +1,135 @@
+"""`python -m cllm.bench.soak --tiny MODEL`: what ten thousand requests leave behind in the server.
+
+The tree of server processes is looked at after every tenth of the requests, when it is idle; the first of
+these looks is the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cllm.bench import footprint
+from cllm.bench.footprint import Footprint
+from cllm.bench.load import run_load
+from cllm.bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
+from cllm.bench.report import Table, write_report
+from cllm.bench.workloads import soak
+from cllm.errors import SetupError
+
+TENTHS = 10
+MOST_GROWTH = 1.02
+SETTLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The server after `requests` requests; `seconds` and `errors` are of the last tenth."""
+
+    requests: int
+    seconds: float
+    errors: tuple[str, ...]
+    footprint: Footprint
+
+
+def run_soak(
+    tiny: Path,
+    requests: int = 10_000,
+    out: Path | None = None,
+    command: Sequence[str] | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Send `requests`, print a table; 0 if nothing grew and all were answered, else 1.
+
+    Raises SetupError if the server does not start, or ends.
+    """
+    peer = cllm_peer(ServerSettings(model=tiny), command)
+    with log_folder(logs) as folder, running(peer, folder / "soak.log") as server:
+        samples = [_tenth(server, number, max(1, requests // TENTHS)) for number in range(TENTHS)]
+    faults = find_faults(samples)
+    text = "\n".join([_table(samples).markdown(), "", *(faults or [_verdict(samples)])])
+    print(text)
+    if out is not None:
+        write_report(out, text, {"samples": samples, "faults": faults})
+    return 1 if faults else 0
+
+
+def find_faults(samples: Sequence[Sample]) -> list[str]:
+    """What grew between the first sample and the last, and what was not answered."""
+    first, last = samples[0].footprint, samples[-1].footprint
+    faults = []
+    errors = [error for sample in samples for error in sample.errors]
+    if errors:
+        faults.append(f"FAIL: {len(errors)} requests were not answered in full; {'; '.join(errors[:3])}")
+    if last.rss_bytes > MOST_GROWTH * first.rss_bytes:
+        growth = last.rss_bytes / first.rss_bytes - 1
+        faults.append(f"FAIL: memory grew by {growth:.1%}, allowed are {MOST_GROWTH - 1:.0%}")
+    if last.file_descriptors > first.file_descriptors:
+        faults.append(f"FAIL: file descriptors grew: {first.file_descriptors} → {last.file_descriptors}")
+    if last.threads > first.threads:
+        faults.append(f"FAIL: threads grew: {first.threads} → {last.threads}")
+    if last.processes != first.processes:
+        faults.append(f"FAIL: processes changed: {first.processes} → {last.processes}")
+    return faults
+
+
+def _tenth(server: RunningPeer, number: int, count: int) -> Sample:
+    workload = soak(number, count=count)
+    load = run_load(server.address, server.peer.dialect, workload)
+    time.sleep(SETTLE_S)
+    done = (number + 1) * count
+    rate = count / load.wall_s
+    print(f"{done} requests, {rate:.0f} a second, {len(load.errors)} errors", file=sys.stderr, flush=True)
+    return Sample(done, load.wall_s, load.errors, footprint.measure(server.pid))
+
+
+def _table(samples: Sequence[Sample]) -> Table:
+    columns = ("requests", "RSS, MiB", "against the first", "descriptors", "threads", "requests/s", "errors")
+    base = samples[0].footprint.rss_bytes
+    rows = [
+        (
+            f"{sample.requests}",
+            f"{sample.footprint.rss_bytes / 2**20:.1f}",
+            f"{sample.footprint.rss_bytes / base:.4f}",
+            f"{sample.footprint.file_descriptors}",
+            f"{sample.footprint.threads}",
+            f"{samples[0].requests / sample.seconds:.0f}",
+            f"{len(sample.errors)}",
+        )
+        for sample in samples
+    ]
+    return Table(columns, rows)
+
+
+def _verdict(samples: Sequence[Sample]) -> str:
+    first, last = samples[0], samples[-1]
+    ratio = last.footprint.rss_bytes / first.footprint.rss_bytes
+    return (
+        f"pass: RSS after {last.requests} requests is {ratio:.4f} × that after {first.requests}; "
+        "file descriptors and threads did not grow"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cllm.bench.soak", description=__doc__)
+    parser.add_argument("--tiny", type=Path, required=True, help="GGUF file of a tiny model")
+    parser.add_argument("--requests", type=int, default=10_000, help="how many in all (default 10000)")
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json too")
+    parser.add_argument("--logs", type=Path, help="folder to keep the server's log in")
+    parser.add_argument("--command", help="what to start instead of the installed cllm")
+    options = parser.parse_args(arguments)
+    command = shlex.split(options.command) if options.command else None
+    try:
+        return run_soak(options.tiny, options.requests, options.out, command, options.logs)
+    except SetupError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""`cllm doctor`: what cllm sees of this machine, and whether it would work."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cllm import __version__
+from cllm.backend.llama import cpu, library
+from cllm.backend.llama.context import default_threads
+from cllm.backend.llama.files import MemoryFit, embedded_model
+from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.probe import run_probe, settings_to_try
+from cllm.config import EngineConfig
+from cllm.errors import CllmError
+
+_TELLING = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile",
+            "amx_int8", "amx_bf16", "neon", "asimd", "sve", "i8mm")  # fmt: skip
+
+
+def doctor_command(
+    model: Annotated[str, typer.Argument(help="GGUF file; none: the embedded model", show_default=False)] = "",
+    parallel: Annotated[int, typer.Option(min=1, max=255)] = EngineConfig().parallel,
+    ctx_size: Annotated[int, typer.Option(min=0)] = EngineConfig().ctx_size,
+    threads: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
+    table = Table(show_header=False, box=None)
+    healthy = True
+    features = cpu.features()
+    table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
+    table.add_row("CPU", f"{cpu.machine()}, {default_threads()} cores usable")
+    table.add_row("CPU features", " ".join(name for name in _TELLING if name in features) or "none of note")
+    table.add_row("threads", str(threads or default_threads()))
+    try:
+        folder = library.find()
+        table.add_row("library", str(folder))
+        table.add_row("build", _build_facts(folder))
+        table.add_row("compiled for", library.load(folder).system_info().strip())
+        config = EngineConfig(
+            model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
+        )
+        header = GgufHeader(Path(config.model))
+        fit = MemoryFit(header, config)
+        table.add_row(
+            "model", f"{header.path.name}: {header.architecture}, {header.tensor_count} tensors, "
+            f"trained for {header.context_train} tokens"
+        )  # fmt: skip
+        table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
+        healthy = fit.fits and _probe(config, table)
+    except CllmError as error:
+        table.add_row("[red]problem[/red]", str(error))
+        healthy = False
+    Console().print(table)
+    raise typer.Exit(0 if healthy else 1)
+
+
+def _build_facts(folder: Path) -> str:
+    """What the build wrote down about itself."""
+    try:
+        facts = json.loads((folder / "build.json").read_text())
+    except (OSError, ValueError):
+        return "not built by cllm: `cllm build` makes one for this CPU"
+    return ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("features", "cpu_features"))
+
+
+def _probe(config: EngineConfig, table: Table) -> bool:
+    """Try the settings as serving would; returns whether one works."""
+    for name, attempt in settings_to_try(config):
+        result = run_probe(attempt)
+        if result.passed:
+            table.add_row("probe", f"{name}: works, {result.tokens_per_second:.0f} steps/s")
+            return True
+        table.add_row("probe", f"{name}: {result.detail}")
+    return False

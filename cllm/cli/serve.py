@@ -1,0 +1,71 @@
+"""`cllm serve`: from settings to a listening server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cllm.backend.llama.files import prepare
+from cllm.backend.llama.probe import find_working
+from cllm.cli.options import fail, with_options
+from cllm.config import Config, EngineConfig, ServerConfig
+from cllm.engine.engine import Engine
+from cllm.engine.host import ChildHost
+from cllm.errors import SetupError
+from cllm.logs import configure_logging
+from cllm.server.serve import bind, serve
+
+
+@with_options(EngineConfig, ServerConfig)
+def serve_command(config: Config) -> None:
+    """Serve a GGUF model over HTTP. Without MODEL: the embedded SmolLM2-135M-Instruct."""
+    configure_logging(config.server.log_level)
+    try:
+        run(config)
+    except SetupError as error:
+        raise fail(error) from None
+    except KeyboardInterrupt:
+        pass
+
+
+def run(config: Config) -> None:
+    """Check everything that needs no model first; then load and serve until told to stop."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    engine_config = prepare(config.engine)
+    listener = bind(config.server)
+    with contextlib.closing(listener):
+        engine_config = find_working(engine_config, console.print)
+        with _loading_bar(console) as progress:
+            task = progress.add_task("loading the model", total=1.0)
+            engine = Engine(
+                ChildHost(engine_config, log_level=config.server.log_level),
+                queue_size=config.server.queue_size,
+                on_loading=lambda fraction: progress.update(task, completed=fraction),
+            )
+
+            def announce(url: str) -> None:
+                progress.stop()
+                assert engine.facts is not None and engine.limits is not None
+                console.print(
+                    f"cllm serves {engine.facts.name} ({engine.facts.description}) at {url}\n"
+                    f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
+                    f"tokens each; API page at {url}/docs; Ctrl-C ends it"
+                )
+
+            asyncio.run(serve(engine, config.server, listener, announce))
+
+
+def _loading_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+

@@ -1,0 +1,71 @@
+"""All settings, frozen. The command line, `CLLM_*` variables and the TOML file fill these and nothing else.
+
+Every field carries its own description: `--help`, the documentation and the environment names are made
+from it, so a default is written down once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is loaded and scheduled."""
+
+    model: Annotated[str, Meta(description="GGUF file to serve; empty: the embedded SmolLM2-135M")] = ""
+    parallel: Annotated[
+        int, Meta(ge=1, le=255, description="How many requests are computed at the same time")
+    ] = 8
+    ctx_size: Annotated[
+        int,
+        Meta(ge=0, description="KV cells in all, shared by the parallel requests; 0: 4096 for each, if they fit"),
+    ] = 0
+    max_request_tokens: Annotated[
+        int, Meta(ge=0, description="Most tokens of one request, prompt and answer; 0: ctx-size / parallel")
+    ] = 0
+    threads: Annotated[int, Meta(ge=0, le=512, description="Compute threads; 0: one per core")] = 0
+    poll: Annotated[
+        int, Meta(ge=0, le=100, description="How eagerly compute threads spin between operations, 0 to 100")
+    ] = 50
+    batch_tokens: Annotated[
+        int, Meta(ge=32, le=65536, description="Most tokens of one step, so also the largest prefill chunk")
+    ] = 512
+    target_itl_ms: Annotated[
+        int, Meta(ge=1, description="Gap between tokens that prefill of others must not exceed, milliseconds")
+    ] = 250
+    flash_attention: Annotated[bool, Meta(description="Use the flash attention kernels")] = True
+    unified_kv: Annotated[
+        bool, Meta(description="One pool of cells for all requests instead of one stream for each")
+    ] = False
+    extra_buffers: Annotated[
+        bool, Meta(description="Repack weights for AMX and the like (fast); off is the safe setting")
+    ] = True
+    gpu_layers: Annotated[
+        int, Meta(ge=-1, description="Layers put on a GPU when the library has one; -1: all")
+    ] = -1
+    park_mb: Annotated[
+        int, Meta(ge=0, description="RAM for the state of parked requests, MiB; beyond it they are recomputed")
+    ] = 1024
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How it is offered over HTTP."""
+
+    host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free one")] = 18081
+    queue_size: Annotated[
+        int, Meta(ge=1, description="Requests that may wait; one more is answered 429")
+    ] = 1024
+    max_body_mb: Annotated[int, Meta(ge=1, description="Largest request body, MiB")] = 8
+    drain_s: Annotated[
+        float, Meta(ge=0, description="How long running requests may finish after SIGTERM, seconds")
+    ] = 30.0
+    log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()

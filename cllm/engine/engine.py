@@ -1,0 +1,336 @@
+"""The engine as everybody else sees it: submit a request, read its stream.
+
+Lives in the parent. It keeps the ledger, feeds the host, hands deltas to streams, and survives the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+from cllm.engine.admission import Admission, Place, Ticket
+from cllm.engine.host import Host
+from cllm.engine.messages import Cancel, Died, Inspect, Inspection, Loading, Ready, Report, StepReport, Submit
+from cllm.engine.metrics import EngineMetrics
+from cllm.engine.stream import Stream
+from cllm.engine.text_host import TextHost
+from cllm.errors import CllmError, EngineDied, EngineNotReady, PoisonRequest, ShuttingDown, from_code
+from cllm.types import Delta, Failure, FinishReason, Limits, ModelFacts, Request, Snapshot, Usage
+
+log = logging.getLogger(__name__)
+StreamKind = TypeVar("StreamKind", bound=Stream)
+
+
+class Health(Enum):
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+def _at_once(call: Callable[..., None], *arguments: Any) -> None:
+    call(*arguments)
+
+
+class Engine:
+    """Accepts requests from any thread; every accepted one gets exactly one terminal delta (law 4).
+
+    `deliver` decides on which thread reports are handled: an event loop's `call_soon_threadsafe` brings a
+    whole step across in one call; by default the host's own thread handles them.
+    """
+
+    RESTARTS_IN_A_ROW = 5  # without a single finished request in between: then it is not coming back
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        queue_size: int = 1024,
+        deliver: Callable[..., Any] = _at_once,
+        on_loading: Callable[[float], None] | None = None,
+    ) -> None:
+        self.metrics = EngineMetrics()
+        self.health = Health.LOADING
+        self.facts: ModelFacts | None = None
+        self.limits: Limits | None = None
+        self.deliver = deliver
+        self._host = host
+        self._on_loading = on_loading
+        self._admission = Admission(queue_size)
+        self._lock = threading.RLock()
+        self._epoch = 0  # of the host's run; reports of an earlier one are stale
+        self._restarts = 0
+        self._loaded: Future[None] = Future()
+        self._error: CllmError | None = None
+        self._tickets = itertools.count()
+        self._inspections: dict[int, Future[Snapshot]] = {}
+
+    # Life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load. Returns at once."""
+        with self._lock:
+            self._start_host()
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until the model is loaded; raises what kept it from loading."""
+        self._loaded.result(timeout)
+
+    def drain(self) -> None:
+        """Accept nobody new; those inside go on."""
+        with self._lock:
+            self.health = Health.DRAINING
+
+    def stop(self) -> None:
+        """End now: everybody still here gets an error as their last delta. Idempotent."""
+        with self._lock:
+            if self.health is Health.STOPPED:
+                return
+            self.health = Health.STOPPED
+            self._epoch += 1
+            self._error = ShuttingDown("the server is shutting down")
+            self._end_all(self._error)
+        self._host.stop()
+
+    def end_all(self) -> None:
+        """The time to drain is over: everybody still here gets an error as their last delta."""
+        with self._lock:
+            self._end_all(ShuttingDown("the server is shutting down"))
+
+    def _end_all(self, error: CllmError) -> None:
+        for ticket in self._admission.tickets:
+            if ticket.place is Place.ENGINE:
+                self._host.send(Cancel(ticket.request.id))
+            self._end_with(ticket, error)
+        self._fail_inspections(error)
+
+    @property
+    def text(self) -> TextHost:
+        """Tokenising and templates for this model."""
+        return self._host.text
+
+    @property
+    def loaded(self) -> Future[None]:
+        """Done when the model is loaded; fails with what kept it from loading."""
+        return self._loaded
+
+    def _start_host(self) -> None:
+        self._epoch += 1
+        self._host.start(partial(self._deliver, self._epoch))
+
+    def _deliver(self, epoch: int, report: Report) -> None:
+        """Bring a report to the thread that handles it. Called on the host's thread."""
+        try:
+            self.deliver(self._receive, epoch, report)
+        except RuntimeError:
+            if self.health is not Health.STOPPED:  # then the event loop may be gone already
+                raise
+
+    # Requests --------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
+        """Accept a request or raise at once. Never waits for a step."""
+        stream = kind(request.id)
+        try:
+            with self._lock:
+                self._refuse_unless_open()
+                self._admission.admit(request, stream, self.limits)
+                self.metrics.accepted.inc()
+                self._feed()
+        except CllmError as error:
+            self.metrics.refused.labels(error.code).inc()
+            raise
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; one that has ended already is left alone."""
+        with self._lock:
+            ticket = self._admission.find(request_id)
+            if ticket is None or ticket.cancelled:
+                return
+            ticket.cancelled = True
+            if ticket.place is Place.QUEUED:
+                self._end(ticket, Delta(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            else:
+                self._host.send(Cancel(request_id))
+
+    def inspect(self) -> Future[Snapshot]:
+        """The engine's own account of itself, taken between two steps."""
+        with self._lock:
+            future: Future[Snapshot] = Future()
+            if self.health not in (Health.READY, Health.DRAINING):
+                future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
+                return future
+            ticket = next(self._tickets)
+            self._inspections[ticket] = future
+            self._host.send(Inspect(ticket))
+            return future
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """The ledger as it is now."""
+        with self._lock:
+            return self._admission.tickets
+
+    def _refuse_unless_open(self) -> None:
+        match self.health:
+            case Health.DRAINING | Health.STOPPED:
+                raise ShuttingDown("the server is shutting down and takes no new requests")
+            case Health.FAILED:
+                raise self._error or EngineDied("the engine is gone")
+
+    def _feed(self) -> None:
+        if self.limits is None or self.health not in (Health.READY, Health.DRAINING):
+            return
+        for ticket in self._admission.next_for_engine(self.limits):
+            self._host.send(Submit(ticket.request))
+        self.metrics.queue.set(self._admission.waiting_count)
+
+    # Reports ---------------------------------------------------------------------------------------
+
+    def _receive(self, epoch: int, report: Report) -> None:
+        with self._lock:
+            if epoch != self._epoch:
+                return
+            match report:
+                case StepReport(deltas, stats):
+                    self.metrics.step(stats)
+                    self._take_deltas(deltas)
+                case Inspection(ticket, snapshot):
+                    if (future := self._inspections.pop(ticket, None)) is not None:
+                        future.set_result(snapshot)
+                case Loading(progress):
+                    if self._on_loading is not None:
+                        self._on_loading(progress)
+                case Ready(facts, limits):
+                    self._on_ready(facts, limits)
+                case Died(code, message):
+                    self._on_death(from_code(code, message))
+
+    def _on_ready(self, facts: ModelFacts, limits: Limits) -> None:
+        self.facts, self.limits = facts, limits
+        if self.health is not Health.DRAINING:
+            self.health = Health.READY
+        self.metrics.loaded(limits)
+        if not self._loaded.done():
+            self._loaded.set_result(None)
+        self._feed()
+
+    def _take_deltas(self, deltas: tuple[Delta, ...]) -> None:
+        now = time.monotonic()
+        ended = False
+        for delta in deltas:
+            ticket = self._admission.find(delta.request_id)
+            if ticket is None or ticket.place is not Place.ENGINE:
+                continue
+            self.metrics.delta(ticket, delta, now)
+            if delta.tokens:
+                ticket.first_token = ticket.first_token or now
+                ticket.last_token = now
+                ticket.generated += len(delta.tokens)
+            if delta.finish_reason is None:
+                ticket.stream.push(delta)
+            else:
+                ended = True
+                self._end(ticket, delta)
+        if ended:
+            self._restarts = 0
+            self._feed()
+
+    def _on_death(self, error: CllmError) -> None:
+        """Law 8: what has begun gets an error, what has sent nothing is replayed, a new host starts."""
+        self.metrics.gone()
+        self._fail_inspections(error)
+        if not self._loaded.done():
+            self._give_up(error)
+            self._loaded.set_exception(error)
+            return
+        lost, kept = self._admission.engine_died()
+        log.error("the engine died: %s (%d requests lost, %d replayed)", error, len(lost), len(kept))
+        for ticket in lost:
+            if ticket.cancelled:
+                self._end(ticket, Delta(request_id=ticket.request.id, finish_reason=FinishReason.CANCELLED))
+            elif ticket.begun:
+                self._end_with(ticket, EngineDied("the engine process ended while this answer was computed"))
+            else:
+                self._restarts = 0  # the culprit is found: that is progress, not a crash loop
+                self._end_with(ticket, PoisonRequest("the engine died each time it computed this request"))
+        if not self._host.restartable or self._restarts >= self.RESTARTS_IN_A_ROW:
+            self._give_up(error)
+            return
+        if self.health is not Health.DRAINING:
+            self.health = Health.RESTARTING
+        delay = 0.0 if self._restarts == 0 else min(8.0, 0.25 * 2**self._restarts)
+        self._restarts += 1
+        self.metrics.restarts.inc()
+        self._epoch += 1
+        timer = threading.Timer(delay, self._restart, (self._epoch,))
+        timer.daemon = True
+        timer.start()
+
+    def _restart(self, epoch: int) -> None:
+        with self._lock:
+            if epoch == self._epoch:  # nobody stopped us meanwhile
+                self._start_host()
+
+    def _give_up(self, error: CllmError) -> None:
+        """A dead engine tells present and later callers."""
+        self.health = Health.FAILED
+        self._error = error
+        for ticket in self._admission.tickets:
+            self._end_with(ticket, error)
+        log.critical("the engine is gone for good: %s", error)
+
+    def _fail_inspections(self, error: CllmError) -> None:
+        inspections, self._inspections = self._inspections, {}
+        for future in inspections.values():
+            future.set_exception(error)
+
+    # Endings ---------------------------------------------------------------------------------------
+
+    def _end_with(self, ticket: Ticket, error: CllmError) -> None:
+        failure = Failure(error.code, error.message)
+        self._end(
+            ticket, Delta(request_id=ticket.request.id, finish_reason=FinishReason.ERROR, error=failure)
+        )
+
+    def _end(self, ticket: Ticket, delta: Delta) -> None:
+        """The one place where a request leaves the ledger."""
+        now = time.monotonic()
+        if delta.usage is None:
+            usage = Usage(prompt_tokens=len(ticket.request.prompt), completion_tokens=ticket.generated)
+            delta = Delta(
+                request_id=delta.request_id,
+                finish_reason=delta.finish_reason,
+                error=delta.error,
+                usage=usage,
+            )
+        self._admission.close(ticket)
+        self.metrics.closed(ticket, delta)
+        self.metrics.queue.set(self._admission.waiting_count)
+        dispatched = ticket.dispatched or now
+        self.metrics.queue_time.observe(dispatched - ticket.arrived)
+        assert delta.usage is not None and delta.finish_reason is not None
+        log.info(
+            "request %s: %s%s, %d prompt tokens (%d cached), %d generated, "
+            "queued %.3f s, first token %s, total %.3f s",
+            delta.request_id,
+            delta.finish_reason.value,
+            f" ({delta.error.code})" if delta.error else "",
+            delta.usage.prompt_tokens,
+            delta.usage.cached_tokens,
+            delta.usage.completion_tokens,
+            dispatched - ticket.arrived,
+            f"{ticket.first_token - ticket.arrived:.3f} s" if ticket.first_token else "never",
+            now - ticket.arrived,
+        )
+        ticket.stream.push(delta)

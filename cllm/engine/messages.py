@@ -1,0 +1,78 @@
+"""What crosses between the parent and the engine, in either host: commands down, reports up.
+
+The same objects travel through a queue (thread) or, as MessagePack, through a socket (child process).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cllm.types import Delta, Limits, ModelFacts, Request, Snapshot
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Work done since the last report, and the engine's state at its end."""
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    sample_s: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    leases: int = 0
+    cells_used: int = 0
+    integrity_failures: int = 0
+
+
+class StepReport(msgspec.Struct, frozen=True, tag=True):
+    """Everything one step brought, for all requests together."""
+
+    deltas: tuple[Delta, ...]
+    stats: StepStats
+
+
+class Inspection(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+    snapshot: Snapshot
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    progress: float  # 0 to 1
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    facts: ModelFacts
+    limits: Limits
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    step_age_s: float  # how long the step now running has run; 0 between steps
+
+
+class Died(msgspec.Struct, frozen=True, tag=True):
+    """The engine ended. From the engine itself while it can still speak, else made up by its host."""
+
+    code: str
+    message: str
+
+
+Command = Submit | Cancel | Inspect | Stop
+Report = StepReport | Inspection | Loading | Ready | Heartbeat | Died

@@ -1,0 +1,93 @@
+"""What Prometheus sees. One registry per engine, no module globals."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from cllm.engine.admission import Ticket
+from cllm.engine.messages import StepStats
+from cllm.types import Delta, Limits
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class EngineMetrics:
+    """Counters and histograms of one engine, updated once per step or per request, never per token."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"cllm_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"cllm_{name}", text, registry=self.registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"cllm_{name}", text, buckets=_SECONDS, registry=self.registry)
+
+        self.accepted = counter("requests_accepted", "Requests taken into the queue")
+        self.finished = counter("requests_finished", "Requests ended, by outcome", "outcome")
+        self.refused = counter("requests_refused", "Requests refused before the queue, by reason", "reason")
+        self.queue = gauge("queue_requests", "Requests waiting in the parent")
+        self.running = gauge("running_requests", "Requests being computed")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated")
+        self.decoded_tokens = counter("decoded_tokens", "Tokens that went through the model")
+        self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
+        self.inter_token = histogram("inter_token_seconds", "Between two deltas of one request")
+        self.queue_time = histogram("queue_seconds", "From arrival to the engine")
+        self.request_time = histogram("request_seconds", "From arrival to the end")
+        self.kv_cells_used = gauge("kv_cells_used", "KV cells in use")
+        self.kv_cells_total = gauge("kv_cells_total", "KV cells in all")
+        self.leases = gauge("sequence_leases", "Sequence ids leased")
+        self.restarts = counter("engine_restarts", "Engine processes started after a death")
+        self.integrity_failures = gauge("integrity_failures", "Idle checks that found something left over")
+        self.steps = counter("steps", "Native decode calls")
+        self.step_seconds = counter("step_seconds", "Time in steps, Python included")
+        self.compute_seconds = counter("step_compute_seconds", "Time in native decode")
+        self.sample_seconds = counter("step_sample_seconds", "Time choosing tokens")
+        self.ready = gauge("ready", "1 when requests are computed")
+
+    def loaded(self, limits: Limits) -> None:
+        self.kv_cells_total.set(limits.cells)
+        self.ready.set(1)
+
+    def step(self, stats: StepStats) -> None:
+        self.steps.inc(stats.steps)
+        self.step_seconds.inc(stats.step_s)
+        self.compute_seconds.inc(stats.compute_s)
+        self.sample_seconds.inc(stats.sample_s)
+        self.decoded_tokens.inc(stats.tokens)
+        self.running.set(stats.running)
+        self.leases.set(stats.leases)
+        self.kv_cells_used.set(stats.cells_used)
+        self.integrity_failures.set(stats.integrity_failures)
+
+    def delta(self, ticket: Ticket, delta: Delta, now: float) -> None:
+        """Token times, as the parent sees them: the clients' view, not the engine's."""
+        if not delta.tokens:
+            return
+        if ticket.last_token is None:
+            self.time_to_first_token.observe(now - ticket.arrived)
+        else:
+            self.inter_token.observe(now - ticket.last_token)
+        self.generated_tokens.inc(len(delta.tokens))
+
+    def closed(self, ticket: Ticket, delta: Delta) -> None:
+        assert delta.finish_reason is not None
+        self.finished.labels(delta.finish_reason.value).inc()
+        self.request_time.observe(time.monotonic() - ticket.arrived)
+        if delta.usage is not None:
+            self.prompt_tokens.inc(delta.usage.prompt_tokens)
+
+    def gone(self) -> None:
+        """The engine is dead: nothing runs, nothing is held."""
+        for gauge in (self.ready, self.running, self.leases, self.kv_cells_used):
+            gauge.set(0)
+
+    def render(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)

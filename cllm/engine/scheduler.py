@@ -1,0 +1,385 @@
+"""Who computes what in the next step, and what follows from its result.
+
+`plan` builds a complete batch, `apply` takes its outcome in; between them the backend computes. All of it
+runs on the owner thread. Nothing here waits, and nothing here knows where requests come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
+from cllm.engine.budget import StepBudget
+from cllm.engine.pool import SequencePool
+from cllm.engine.sequence import Sequence, State
+from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
+from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Owns every sequence from arrival to its one terminal delta."""
+
+    def __init__(self, backend: Backend, budget: StepBudget, *, park_bytes: int = 0) -> None:
+        self.backend = backend
+        self.budget = budget
+        self.pool = SequencePool(backend.limits.sequences, self._clear)
+        self._running: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # oldest first; parked ones go back to their old place
+        self._arrivals: dict[str, int] = {}  # request id -> arrival number, for every live request
+        self._arrived = 0
+        self._deltas: list[Delta] = []
+        self._failed_steps = 0  # in a row
+        self._kv_full = False  # a step found no room; nobody joins until somebody has left
+        self._park_bytes_left = park_bytes
+        self.integrity_failures = 0
+
+    # What comes in ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Accept a request. It gets exactly one terminal delta, whatever happens."""
+        assert request.id not in self._arrivals, f"request {request.id} is here already"
+        self._arrived += 1
+        self._arrivals[request.id] = self._arrived
+        self._waiting.append(Sequence(request, self.backend.limits.request_tokens))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request now; one that is unknown or has ended is left alone."""
+        for sequence in (*self._waiting, *self._running.values()):
+            if sequence.id == request_id:
+                self._finish(sequence, FinishReason.CANCELLED)
+                return
+
+    def fail_all(self, error: CllmError) -> None:
+        """The engine ends: everybody still here gets the error as their terminal delta."""
+        for sequence in (*self._waiting, *self._running.values()):
+            self._fail(sequence, error)
+
+    # The step --------------------------------------------------------------------------------------
+
+    def plan(self) -> Batch | None:
+        """The next batch, or None when there is nothing to compute."""
+        self._start_waiting()
+        self._check_positions()
+        sequences = sorted(self._running.values(), key=lambda sequence: self._arrivals[sequence.id])
+        shares = {sequence.id: 1 for sequence in sequences if sequence.pending == 1}
+        room = self.budget.prefill_tokens(len(shares))
+        for sequence in sequences:
+            if sequence.pending > 1 and room > 0:
+                shares[sequence.id] = min(sequence.pending, room)
+                room -= shares[sequence.id]
+        rows = tuple(
+            _row(sequence, shares[sequence.id])
+            for _, sequence in sorted(self._running.items())
+            if sequence.id in shares
+        )
+        if not rows:
+            return None
+        batch = Batch(rows)
+        assert batch.token_count <= self.backend.limits.batch_tokens, "a batch over the limit cannot be built"
+        return batch
+
+    def apply(self, batch: Batch, result: StepResult) -> None:
+        """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
+        match result.status:
+            case StepStatus.DONE:
+                self._failed_steps = 0
+                self.budget.observe(batch.token_count, result.compute_s)
+                for row, outcome in zip(batch.rows, result.rows, strict=True):
+                    self._advance(self._running[row.sequence_id], row, outcome, result.ubatches)
+            case StepStatus.NO_ROOM:
+                self._make_room()
+            case StepStatus.BAD_BATCH:
+                # The loop has bisected: what is left is the culprit.
+                for row in batch.rows:
+                    self._fail(
+                        self._running[row.sequence_id],
+                        BadBatch(f"llama.cpp refused this request's tokens (code {result.code})"),
+                    )
+            case StepStatus.ABORTED:
+                self._cut_back(batch)
+            case StepStatus.FAILED:
+                self._cut_back(batch)
+                self._failed_steps += 1
+                log.error("a step failed with code %d and was undone", result.code)
+                if self._failed_steps > 1:
+                    raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
+
+    def take_deltas(self) -> list[Delta]:
+        """What happened since the last call, in order."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    # What can be seen ------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._running and not self._waiting
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def cells_used(self) -> int:
+        return sum(sequence.computed for sequence in self._running.values())
+
+    def snapshot(self) -> Snapshot:
+        """Every lease and counter; positions are read from the memory, so drift would show."""
+        now = time.monotonic()
+        return Snapshot(
+            sequences_total=self.pool.size,
+            cells_total=self.backend.limits.cells,
+            cells_used=self.cells_used,
+            leases=tuple(
+                LeaseFacts(
+                    seq_id=lease.sequence_id,
+                    request_id=lease.request_id,
+                    tokens=len(self._running[lease.sequence_id].tokens),
+                    position=self.backend.next_position(lease.sequence_id),
+                    state=self._running[lease.sequence_id].state.value,
+                    age_s=round(now - lease.leased_at, 3),
+                )
+                for lease in self.pool.leases
+            ),
+            waiting=tuple(sequence.id for sequence in self._waiting),
+            leased_total=self.pool.leased_total,
+            released_total=self.pool.released_total,
+            cleared_cells_total=self.pool.cleared_cells_total,
+            integrity_failures=self.integrity_failures,
+        )
+
+    def check_idle(self) -> None:
+        """Law 7: idle means zero. Raises IntegrityError naming everything that is left over."""
+        assert self.idle
+        left = [f"lease of seq {lease.sequence_id}" for lease in self.pool.leases]
+        left += [
+            f"{cells} cells in seq {sequence_id}"
+            for sequence_id in range(self.pool.size)
+            if sequence_id not in self.pool.retired
+            and (cells := self.backend.next_position(sequence_id)) != 0
+        ]
+        left += [f"request {request_id}" for request_id in self._arrivals]
+        if left:
+            self.integrity_failures += 1
+            raise IntegrityError(f"idle, but not empty: {', '.join(left)}")
+
+    def repair_idle(self) -> None:
+        """Empty every sequence after a failed idle check, so that the next request starts clean."""
+        for sequence_id in range(self.pool.size):
+            if sequence_id not in self.pool.retired:
+                self.backend.truncate(sequence_id, 0)
+
+    # Joining ---------------------------------------------------------------------------------------
+
+    def _start_waiting(self) -> None:
+        if len(self.pool.retired) == self.pool.size:
+            raise EngineDied("no sequence id can be used any more")
+        if self._kv_full and self._running:
+            return
+        self._kv_full = False
+        while self._waiting and self._fits(self._waiting[0]):
+            lease = self.pool.lease(self._waiting[0].id)
+            if lease is None:
+                return
+            sequence = self._waiting.pop(0)
+            sequence.lease = lease
+            sequence.move_to(State.RUNNING)
+            self._running[lease.sequence_id] = sequence
+            try:
+                if sequence.sampler is None:
+                    sequence.sampler = self.backend.create_sampler(sequence.request.sampling)
+                    sequence.sampler.accept(sequence.tokens)
+                if sequence.saved is not None:
+                    self._unpark(sequence, sequence.saved)
+            except Exception as error:
+                self._fail(sequence, _as_engine_error(error))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """With one common pool of cells, do not start what would evict somebody at once."""
+        if not self.backend.limits.unified or not self._running:
+            return True
+        taken = sum(len(other.tokens) for other in self._running.values())
+        return taken + len(sequence.tokens) < self.backend.limits.cells
+
+    def _check_positions(self) -> None:
+        """Law 3: the next position is what the memory says; a sequence that disagrees fails alone."""
+        for sequence in list(self._running.values()):
+            try:
+                position = self.backend.next_position(sequence.sequence_id)
+            except Exception as error:
+                self._fail(sequence, _as_engine_error(error))
+                continue
+            if position != sequence.computed:
+                message = (
+                    f"inconsistent position in seq {sequence.sequence_id}: the memory's next position is "
+                    f"{position}, the request has computed {sequence.computed}"
+                )
+                log.error("%s (request %s)", message, sequence.id)
+                self._fail(sequence, PositionMismatch(message))
+
+    # Going on --------------------------------------------------------------------------------------
+
+    def _advance(self, sequence: Sequence, row: Row, outcome: RowResult, ubatches: int) -> None:
+        sequence.computed += len(row.tokens)
+        sequence.decoded_tokens += len(row.tokens)
+        sequence.steps += 1
+        sequence.ubatches += ubatches
+        if not outcome.tokens:
+            return
+        vocabulary = self.backend.vocabulary
+        texts: list[str] = []
+        reason: FinishReason | None = None
+        taken = 0
+        for token in outcome.tokens:
+            if vocabulary.is_end(token) and not sequence.request.sampling.ignore_eos:
+                reason = FinishReason.STOP
+                break
+            taken += 1
+            sequence.tokens.append(token)
+            texts.append(sequence.assembler.push(vocabulary.piece(token)))
+            if sequence.assembler.stopped_by is not None:
+                reason = FinishReason.STOP
+                break
+            if len(sequence.tokens) >= sequence.token_limit:
+                reason = FinishReason.LENGTH
+                break
+        tokens, logprobs = outcome.tokens[:taken], outcome.logprobs[:taken]
+        if reason is None:
+            self._deltas.append(
+                Delta(request_id=sequence.id, text="".join(texts), tokens=tokens, logprobs=logprobs)
+            )
+        else:
+            texts.append(sequence.assembler.finish())
+            self._finish(sequence, reason, text="".join(texts), tokens=tokens, logprobs=logprobs)
+
+    def _cut_back(self, batch: Batch) -> None:
+        """Law 10: every member of a failed step is put back to its length before it."""
+        for row in batch.rows:
+            sequence = self._running[row.sequence_id]
+            try:
+                sequence.computed = self.backend.truncate(row.sequence_id, row.position)
+            except Exception as error:
+                self._fail(sequence, _as_engine_error(error))
+
+    # KV pressure -----------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """No cells left: park the youngest. A lone sequence that cannot go on has reached its length."""
+        youngest = max(self._running.values(), key=lambda sequence: self._arrivals[sequence.id])
+        if len(self._running) == 1:
+            self._finish(youngest, FinishReason.LENGTH, text=youngest.assembler.finish())
+        else:
+            self._park(youngest)
+            self._kv_full = True
+
+    def _park(self, sequence: Sequence) -> None:
+        """Take a running sequence out of KV, keeping its state in RAM if that is possible."""
+        state = None
+        try:
+            state = self.backend.save(sequence.sequence_id)
+        except Exception:
+            log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
+        if state is not None and len(state) <= self._park_bytes_left:
+            self._park_bytes_left -= len(state)
+            sequence.saved = state
+        else:
+            sequence.computed = 0
+        log.debug("parked request %s of seq %d: KV is full", sequence.id, sequence.sequence_id)
+        sequence.move_to(State.PARKED)
+        self._release(sequence)
+        self._waiting.append(sequence)
+        self._waiting.sort(key=lambda waiting: self._arrivals[waiting.id])
+
+    def _unpark(self, sequence: Sequence, state: bytes) -> None:
+        sequence.saved = None
+        self._park_bytes_left += len(state)
+        restored = False
+        try:
+            restored = self.backend.restore(sequence.sequence_id, state)
+        except Exception:
+            log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
+        if not restored:
+            self.backend.truncate(sequence.sequence_id, 0)
+            sequence.computed = 0
+
+    # Leaving ---------------------------------------------------------------------------------------
+
+    def _fail(self, sequence: Sequence, error: CllmError) -> None:
+        self._finish(sequence, FinishReason.ERROR, error=Failure(error.code, error.message))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, **last: Any) -> None:
+        """Law 4: the one way out. KV is cleared before the client can hear of the end."""
+        usage = sequence.usage()
+        sequence.move_to(State.FINISHED)
+        sequence.finish_reason = reason
+        if sequence.lease is None:
+            self._waiting.remove(sequence)
+        else:
+            self._release(sequence)
+        if sequence.saved is not None:
+            self._park_bytes_left += len(sequence.saved)
+            sequence.saved = None
+        if sequence.sampler is not None:
+            try:
+                sequence.sampler.close()
+            except Exception:
+                log.exception("a sampler could not be closed")
+            sequence.sampler = None
+        del self._arrivals[sequence.id]
+        self._kv_full = False
+        self._deltas.append(
+            Delta(
+                request_id=sequence.id,
+                finish_reason=reason,
+                usage=usage,
+                stop=sequence.assembler.stopped_by,
+                **last,
+            )
+        )
+
+    def _release(self, sequence: Sequence) -> None:
+        lease, sequence.lease = sequence.lease, None
+        assert lease is not None
+        del self._running[lease.sequence_id]
+        lease.release()
+
+    def _clear(self, sequence_id: int) -> int:
+        """Empty an id for the pool; returns the cells it held."""
+        cells = self.backend.next_position(sequence_id)
+        self.backend.truncate(sequence_id, 0)
+        if (left := self.backend.next_position(sequence_id)) != 0:
+            raise IntegrityError(f"seq {sequence_id} still holds {left} cells after it was cleared")
+        return cells
+
+
+def _row(sequence: Sequence, count: int) -> Row:
+    return Row(
+        sequence_id=sequence.sequence_id,
+        position=sequence.computed,
+        tokens=sequence.next_tokens(count),
+        outputs=1 if count == sequence.pending else 0,
+        sampler=sequence.sampler,
+        logprobs=sequence.request.logprobs,
+    )
+
+
+def _as_engine_error(error: Exception) -> CllmError:
+    if isinstance(error, CllmError):
+        return error
+    log.error("a backend call failed", exc_info=error)
+    return EngineError(f"a backend call failed: {type(error).__name__}")
+
+
+def bisect(batch: Batch) -> Iterable[Batch]:
+    """The two halves of a batch that was refused."""
+    half = len(batch.rows) // 2
+    return (Batch(batch.rows[:half], batch.kind), Batch(batch.rows[half:], batch.kind))

@@ -1,0 +1,108 @@
+"""One table from error types to HTTP, and the two shapes an error is told in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from cllm.errors import (
+    CapacityError,
+    ClientError,
+    CllmError,
+    EngineError,
+    InvalidRequest,
+    NotFound,
+    PayloadTooLarge,
+    QueueFull,
+)
+from cllm.types import Failure
+
+log = logging.getLogger(__name__)
+
+STATUS: dict[type[Exception], int] = {
+    ClientError: 400,
+    PayloadTooLarge: 413,
+    NotFound: 404,
+    CapacityError: 503,
+    QueueFull: 429,
+    EngineError: 500,
+    CllmError: 500,
+}
+_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error: that of its nearest ancestor in the table."""
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+
+
+def error_body(path: str, status: int, code: str, message: str, field: str | None = None) -> dict[str, Any]:
+    """`/v1/*` speaks OpenAI's shape, everything else cLLM's."""
+    if path.startswith("/v1/"):
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    return {"success": False, "error": code, "message": message}
+
+
+def failure_event(failure: Failure, request_id: str) -> dict[str, Any]:
+    """An error inside a stream of `/generate_stream`: the last event."""
+    return {"id": request_id, "error": failure.code, "message": failure.message, "done": True}
+
+
+def respond(request: Request, error: Exception) -> JSONResponse:
+    """Any error as a response; what we did not foresee is logged and told without details."""
+    path = request.url.path
+    if not isinstance(error, CllmError):
+        log.exception("unforeseen error in %s", path, exc_info=error)
+        body = error_body(path, 500, "internal_error", "an internal error occurred; the log has the details")
+        return JSONResponse(body, 500)
+    status = status_of(error)
+    headers = {}
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    field = error.field if isinstance(error, InvalidRequest) else None
+    return JSONResponse(error_body(path, status, error.code, error.message, field), status, headers)
+
+
+def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
+    """The first thing wrong with a body, in words: (message, field)."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] in ("json_invalid", "missing") and not where:
+        return "the body is not a JSON object", None
+    if first["type"] == "json_invalid":
+        return f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+    # Unions add the name of the branch; the field is the first part.
+    field = where[0] if where else None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return (f"{field}: {message}" if field else f"the body must be a JSON object: {message}"), field
+
+
+def install(app: FastAPI) -> None:
+    """Teach an app the table."""
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return respond(request, error)
+
+    async def on_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        message, field = describe_validation(list(error.errors()))
+        return respond(request, InvalidRequest(message, field))
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
+        code = codes.get(error.status_code, "invalid_request")
+        body = error_body(request.url.path, error.status_code, code, str(error.detail))
+        return JSONResponse(body, error.status_code, error.headers)
+
+    app.add_exception_handler(CllmError, on_error)
+    app.add_exception_handler(Exception, on_error)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)

@@ -1,0 +1,155 @@
+"""cLLM's own routes: /generate, /generate_stream, /encode, /decode, /model/info."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.engine.engine import Engine
+from cllm.engine.stream import AsyncStream
+from cllm.errors import EngineNotReady, InvalidRequest
+from cllm.server.errors import failure_event
+from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
+from cllm.server.sse import EventStream, collect, encode
+from cllm.text.work import Detokenize, Text, TextAnswer, TextTask, TokenizeText, Tokens
+from cllm.types import Delta, FinishReason, Request
+
+TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
+
+
+async def do_text(engine: Engine, task: TextTask) -> TextAnswer:
+    """Text work off the event loop; a task that hangs is given up, and its process with it."""
+    future = engine.text.submit(task)
+    try:
+        async with asyncio.timeout(TEXT_LIMIT_S):
+            return await asyncio.wrap_future(future)
+    except TimeoutError:
+        engine.text.abort(future)
+        raise InvalidRequest(f"the text could not be processed within {TEXT_LIMIT_S:.0f} s") from None
+
+
+async def tokenize(engine: Engine, text: str) -> tuple[int, ...]:
+    answer = await do_text(engine, TokenizeText(text))
+    assert isinstance(answer, Tokens)
+    return answer.tokens
+
+
+async def to_request(engine: Engine, body: GenerateBody) -> Request:
+    """A validated body as the engine's own request."""
+    if engine.facts is None or engine.limits is None:
+        raise EngineNotReady("the model is still loading")
+    try:
+        sampling = body.sampling(engine.facts.vocabulary_size)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="logit_bias") from None
+    return Request(
+        id=uuid.uuid4().hex,
+        prompt=await tokenize(engine, body.prompt),
+        max_tokens=min(body.max_tokens, engine.limits.request_tokens),
+        sampling=sampling,
+        stop=body.stops,
+    )
+
+
+def answer(deltas: list[Delta], max_tokens: int, seconds: float) -> dict[str, Any]:
+    """The body of a finished `/generate`."""
+    last = deltas[-1]
+    assert last.usage is not None and last.finish_reason is not None
+    generated = last.usage.completion_tokens
+    return {
+        "success": True,
+        "data": {
+            "id": last.request_id,
+            "text": "".join(delta.text for delta in deltas),
+            "response_time": round(seconds, 6),
+            "tokens_per_second": round(generated / seconds, 3) if seconds > 0 else 0.0,
+            "generated_tokens": generated,
+            "max_tokens": max_tokens,
+            "finish_reason": last.finish_reason.value,
+            "usage": msgspec.to_builtins(last.usage),
+        },
+    }
+
+
+async def events(stream: AsyncStream) -> AsyncIterator[bytes]:
+    """`/generate_stream`'s events: a token each, then the summary or the error."""
+    async for delta in stream:
+        if delta.text:
+            yield encode({"id": delta.request_id, "token": delta.text, "done": False})
+        if delta.error is not None:
+            yield encode(failure_event(delta.error, delta.request_id))
+        elif delta.finish_reason is not None:
+            assert delta.usage is not None
+            yield encode(
+                {
+                    "id": delta.request_id,
+                    "token": "",
+                    "done": True,
+                    "generated_tokens": delta.usage.completion_tokens,
+                    "finish_reason": delta.finish_reason.value,
+                    "usage": delta.usage,
+                }
+            )
+
+
+def routes(engine: Engine) -> APIRouter:
+    """The router over one engine."""
+    router = APIRouter(tags=["cLLM"])
+
+    async def generate_events(body: GenerateBody) -> Response:
+        request = await to_request(engine, body)
+        return EventStream(engine, engine.submit(request, AsyncStream), events)
+
+    @router.post("/generate", response_model=None)
+    async def generate(body: GenerateBody, http: HttpRequest) -> Response | dict[str, Any]:
+        """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
+        if body.stream:
+            return await generate_events(body)
+        started = time.perf_counter()
+        request = await to_request(engine, body)
+        stream = engine.submit(request, AsyncStream)
+        deltas = await collect(engine, stream, http.receive)
+        if deltas[-1].finish_reason is FinishReason.CANCELLED:
+            return Response(status_code=499)  # nobody is there to read it
+        return answer(deltas, body.max_tokens, time.perf_counter() - started)
+
+    @router.post("/generate_stream", response_model=None)
+    async def generate_stream(body: GenerateBody) -> Response:
+        """Complete a prompt as server-sent events."""
+        return await generate_events(body)
+
+    @router.post("/encode")
+    async def encode_text(body: EncodeBody) -> dict[str, Any]:
+        """Text to token ids."""
+        tokens = await tokenize(engine, body.text)
+        return {"tokens": list(tokens), "length": len(tokens)}
+
+    @router.post("/decode")
+    async def decode_tokens(body: DecodeBody) -> dict[str, str]:
+        """Token ids to text."""
+        if engine.facts is None:
+            raise EngineNotReady("the model is still loading")
+        size = engine.facts.vocabulary_size
+        if (bad := next((token for token in body.tokens if token >= size), None)) is not None:
+            raise InvalidRequest(f"tokens: {bad} is no token id (0 to {size - 1})", field="tokens")
+        result = await do_text(engine, Detokenize(tuple(body.tokens)))
+        assert isinstance(result, Text)
+        return {"text": result.text}
+
+    @router.get("/model/info")
+    async def model_info() -> dict[str, Any]:
+        """What is served, and its limits."""
+        if engine.facts is None:
+            raise EngineNotReady("the model is still loading")
+        facts: dict[str, Any] = msgspec.to_builtins(engine.facts)
+        return {**facts, "limits": msgspec.to_builtins(engine.limits)}
+
+    return router

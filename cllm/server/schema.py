@@ -1,0 +1,117 @@
+"""What a client may send, typed and bounded. Unknown fields are ignored; known ones are never guessed at."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from cllm.types import SamplingParams
+
+SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode: it holds a lone surrogate") from None
+    return value
+
+
+def _stop(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a stop string may not hold NUL")
+    return _text(value)
+
+
+Text = Annotated[str, AfterValidator(_text)]
+StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_stop)]
+
+
+class Body(BaseModel):
+    """Strict: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class SamplingBody(Body):
+    """The sampling fields, shared by every route that generates. Defaults: see `SamplingParams`."""
+
+    temperature: float = Field(0.8, ge=0, le=10, description="0 is greedy")
+    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="Keep the k likeliest; 0 or -1: off")
+    top_p: float = Field(0.95, ge=0, le=1, description="Keep the likeliest up to this mass; 1: off")
+    min_p: float = Field(0.05, ge=0, le=1, description="Drop what is less likely than this × the likeliest")
+    typical_p: float = Field(1.0, gt=0, le=1, description="Locally typical sampling; 1: off")
+    top_n_sigma: float = Field(-1.0, ge=-1, le=100, description="Keep logits within n sigma of the best")
+    repetition_penalty: float = Field(1.0, gt=0, le=10, description="Above 1 discourages repeats; 1: off")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    penalty_last_n: int = Field(64, ge=-1, le=2**31 - 1, description="Tokens penalties look back; -1: all")
+    dry_multiplier: float = Field(0.0, ge=0, le=100, description="DRY repetition penalty; 0: off")
+    dry_base: float = Field(1.75, ge=1, le=100)
+    dry_allowed_length: int = Field(2, ge=0, le=2**31 - 1)
+    dry_penalty_last_n: int = Field(-1, ge=-1, le=2**31 - 1)
+    dry_sequence_breakers: list[StopText] = Field(default=["\n", ":", '"', "*"], max_length=64)
+    xtc_probability: float = Field(0.0, ge=0, le=1, description="Exclude top choices sampling; 0: off")
+    xtc_threshold: float = Field(0.1, ge=0, le=1)
+    mirostat: int = Field(0, ge=0, le=2, description="0: off, 1 or 2: that version")
+    mirostat_tau: float = Field(5.0, ge=0, le=100)
+    mirostat_eta: float = Field(0.1, ge=0, le=1)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default={}, max_length=1024, description="Token id (as text) → added to its logit"
+    )
+    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random")
+    ignore_eos: bool = Field(False, description="Go on to max_tokens: never choose an end token")
+
+    def sampling(self, vocabulary_size: int) -> SamplingParams:
+        """The engine's own parameters; raises ValueError for token ids outside the vocabulary."""
+        drawn = self.seed is None or self.seed == -1
+        values: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in SamplingParams.__struct_fields__
+            if name not in ("seed", "logit_bias", "dry_sequence_breakers", "top_k")
+        }
+        return SamplingParams(
+            **values,
+            top_k=max(0, self.top_k),
+            dry_sequence_breakers=tuple(self.dry_sequence_breakers),
+            logit_bias=tuple(
+                (_token(key, vocabulary_size), bias) for key, bias in self.logit_bias.items()
+            ),
+            seed=secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
+        )
+
+
+def _token(key: str, vocabulary_size: int) -> int:
+    if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
+        raise ValueError(f"logit_bias: {key[:20]!r} is no token id (0 to {vocabulary_size - 1})")
+    return int(key)
+
+
+class GenerateBody(SamplingBody):
+    """`POST /generate` and `/generate_stream`."""
+
+    prompt: Text = Field(min_length=1, description="Raw text: no chat template is applied")
+    max_tokens: int = Field(256, ge=1, description="Most tokens to generate; clamped to what fits")
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(
+        default=[], description="Text that ends the answer; it is not part of it"
+    )
+    stream: bool = Field(False, description="Answer as server-sent events")
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class EncodeBody(Body):
+    text: Text = Field(description="Text to tokenise; nothing in it is taken for a control token")
+
+
+class DecodeBody(Body):
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=1_000_000)

@@ -1,0 +1,95 @@
+"""From what a user wrote to the tokens a model reads: plain text, or messages through a chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cllm.backend.base import Vocabulary
+from cllm.errors import InvalidRequest
+
+
+class PromptBuilder:
+    """Makes prompts for one model. Control tokens come from its template, never from a user's text."""
+
+    MOST_RENDERED = 8 << 20  # characters
+
+    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+        self._vocabulary = vocabulary
+        self._template = _compile(template) if template else None
+
+    def from_text(self, text: str) -> list[int]:
+        """Tokens of a raw prompt; what looks like a control token in it is plain text."""
+        return self._vocabulary.tokenize(text, add_special=True, parse_special=False)
+
+    def from_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation, with the opening of the assistant's turn at the end.
+
+        Spellings of control tokens inside the messages are swapped for markers before the template sees
+        them and put back as plain text after: so no message can close its own turn.
+        """
+        nonce = secrets.token_hex(8)
+        hidden: list[str] = []
+        specials = self._vocabulary.special_texts
+        pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
+
+        def hide(match: re.Match[str]) -> str:
+            hidden.append(match.group())
+            return f"\ue000{nonce}:{len(hidden) - 1}\ue001"
+
+        safe = [_mapped(message, lambda text: pattern.sub(hide, text)) for message in messages]
+        rendered = self._render(safe)
+        tokens: list[int] = []
+        for index, part in enumerate(re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)):
+            if index % 2:
+                tokens += self._vocabulary.tokenize(hidden[int(part)], add_special=False, parse_special=False)
+            elif part:
+                tokens += self._vocabulary.tokenize(part, add_special=index == 0, parse_special=True)
+        return tokens
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template: send a plain prompt instead", field="messages")
+        try:
+            rendered = self._template.render(messages=messages, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error.message}", field="messages"
+            ) from error
+        if len(rendered) > self.MOST_RENDERED:
+            raise InvalidRequest(
+                f"the rendered conversation has {len(rendered)} characters, over the limit of {self.MOST_RENDERED}",
+                field="messages",
+            )
+        return rendered
+
+
+def _compile(source: str) -> jinja2.Template:
+    """A template in a sandbox, with the helpers that published templates expect."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: time.strftime(form)
+    return environment.from_string(source)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """`value` with `change` applied to every string in it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(item, change) for item in value]
+    return value

@@ -1,0 +1,34 @@
+"""The text process: vocabulary only, no weights, no KV."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from cllm.backend.llama.library import load
+from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.ownership import Graveyard
+from cllm.config import EngineConfig
+from cllm.engine.child import Channel
+from cllm.text.prompt import PromptBuilder
+from cllm.text.work import Numbered, NumberedAnswer, perform
+
+WORKERS = 2  # a long prompt must not hold up the short ones behind it
+
+
+def serve_text(channel: Channel, config: EngineConfig) -> None:
+    """Answer text tasks until the parent closes its end."""
+    model = LlamaModel(load(), Path(config.model), Graveyard(), vocabulary_only=True)
+    vocabulary = model.vocabulary
+    prompts = PromptBuilder(vocabulary, model.facts().chat_template)
+    decoder = msgspec.msgpack.Decoder(Numbered)
+
+    def answer(numbered: Numbered) -> None:
+        reply = NumberedAnswer(numbered.number, perform(numbered.task, vocabulary, prompts))
+        channel.send(msgspec.msgpack.encode(reply))
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        while (frame := channel.receive()) is not None:
+            pool.submit(answer, decoder.decode(frame))

