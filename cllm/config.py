@@ -21,7 +21,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8
     ctx_size: Annotated[
         int,
-        Meta(ge=0, description="KV cells in all, shared by the parallel requests; 0: 4096 for each, if they fit"),
+        Meta(
+            ge=0,
+            description="KV cells in all, shared by the parallel requests; 0: 4096 for each, if they fit",
+        ),
     ] = 0
     max_request_tokens: Annotated[
         int, Meta(ge=0, description="Most tokens of one request, prompt and answer; 0: ctx-size / parallel")
@@ -47,7 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=-1, description="Layers put on a GPU when the library has one; -1: all")
     ] = -1
     park_mb: Annotated[
-        int, Meta(ge=0, description="RAM for the state of parked requests, MiB; beyond it they are recomputed")
+        int,
+        Meta(ge=0, description="RAM for the state of parked requests, MiB; beyond it they are recomputed"),
     ] = 1024
 
 
@@ -56,9 +60,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free one")] = 18081
-    queue_size: Annotated[
-        int, Meta(ge=1, description="Requests that may wait; one more is answered 429")
-    ] = 1024
+    queue_size: Annotated[int, Meta(ge=1, description="Requests that may wait; one more is answered 429")] = (
+        1024
+    )
     max_body_mb: Annotated[int, Meta(ge=1, description="Largest request body, MiB")] = 8
     drain_s: Annotated[
         float, Meta(ge=0, description="How long running requests may finish after SIGTERM, seconds")

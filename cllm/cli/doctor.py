@@ -20,12 +20,16 @@ from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 
-_TELLING = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile",
-            "amx_int8", "amx_bf16", "neon", "asimd", "sve", "i8mm")  # fmt: skip
+_TELLING = tuple(
+    "avx2 fma f16c avx512f avx512_vnni avx512_bf16 avx512_fp16 avx_vnni "
+    "amx_tile amx_int8 amx_bf16 neon asimd sve i8mm".split()
+)
 
 
 def doctor_command(
-    model: Annotated[str, typer.Argument(help="GGUF file; none: the embedded model", show_default=False)] = "",
+    model: Annotated[
+        str, typer.Argument(help="GGUF file; none: the embedded model", show_default=False)
+    ] = "",
     parallel: Annotated[int, typer.Option(min=1, max=255)] = EngineConfig().parallel,
     ctx_size: Annotated[int, typer.Option(min=0)] = EngineConfig().ctx_size,
     threads: Annotated[int, typer.Option(min=0)] = 0,
@@ -49,9 +53,10 @@ def doctor_command(
         header = GgufHeader(Path(config.model))
         fit = MemoryFit(header, config)
         table.add_row(
-            "model", f"{header.path.name}: {header.architecture}, {header.tensor_count} tensors, "
-            f"trained for {header.context_train} tokens"
-        )  # fmt: skip
+            "model",
+            f"{header.path.name}: {header.architecture}, {header.tensor_count} tensors, "
+            f"trained for {header.context_train} tokens",
+        )
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         healthy = fit.fits and _probe(config, table)
     except CllmError as error:
@@ -67,7 +72,9 @@ def _build_facts(folder: Path) -> str:
         facts = json.loads((folder / "build.json").read_text())
     except (OSError, ValueError):
         return "not built by cllm: `cllm build` makes one for this CPU"
-    return ", ".join(f"{key} {value}" for key, value in facts.items() if key not in ("features", "cpu_features"))
+    return ", ".join(
+        f"{key} {value}" for key, value in facts.items() if key not in ("features", "cpu_features")
+    )
 
 
 def _probe(config: EngineConfig, table: Table) -> bool:

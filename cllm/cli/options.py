@@ -37,7 +37,9 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     return value
 
 
-def _parameter(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, hint: Any) -> inspect.Parameter:
+def _parameter(
+    struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, hint: Any
+) -> inspect.Parameter:
     assert get_origin(hint) is Annotated
     kind, meta = get_args(hint)
     name = field.name
@@ -65,7 +67,11 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         for field in msgspec.structs.fields(struct)
     ]
     file_option = typer.Option(
-        "--config", help="TOML file with these settings", callback=_load_file, is_eager=True, envvar="CLLM_CONFIG"
+        "--config",
+        help="TOML file with these settings",
+        callback=_load_file,
+        is_eager=True,
+        envvar="CLLM_CONFIG",
     )
     generated.append(
         inspect.Parameter(
@@ -113,7 +119,9 @@ def _validate(config: Config) -> None:
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from None
     if config.server.log_level.lower() not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"log_level is {config.server.log_level!r}: it must be debug, info, warning or error")
+        raise ConfigError(
+            f"log_level is {config.server.log_level!r}: it must be debug, info, warning or error"
+        )
 
 
 def fail(error: SetupError) -> typer.Exit:

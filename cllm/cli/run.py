@@ -23,7 +23,9 @@ def run_command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same text")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")
+    ] = False,
     threads: Annotated[int, typer.Option(min=0, envvar="CLLM_THREADS", help="0: one per core")] = 0,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:

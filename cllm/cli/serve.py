@@ -68,4 +68,3 @@ def _loading_bar(console: Console) -> Progress:
         transient=True,
         disable=not sys.stderr.isatty(),
     )
-

@@ -92,9 +92,7 @@ class Admission:
         if limits is not None and len(request.prompt) >= limits.request_tokens:
             raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
         if len(self._queue) >= self.queue_size:
-            raise QueueFull(
-                len(self._queue), self.queue_size, self.drain_rate.seconds_for(len(self._queue))
-            )
+            raise QueueFull(len(self._queue), self.queue_size, self.drain_rate.seconds_for(len(self._queue)))
         ticket = Ticket(request, stream)
         self._queue.append(ticket)
         return ticket

@@ -10,7 +10,17 @@ from queue import Empty, SimpleQueue
 from cllm.backend.base import Backend, Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.engine.budget import StepBudget
-from cllm.engine.messages import Cancel, Command, Inspect, Inspection, Report, StepReport, StepStats, Stop, Submit
+from cllm.engine.messages import (
+    Cancel,
+    Command,
+    Inspect,
+    Inspection,
+    Report,
+    StepReport,
+    StepStats,
+    Stop,
+    Submit,
+)
 from cllm.engine.scheduler import Scheduler, bisect
 from cllm.errors import CllmError, EngineDied, IntegrityError
 
@@ -66,7 +76,12 @@ class StepLoop:
                 StepReport(
                     deltas=deltas,
                     stats=self._stats(
-                        steps=steps, rows=rows, tokens=tokens, step_s=step_s, compute_s=compute_s, sample_s=sample_s
+                        steps=steps,
+                        rows=rows,
+                        tokens=tokens,
+                        step_s=step_s,
+                        compute_s=compute_s,
+                        sample_s=sample_s,
                     ),
                 )
             )

@@ -62,7 +62,9 @@ class SamplingBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
         default={}, max_length=1024, description="Token id (as text) → added to its logit"
     )
-    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random")
+    seed: int | None = Field(
+        None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random"
+    )
     ignore_eos: bool = Field(False, description="Go on to max_tokens: never choose an end token")
 
     def sampling(self, vocabulary_size: int) -> SamplingParams:
@@ -77,9 +79,7 @@ class SamplingBody(Body):
             **values,
             top_k=max(0, self.top_k),
             dry_sequence_breakers=tuple(self.dry_sequence_breakers),
-            logit_bias=tuple(
-                (_token(key, vocabulary_size), bias) for key, bias in self.logit_bias.items()
-            ),
+            logit_bias=tuple((_token(key, vocabulary_size), bias) for key, bias in self.logit_bias.items()),
             seed=secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
         )
 

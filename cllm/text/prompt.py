@@ -56,7 +56,9 @@ class PromptBuilder:
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._template is None:
-            raise InvalidRequest("this model has no chat template: send a plain prompt instead", field="messages")
+            raise InvalidRequest(
+                "this model has no chat template: send a plain prompt instead", field="messages"
+            )
         try:
             rendered = self._template.render(messages=messages, add_generation_prompt=True)
         except jinja2.TemplateError as error:
@@ -65,7 +67,8 @@ class PromptBuilder:
             ) from error
         if len(rendered) > self.MOST_RENDERED:
             raise InvalidRequest(
-                f"the rendered conversation has {len(rendered)} characters, over the limit of {self.MOST_RENDERED}",
+                f"the rendered conversation has {len(rendered)} characters, "
+                f"over the limit of {self.MOST_RENDERED}",
                 field="messages",
             )
         return rendered

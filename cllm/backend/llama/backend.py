@@ -105,9 +105,7 @@ class LlamaBackend(Backend):
         return StepResult(
             status,
             results,
-            ubatches=count_ubatches(
-                batch.rows, self._context.ubatch_tokens, unified=self._context.unified
-            ),
+            ubatches=count_ubatches(batch.rows, self._context.ubatch_tokens, unified=self._context.unified),
             compute_s=decoded - started,
             sample_s=time.perf_counter() - decoded,
         )
@@ -132,9 +130,7 @@ class LlamaBackend(Backend):
         for index, row in enumerate(wanting):
             assert isinstance(row.sampler, LlamaSampler)
             token = int(best[index]) if row.sampler.chain is None else row.sampler.sample(logits[index])
-            logprobs = (
-                (log_probabilities(originals[index], token, row.logprobs),) if row.logprobs else ()
-            )
+            logprobs = (log_probabilities(originals[index], token, row.logprobs),) if row.logprobs else ()
             results[row.sequence_id] = RowResult((token,), logprobs)
         return tuple(results.get(row.sequence_id, RowResult()) for row in rows)
 

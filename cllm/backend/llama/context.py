@@ -30,9 +30,7 @@ class Threadpool(Owned):
         params = ThreadpoolParams()
         library.threadpool_params(ctypes.byref(params), threads)
         params.poll = poll
-        super().__init__(
-            library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard
-        )
+        super().__init__(library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard)
 
 
 class LlamaContext(Owned):
@@ -90,7 +88,8 @@ class LlamaContext(Owned):
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
         flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
-        return np.frombuffer(flat, np.float32).reshape(outputs, self._vocabulary_size)
+        view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
+        return view.reshape(outputs, self._vocabulary_size)
 
     def next_position(self, sequence_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, sequence_id)) + 1

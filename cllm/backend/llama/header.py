@@ -53,11 +53,14 @@ class GgufHeader:
     def _read(self, cursor: _Cursor) -> None:
         version = cursor.scalar("I")
         if version not in (2, 3):
-            raise ModelFileError(f"{self.path.name} has GGUF version {version}; versions 2 and 3 are supported")
+            raise ModelFileError(
+                f"{self.path.name} has GGUF version {version}; versions 2 and 3 are supported"
+            )
         self.tensor_count, pairs = cursor.scalar("Q"), cursor.scalar("Q")
         if self.tensor_count > MOST_TENSORS or pairs > MOST_PAIRS:
             raise ModelFileError(
-                f"{self.path.name} is corrupt: it claims {self.tensor_count} tensors and {pairs} metadata entries"
+                f"{self.path.name} is corrupt: it claims {self.tensor_count} tensors "
+                f"and {pairs} metadata entries"
             )
         for _ in range(pairs):
             key = cursor.string()
@@ -85,7 +88,8 @@ class GgufHeader:
         for _ in range(dimensions):
             elements *= cursor.scalar("Q")
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.scalar("I"))]
-        return int(cursor.scalar("Q")) + elements // block * block_bytes
+        offset: int = cursor.scalar("Q")
+        return offset + elements // int(block) * int(block_bytes)
 
     @property
     def architecture(self) -> str:

@@ -22,7 +22,12 @@ from cllm.errors import LibraryError
 log = logging.getLogger("llama.cpp")
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}  # debug, info, warn, error
+_LEVELS = {
+    1: logging.DEBUG,
+    2: logging.DEBUG,
+    3: logging.WARNING,
+    4: logging.ERROR,
+}  # debug, info, warn, error
 
 
 class ThreadpoolParams(ctypes.Structure):
@@ -73,7 +78,7 @@ class Library:
 
 
 def find() -> Path:
-    """The folder of the library to use: `CLLM_LIBRARY`, else what `cllm build` made, else the bindings' own."""
+    """The library's folder: `CLLM_LIBRARY`, else what `cllm build` made, else the bindings' own."""
     if named := os.environ.get("CLLM_LIBRARY"):
         return Path(named)
     if (built := find_built()) is not None:
@@ -112,7 +117,8 @@ def _import_bindings(directory: Path) -> types.ModuleType:
         return importlib.import_module("llama_cpp.llama_cpp")
     except (OSError, RuntimeError, AttributeError) as error:
         raise LibraryError(
-            f"the native library in {directory} cannot be loaded ({error}); rebuild it with `cllm build --force`"
+            f"the native library in {directory} cannot be loaded ({error}); "
+            "rebuild it with `cllm build --force`"
         ) from error
     finally:
         # Whoever imports llama_cpp after us gets the real package.

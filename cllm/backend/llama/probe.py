@@ -71,7 +71,7 @@ def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: boo
     """
     record = _record_path(config)
     if not fresh and record.is_file():
-        chosen = json.loads(record.read_text())["chosen"]
+        chosen: int = json.loads(record.read_text())["chosen"]
         return settings_to_try(config)[chosen][1]
     failures: list[str] = []
     for chosen, (name, attempt) in enumerate(settings_to_try(config)):
@@ -122,7 +122,9 @@ def _main() -> int:
         return 1
     sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
     # A prompt of several tokens takes the matrix path (where AMX died), single tokens the vector path.
-    tokens: list[int] = backend.vocabulary.tokenize("one two three " * 8, add_special=True, parse_special=False)
+    tokens: list[int] = backend.vocabulary.tokenize(
+        "one two three " * 8, add_special=True, parse_special=False
+    )
     position, started = 0, time.perf_counter()
     for _ in range(PROBE_TOKENS):
         result = backend.forward(Batch((Row(0, position, tokens, 1, sampler),)))

@@ -85,9 +85,7 @@ class LlamaSampler:
         if self.chain is not None:
             copy = self._api.llama_sampler_clone(self.chain.pointer)
             chain = Owned(copy, self._api.llama_sampler_free, self._graveyard)
-        return LlamaSampler(
-            self._api, self.params, chain, self._candidates, self._graveyard, self._excluded
-        )
+        return LlamaSampler(self._api, self.params, chain, self._candidates, self._graveyard, self._excluded)
 
     def close(self) -> None:
         if self.chain is not None:
