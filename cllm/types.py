@@ -6,6 +6,7 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 
@@ -168,3 +169,23 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     released_total: int
     cleared_cells_total: int
     integrity_failures: int = 0
+
+
+class Vocabulary(Protocol):
+    """Token look-ups. Read-only and safe from any thread."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Spellings of control tokens: what must never be parsed out of a user's text."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token stands for; empty for control tokens."""
+
+    def is_end(self, token: int) -> bool:
+        """True for end-of-generation tokens."""

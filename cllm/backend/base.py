@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob
+from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob, Vocabulary
 
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
@@ -95,26 +95,6 @@ class StepResult(NamedTuple):
     ubatches: int = 0
     compute_s: float = 0.0  # inside the native decode
     sample_s: float = 0.0  # choosing tokens
-
-
-class Vocabulary(Protocol):
-    """Token look-ups. Read-only and safe from any thread."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def special_texts(self) -> frozenset[str]:
-        """Spellings of control tokens: what must never be parsed out of a user's text."""
-
-    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""
-
-    def piece(self, token: int) -> bytes:
-        """The bytes a token stands for; empty for control tokens."""
-
-    def is_end(self, token: int) -> bool:
-        """True for end-of-generation tokens."""
 
 
 class Backend(Protocol):

@@ -39,7 +39,7 @@ class Probe:
     """
 
     def __init__(self) -> None:
-        self._matrix = np.arange(96 * 96, dtype=np.int64).reshape(96, 96)
+        self._matrix = np.arange(160 * 160, dtype=np.int64).reshape(160, 160)
 
     def __call__(self) -> float:
         """Seconds for the work; the better of two, so that being scheduled away once does not count."""

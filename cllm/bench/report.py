@@ -90,10 +90,10 @@ def percentile(values: Sequence[float], rank: float) -> float:
     return float(np.percentile(values, rank)) if len(values) else float("nan")
 
 
-def write_report(out: Path, markdown: str, data: object) -> tuple[Path, Path]:
-    """Write `out`.md and `out`.json (whatever suffix `out` has is replaced); returns both paths."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    text, record = out.with_suffix(".md"), out.with_suffix(".json")
+def write_report(folder: Path, name: str, markdown: str, data: object) -> tuple[Path, Path]:
+    """Write `folder`/`name`.md and .json; makes the folder; returns both paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, record = folder / f"{name}.md", folder / f"{name}.json"
     text.write_text(markdown.rstrip() + "\n")
     record.write_text(json.dumps(_plain(data), indent=1, ensure_ascii=False) + "\n")
     return text, record

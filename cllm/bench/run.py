@@ -59,7 +59,7 @@ def run_bench(
     command: Sequence[str] | None = None,
     logs: Path | None = None,
 ) -> int:
-    """Measure, print the report, write `out`.md and `out`.json; 0 if every bar holds, else 1.
+    """Measure and report; 0 if every bar holds, else 1; bench.md and bench.json go into the folder `out`.
 
     `model` None is the embedded one, `peer` the path of a llama-server, `command` what to start
     instead of the installed `cllm`, `logs` a folder to keep the servers' logs in.
@@ -83,7 +83,7 @@ def run_bench(
     comparison = Comparison(settings, tuple(measured), digests, load_average, quick)
     print(comparison.markdown())
     if out is not None:
-        text, record = write_report(out, comparison.markdown(), comparison.record())
+        text, record = write_report(out, "bench", comparison.markdown(), comparison.record())
         show(f"written: {text}, {record}")
     return 0 if comparison.passed else 1
 

@@ -7,6 +7,7 @@ printed as a table; the exit code is 0 only if all of it does.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -158,6 +159,7 @@ def run_seeds(
 
     Raises SetupError if a server does not start.
     """
+    load_average = os.getloadavg()[0]
     with log_folder(logs) as folder:
         with _server(None, folder / "embedded.log", command) as embedded:
             for prompts in (SUMS, QUESTIONS, FIVE):
@@ -175,10 +177,13 @@ def run_seeds(
         [(check.case, check.what, "pass" if check.passed else "FAIL", check.detail) for check in checks],
     )
     failed = sum(not check.passed for check in checks)
-    text = f"{table.markdown()}\n\n{len(checks) - failed} passed, {failed} failed"
+    busy = f"load average at the start {load_average:.2f}; drift means little on a busy machine"
+    text = f"{table.markdown()}\n\n{busy}\n{len(checks) - failed} passed, {failed} failed"
     print(text)
     if out is not None:
-        write_report(out, text, {"checks": checks, "embedded": embedded.drifts, "tiny": small.drifts})
+        write_report(
+            out, "seeds", text, {"checks": checks, "embedded": embedded.drifts, "tiny": small.drifts}
+        )
     return 1 if failed else 0
 
 
@@ -211,7 +216,7 @@ def _quoted(answers: Sequence[Answer]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cllm.bench.seeds", description=__doc__)
     parser.add_argument("--tiny", type=Path, required=True, help="GGUF file of a tiny model")
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json too")
+    parser.add_argument("--out", type=Path, help="folder to write seeds.md and seeds.json into")
     parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
     parser.add_argument("--command", help="what to start instead of the installed cllm")
     options = parser.parse_args(arguments)

@@ -55,7 +55,7 @@ def run_soak(
     text = "\n".join([_table(samples).markdown(), "", *(faults or [_verdict(samples)])])
     print(text)
     if out is not None:
-        write_report(out, text, {"samples": samples, "faults": faults})
+        write_report(out, "soak", text, {"samples": samples, "faults": faults})
     return 1 if faults else 0
 
 
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cllm.bench.soak", description=__doc__)
     parser.add_argument("--tiny", type=Path, required=True, help="GGUF file of a tiny model")
     parser.add_argument("--requests", type=int, default=10_000, help="how many in all (default 10000)")
-    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json too")
+    parser.add_argument("--out", type=Path, help="folder to write soak.md and soak.json into")
     parser.add_argument("--logs", type=Path, help="folder to keep the server's log in")
     parser.add_argument("--command", help="what to start instead of the installed cllm")
     options = parser.parse_args(arguments)

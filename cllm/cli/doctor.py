@@ -20,24 +20,9 @@ from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 
-_TELLING = tuple(
-    [
-        "avx2",
-        "fma",
-        "f16c",
-        "avx512f",
-        "avx512_vnni",
-        "avx512_bf16",
-        "avx512_fp16",
-        "avx_vnni",
-        "amx_tile",
-        "amx_int8",
-        "amx_bf16",
-        "neon",
-        "asimd",
-        "sve",
-        "i8mm",
-    ]
+_TELLING = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "i8mm"),
 )
 
 

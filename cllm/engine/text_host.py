@@ -10,12 +10,12 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.backend.base import Vocabulary
 from cllm.config import EngineConfig
 from cllm.engine.child import ChildProcess
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
 from cllm.text.prompt import PromptBuilder
 from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, perform
+from cllm.types import Vocabulary
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cllm.backend.base import Vocabulary
 from cllm.errors import InvalidRequest
+from cllm.types import Vocabulary
 
 
 class PromptBuilder:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from cllm.backend.base import Vocabulary
 from cllm.errors import CllmError
 from cllm.text.prompt import PromptBuilder
+from cllm.types import Vocabulary
 
 
 class TokenizeText(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,274 @@
+"""A real server in a real process, and what a client needs to talk to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+SERVE = ("from cllm.cli.main import main; main()", "serve")
+ALIAS = ("from cllm.cli.server_alias import main; main()",)
+PATIENCE_S = 90.0  # for whatever has no limit of its own: the machine may be busy
+_KEPT = ("CLLM_LIBRARY", "CLLM_CACHE_DIR", "CLLM_THREADS")
+Found = TypeVar("Found")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The variables of a child: ours, less any `CLLM_*` that would change what is tested."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
+    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    return {**kept, **plain, **extra}
+
+
+def cllm(*arguments: str, timeout: float = PATIENCE_S, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    code = "from cllm.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env=environment(**variables),
+    )
+
+
+def wait_for(what: Callable[[], Found | None], limit_s: float = PATIENCE_S, message: str = "") -> Found:
+    """The first true answer of `what`; fails when none comes in time."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        if found := what():
+            return found
+        assert time.monotonic() < deadline, message or f"{what} was not true within {limit_s} s"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """True for a process that runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The living child processes and their command lines."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid and fields[0] not in "ZX":
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+class Server:
+    """`cllm serve` on a free port, its log in a file. A context manager: entering waits until it serves."""
+
+    def __init__(
+        self,
+        log: Path,
+        *arguments: str,
+        program: tuple[str, ...] = SERVE,
+        port: tuple[str, ...] = ("--port", "0"),
+        **variables: str,
+    ) -> None:
+        self.log = log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", *program, *arguments, *port],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment(**{"CLLM_LOG_LEVEL": "debug", **variables}),
+            )
+        self.url = ""
+        self.client = httpx.Client(timeout=PATIENCE_S, trust_env=False)
+
+    def __enter__(self) -> Self:
+        try:
+            self.url = wait_for(self._announced, message="the server did not start")
+        except BaseException:
+            self.kill()
+            raise
+        self.client.base_url = self.url
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+    def _announced(self) -> str | None:
+        assert self.process.poll() is None, f"exit code {self.process.returncode}: {self.log_tail}"
+        found = re.search(r"^cllm serves .* at (http://\S+)$", self.log_text, re.MULTILINE)
+        return found.group(1) if found else None
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def log_tail(self) -> str:
+        return self.log_text[-2000:]
+
+    def stop(self, limit_s: float = 40.0) -> None:
+        """SIGTERM: it must end with 0 and leave no process behind."""
+        children = children_of(self.process.pid)
+        self.process.send_signal(signal.SIGTERM)
+        self.wait_gone(children, limit_s)
+
+    def wait_gone(self, children: Mapping[int, str], limit_s: float = 40.0) -> None:
+        """Wait for the end that is under way; it must be a clean one."""
+        self.client.close()
+        try:
+            code = self.process.wait(limit_s)
+        finally:
+            self.kill()
+        assert code == 0, f"exit code {code}: {self.log_tail}"
+        orphans = {pid: line for pid, line in children.items() if alive(pid)}
+        assert not orphans, f"left behind: {orphans}"
+
+    def kill(self) -> None:
+        self.client.close()
+        self.process.kill()
+        self.process.wait()
+
+    def child(self, role: str) -> int:
+        """The process id of the engine or text child."""
+        pattern = re.compile(rf"cllm\.child \d+ {role}\b")
+        found = [pid for pid, line in children_of(self.process.pid).items() if pattern.search(line)]
+        assert len(found) == 1, f"{len(found)} {role} children"
+        return found[0]
+
+    # Requests --------------------------------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        answer = self.client.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def generate(self, prompt: str, max_tokens: int = 16, **fields: Any) -> dict[str, Any]:
+        """A greedy `/generate` that must succeed: its data."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
+        return data_of(self.post("/generate", body))
+
+    @contextmanager
+    def open_stream(self, prompt: str, max_tokens: int = 16, **fields: Any) -> Iterator[Iterator[Any]]:
+        """A greedy `/generate_stream`: its events as they come. Leaving the block disconnects."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
+        with (
+            httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False) as client,
+            client.stream("POST", "/generate_stream", json=body) as response,
+        ):
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            yield events_of(response.iter_lines())
+
+    def connect(self, body: Any, path: str = "/generate") -> socket.socket:
+        """Send a request over a bare socket and leave it open."""
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\n\r\n"
+        )
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        connection.sendall(head.encode() + data)
+        return connection
+
+    # What it says of itself -------------------------------------------------------------------------
+
+    def kv(self) -> Any:
+        return self.get("/debug/kv")
+
+    def kv_is_zero(self) -> bool:
+        """Law 7: nothing leased, no cell used, and as many released as leased."""
+        kv = self.kv()
+        counters = kv["counters"]
+        return bool(
+            kv["sequences"]["leased"] == 0
+            and kv["sequences"]["free"] == kv["sequences"]["total"]
+            and kv["cells"]["used"] == 0
+            and kv["leases"] == []
+            and counters["leased_total"] == counters["released_total"]
+            and counters["integrity_failures"] == 0
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of `/metrics`; labels as in `name{label=value}`."""
+        text = self.client.get("/metrics").text
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return found
+
+    def finished(self, outcome: str) -> float:
+        return self.metrics().get(f"cllm_requests_finished_total{{outcome={outcome}}}", 0.0)
+
+
+def events_of(lines: Iterator[str]) -> Iterator[Any]:
+    """Server-sent events: `data: JSON`, an empty line, nothing else."""
+    for line in lines:
+        if line:
+            assert line.startswith("data: "), line
+            yield json.loads(line.removeprefix("data: "))
+
+
+def data_of(answer: httpx.Response) -> dict[str, Any]:
+    """The data of a `/generate` that succeeded."""
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert body["success"] is True
+    data = body["data"]
+    assert isinstance(data, dict)
+    return data
+
+
+def text_of(events: list[Any]) -> str:
+    """The pieces of a finished stream, joined; every event but the last is a token."""
+    assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True], events[-3:]
+    return "".join(event["token"] for event in events)
+
+
+class Ids:
+    """The leases in a log, replayed: an id is never leased while held (law 2)."""
+
+    def __init__(self, log_text: str) -> None:
+        self.leases: list[tuple[int, str]] = []
+        self.held: dict[int, str] = {}
+        self.cleared = 0
+        line = re.compile(r"leased seq (\d+) for request (\w+)|cleared KV of seq (\d+) \((\d+) cells\)")
+        for leased, request, cleared, _ in line.findall(log_text):
+            if leased:
+                assert int(leased) not in self.held, f"seq {leased} was leased to {request} while held"
+                self.held[int(leased)] = request
+                self.leases.append((int(leased), request))
+            else:
+                self.held.pop(int(cleared))  # KeyError: cleared while nobody held it
+                self.cleared += 1
