@@ -33,7 +33,7 @@ class StepBudget:
         """Learn from a finished step; those without a sizeable prefill say nothing about its cost."""
         if tokens < self.SMALLEST_CHUNK or seconds <= 0:
             return
-        cost = seconds / tokens
+        cost = max(seconds / tokens, 1e-9)
         if self._seconds_per_token is None:
             self._seconds_per_token = cost
         else:
