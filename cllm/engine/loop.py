@@ -40,6 +40,7 @@ class StepLoop:
             park_bytes=config.park_mb << 20,
         )
         self.step_started: float | None = None  # read by the heartbeat thread
+        self._busy_since: float | None = None  # end of the last step, while there is more to do
 
     def run(self) -> None:
         """Run until told to stop. Whatever ends it, everybody still here gets a terminal delta."""
@@ -57,7 +58,9 @@ class StepLoop:
 
     def step(self) -> None:
         """One step of everybody: plan, forward, apply."""
-        started = self.step_started = time.perf_counter()
+        self.step_started = time.perf_counter()
+        # What lies between two steps (telling the last one, reading commands) is part of this one.
+        started = self._busy_since or self.step_started
         compute_s = sample_s = 0.0
         steps = rows = tokens = 0
         batch = self.scheduler.plan()
@@ -70,8 +73,10 @@ class StepLoop:
             rows, tokens = len(batch.rows), batch.token_count
         self.step_started = None
         deltas = tuple(self.scheduler.take_deltas())
+        now = time.perf_counter()
+        self._busy_since = None if self.scheduler.idle else now
         if deltas or batch is not None:
-            step_s = time.perf_counter() - started
+            step_s = now - started
             self._emit(
                 StepReport(
                     deltas=deltas,

@@ -25,7 +25,12 @@ def test_ids_are_leased_lowest_first_and_never_shared() -> None:
 
 def test_kv_is_cleared_before_the_id_is_free() -> None:
     free_when_cleared: list[int] = []
-    pool = SequencePool(1, lambda _: free_when_cleared.append(pool.free_count) or 7)
+
+    def clear(_: int) -> int:
+        free_when_cleared.append(pool.free_count)
+        return 7
+
+    pool = SequencePool(1, clear)
     lease = pool.lease("a")
     assert lease is not None
     lease.release()

@@ -121,7 +121,10 @@ def install_tool(tools: Path, package: str, program: str) -> Path:
 def run_pip(*arguments: str) -> None:
     """Run this Python's pip. Raises BuildError with its output if it fails."""
     command = [sys.executable, "-m", "pip", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, "SKBUILD_WHEEL_CMAKE": "false"}  # else pip fetches CMake to read metadata
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode != 0:
         raise BuildError(f"`{shlex.join(command)}` failed:\n{last_lines(done.stdout)}")
 
