@@ -20,17 +20,21 @@ check: .venv/ready-test ## ruff and strict mypy
 bench: .venv/ready ## measure; ARGS go to `cllm bench`
 	.venv/bin/cllm bench $(ARGS)
 
-seeds: .venv/ready ## the earlier server's test cases, as a table
-	.venv/bin/python -m cllm.bench.seeds $(ARGS)
+seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a table
+	.venv/bin/python -m cllm.bench.seeds --tiny build/tiny.gguf $(ARGS)
 
-soak: .venv/ready ## thousands of requests: memory, threads and files stay flat
-	.venv/bin/python -m cllm.bench.soak $(ARGS)
+soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
+	.venv/bin/python -m cllm.bench.soak --tiny build/tiny.gguf $(ARGS)
 
 doctor: .venv/ready ## what cllm sees of this machine
 	.venv/bin/cllm doctor $(ARGS)
 
 clean: ## remove .venv and what the tools leave here (the built library stays in the cache)
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+
+build/tiny.gguf: .venv/ready tests/tiny_models.py
+	@mkdir -p build
+	.venv/bin/python -c "from pathlib import Path; from tests.tiny_models import make_dense; make_dense(Path('$@'))"
 
 .venv/ready: $(RECIPE)
 	PYTHON="$(PYTHON)" scripts/setup.sh

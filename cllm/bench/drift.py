@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Self
 
-import numpy as np
+from cllm.errors import SetupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +36,33 @@ class Drift:
 
 
 class Probe:
-    """A fixed piece of work on one core, about two milliseconds: what it takes now is the machine's pace.
+    """A bare decode of the same model in a process of its own: what it takes now is the machine's pace."""
 
-    An integer product, because that runs in NumPy itself: no BLAS, hence no threads that go on spinning.
-    """
+    def __init__(self, model: Path, threads: int) -> None:
+        arguments = [sys.executable, "-m", "cllm.backend.llama.bare", str(model), str(threads)]
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        if self._answer() != "ready":
+            raise SetupError("the bare-decode probe did not start")
 
-    def __init__(self) -> None:
-        self._matrix = np.arange(160 * 160, dtype=np.int64).reshape(160, 160)
+    def __call__(self, prompt_tokens: int, count: int) -> float:
+        """Seconds to compute that many prompt tokens and generate `count`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{prompt_tokens} {count}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
 
-    def __call__(self) -> float:
-        """Seconds for the work; the better of two, so that being scheduled away once does not count."""
-        return min(self._time(), self._time())
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
 
-    def _time(self) -> float:
-        start = time.perf_counter()
-        self._matrix @ self._matrix
-        return time.perf_counter() - start
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:  # closes its input, which ends it, and waits
+            pass
 
 
 def _last_over_first(values: Sequence[float]) -> float:

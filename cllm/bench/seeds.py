@@ -21,7 +21,7 @@ from statistics import median
 from cllm.bench.client import Answer, BadAnswer, CllmClient
 from cllm.bench.drift import Drift, Probe
 from cllm.bench.lease_log import LeaseLog
-from cllm.bench.peers import ServerSettings, cllm_peer, log_folder, running
+from cllm.bench.peers import ServerSettings, cllm_peer, embedded_model, log_folder, running
 from cllm.bench.report import Table, write_report
 from cllm.errors import SetupError
 
@@ -48,6 +48,7 @@ class Seeds:
     """Cases against one server: collects their checks and the ids of all requests it sent."""
 
     model: str
+    path: Path
     client: CllmClient
     checks: list[Check] = field(default_factory=list)
     request_ids: list[str] = field(default_factory=list)
@@ -121,10 +122,12 @@ class Seeds:
         return answer
 
     def _series(self, count: int, max_tokens: int) -> tuple[Drift, list[Answer]]:
-        probe, probes, answers = Probe(), [], []
-        for _ in range(count):
-            probes.append(probe())
-            answers.append(self._generate(QUESTIONS[0], max_tokens, ignore_eos=True))
+        probes, answers = [], []
+        with Probe(self.path, 0) as probe:
+            probe(6, max_tokens)  # warm-up
+            for _ in range(count):
+                probes.append(probe(6, max_tokens))
+                answers.append(self._generate(QUESTIONS[0], max_tokens, ignore_eos=True))
         return Drift(tuple(answer.elapsed_s for answer in answers), tuple(probes)), answers
 
     def _idle(self) -> tuple[bool, str]:
@@ -192,7 +195,7 @@ def _server(model: Path | None, log: Path, command: Sequence[str] | None) -> Ite
     """A server at debug level and the cases against it; its log is audited when it has ended."""
     settings = ServerSettings(model=model, log_level="debug")
     with running(cllm_peer(settings, command), log) as server, CllmClient(server.address) as client:
-        seeds = Seeds("tiny" if model else "embedded", client)
+        seeds = Seeds("tiny" if model else "embedded", model or embedded_model(), client)
         yield seeds
     seeds.audit(log)
 

@@ -28,6 +28,7 @@ LAYERS = (
     ("cllm.child", 4),
     ("cllm.text_child", 4),
     ("cllm.cli", 4),
+    ("cllm.__main__", 4),
 )
 # Only these name the llama backend.
 KNOW_LLAMA = ("cllm.cli", "cllm.child", "cllm.text_child", "cllm.api", "cllm.backend.llama")
