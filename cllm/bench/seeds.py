@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from cllm.bench.bare import BareDecode
 from cllm.bench.client import Answer, BadAnswer, CllmClient
-from cllm.bench.drift import Drift, Probe
+from cllm.bench.drift import Drift
 from cllm.bench.lease_log import LeaseLog
 from cllm.bench.peers import ServerSettings, cllm_peer, embedded_model, log_folder, running
 from cllm.bench.report import Table, write_report
@@ -123,10 +124,10 @@ class Seeds:
 
     def _series(self, count: int, max_tokens: int) -> tuple[Drift, list[Answer]]:
         probes, answers = [], []
-        with Probe(self.path, 0) as probe:
-            probe(6, max_tokens)  # warm-up
+        with BareDecode(self.path) as probe:
+            probe(1, 6, max_tokens)  # warm-up
             for _ in range(count):
-                probes.append(probe(6, max_tokens))
+                probes.append(probe(1, 6, max_tokens).total_s)
                 answers.append(self._generate(QUESTIONS[0], max_tokens, ignore_eos=True))
         return Drift(tuple(answer.elapsed_s for answer in answers), tuple(probes)), answers
 

@@ -1,7 +1,8 @@
 """`python -m cllm.backend.llama.bare MODEL THREADS`: bare decodes on demand, nothing of cllm around them.
 
-For each line on standard input (prompt tokens, tokens to generate) one prompt is decoded greedily and the
-seconds are printed. Benchmarks interleave it with requests: what it takes is the machine's own pace.
+For each line `STREAMS PROMPT COUNT` on standard input, that many streams each compute a prompt and generate
+greedily, all in one batch; the seconds of the prompts and of the generation are printed. Benchmarks interleave
+it with requests (what it takes is the machine's own pace) and compare libraries with it.
 """
 
 from __future__ import annotations
@@ -9,32 +10,48 @@ from __future__ import annotations
 import sys
 import time
 
-from cllm.backend.base import Batch, Row
+from cllm.backend.base import Batch, Row, StepStatus
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 
+STREAMS = 8
 
-def decode(backend: LlamaBackend, prompt_tokens: int, count: int) -> float:
-    """Seconds to compute a prompt and generate `count` tokens, each in a step of its own."""
+
+def decode(backend: LlamaBackend, streams: int, prompt_tokens: int, count: int) -> tuple[float, float]:
+    """Seconds to compute the prompts, one stream after the other, and to generate `count` tokens in each."""
     sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
-    tokens = [100 + number % 100 for number in range(prompt_tokens)]
+    chunk = backend.limits.batch_tokens
     started = time.perf_counter()
-    for _ in range(count):
-        position = backend.next_position(0)
-        tokens = list(backend.forward(Batch((Row(0, position, tokens, 1, sampler),))).rows[0].tokens)
-    backend.truncate(0, 0)
-    return time.perf_counter() - started
+    pending: list[list[int]] = []
+    for stream in range(streams):
+        prompt = [100 + (number * 7 + stream) % 100 for number in range(prompt_tokens)]
+        for begin in range(0, prompt_tokens, chunk):
+            row = Row(stream, begin, prompt[begin : begin + chunk], 1, sampler)
+            result = backend.forward(Batch((row,)))
+        pending.append(list(result.rows[0].tokens))
+    prompts_done = time.perf_counter()
+    for step in range(count - 1):
+        rows = (Row(stream, prompt_tokens + step, pending[stream], 1, sampler) for stream in range(streams))
+        result = backend.forward(Batch(tuple(rows)))
+        assert result.status is StepStatus.DONE
+        pending = [list(outcome.tokens) for outcome in result.rows]
+    finished = time.perf_counter()
+    for stream in range(streams):
+        backend.truncate(stream, 0)
+    return prompts_done - started, finished - prompts_done
 
 
 def main(model: str, threads: str) -> None:
     # No polling: between two probes its threads must not take a core from what is measured.
-    config = EngineConfig(model=model, parallel=1, ctx_size=1024, threads=int(threads), poll=0)
+    config = EngineConfig(
+        model=model, parallel=STREAMS, ctx_size=STREAMS * 1024, threads=int(threads), poll=0
+    )
     backend = LlamaBackend(config)
     print("ready", flush=True)
     for line in sys.stdin:
-        prompt_tokens, count = map(int, line.split())
-        print(decode(backend, prompt_tokens, count), flush=True)
+        streams, prompt_tokens, count = map(int, line.split())
+        print(*decode(backend, streams, prompt_tokens, count), flush=True)
     backend.close()
 
 
