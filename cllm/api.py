@@ -9,6 +9,7 @@ Requests given together are computed together: there is nothing to batch by hand
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import msgspec
 from cllm.backend.base import Backend
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.files import prepare
+from cllm.backend.llama.probe import find_working
 from cllm.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
@@ -29,6 +31,7 @@ from cllm.errors import from_code
 from cllm.text.work import TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
 from cllm.types import Delta, FinishReason, ModelFacts, Request, SamplingParams, Usage
 
+log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 DEFAULT_MAX_TOKENS = 256
 
@@ -76,7 +79,8 @@ class _Base:
         """
         config = msgspec.structs.replace(config or EngineConfig(), model=str(model), **settings)
         if make_backend is None:
-            ready = prepare(config)
+            # A library that dies here must not take the caller's process along.
+            ready = find_working(prepare(config), log.info)
             host = ThreadHost(lambda progress: LlamaBackend(ready, progress=progress), ready)
         else:
             host = ThreadHost(lambda _: make_backend(config), config)

@@ -1,7 +1,7 @@
 """`python -m cllm.backend.llama.bare MODEL THREADS`: bare decodes on demand, nothing of cllm around them.
 
-For each line `STREAMS PROMPT COUNT` on standard input, that many streams each compute a prompt and generate
-greedily, all in one batch; the seconds of the prompts and of the generation are printed. Benchmarks interleave
+For each line `STREAMS PROMPT COUNT` on standard input, that many streams compute a prompt and generate
+greedily in one batch; the seconds of the prompts and of the generation are printed. Benchmarks interleave
 it with requests (what it takes is the machine's own pace) and compare libraries with it.
 """
 
