@@ -56,7 +56,17 @@ def run(config: Config) -> None:
                     f"tokens each; API page at {url}/docs; Ctrl-C ends it"
                 )
 
-            asyncio.run(serve(engine, config.server, listener, announce))
+            with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+                runner.run(serve(engine, config.server, listener, announce))
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop where it runs (not on every platform): the server shares its cores with the model."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _loading_bar(console: Console) -> Progress:

@@ -48,8 +48,9 @@ class Soloist:
             result = self.backend.forward(Batch((Row(0, position, tokens, 1, sampler, logprobs=2),)))
             assert result.status is StepStatus.DONE
             position += len(tokens)
-            ((token,), ((_, _, top),)) = result.rows[0]
-            if certain is None and top[0][1] - top[1][1] < TIE:
+            (token,) = result.rows[0].tokens
+            (_, first), (_, second) = result.rows[0].logprobs[0].top
+            if certain is None and first - second < TIE:
                 certain = visible(pieces)
             if vocabulary.is_end(token):
                 break

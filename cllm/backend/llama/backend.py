@@ -65,6 +65,13 @@ class LlamaBackend(Backend):
         self._limits = self._read_limits(config)
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
         self._candidates = Candidates(self._api, self._vocabulary.size)
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Two tokens through the model, so that the first request does not pay for reading the weights."""
+        self._batch.fill((Row(0, 0, (0, 0), 0, None),))
+        self._context.decode(self._batch.struct)
+        self._context.remove(0)
 
     def _read_limits(self, config: EngineConfig) -> Limits:
         context = self._context
