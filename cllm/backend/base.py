@@ -124,6 +124,12 @@ class Backend(Protocol):
         already moved on): then the sequence has been removed whole and must be recomputed.
         """
 
+    def copy(self, source: int, target: int, length: int) -> int:
+        """Give the empty `target` the first `length` tokens of `source`; returns what it usably holds.
+
+        That is `length`, or 0 where the memory cannot be cut there: then `target` is still empty.
+        """
+
     def save(self, sequence_id: int) -> bytes | None:
         """The sequence's memory as bytes, or None where that is not possible."""
 

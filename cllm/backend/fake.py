@@ -208,6 +208,14 @@ class FakeBackend(Backend):
         del memory[keep:]
         return keep
 
+    def copy(self, source: int, target: int, length: int) -> int:
+        self._native("copy")
+        assert source != target and not self.memory[target] and length <= len(self.memory[source])
+        if not self.trimmable and length < len(self.memory[source]):
+            return 0
+        self.memory[target] = self.memory[source][:length]
+        return length
+
     def save(self, sequence_id: int) -> bytes | None:
         self._native("save")
         return b"".join(token.to_bytes(2, "little") for token in self.memory[sequence_id])

@@ -100,7 +100,9 @@ class StepLoop:
             result = StepResult(StepStatus.FAILED, code=-99)
         if result.status is StepStatus.BAD_BATCH and len(batch.rows) > 1:
             for half in bisect(batch):
-                yield from self._forward(half)
+                # What became of the first half may have parked or ended somebody of the second.
+                if (left := self.scheduler.still_to_do(half)).rows:
+                    yield from self._forward(left)
         else:
             yield batch, result
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
 from cllm.engine.budget import StepBudget
+from cllm.engine.parking import Parking
 from cllm.engine.pool import SequencePool
+from cllm.engine.prefix import find_donor, take_over
 from cllm.engine.sequence import Sequence, State
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot
@@ -35,8 +37,10 @@ class Scheduler:
         self._deltas: list[Delta] = []
         self._failed_steps = 0  # in a row
         self._kv_full = False  # a step found no room; nobody joins until somebody has left
-        self._park_bytes_left = park_bytes
+        self.parking = Parking(backend, park_bytes)
         self.integrity_failures = 0
+        # Where memory cannot be cut, a copy is good only as a whole, which a running donor never is for long.
+        self._shares_prefixes = not (backend.facts.recurrent or backend.facts.sliding_window)
 
     # What comes in ---------------------------------------------------------------------------------
 
@@ -108,6 +112,17 @@ class Scheduler:
                 log.error("a step failed with code %d and was undone", result.code)
                 if self._failed_steps > 1:
                     raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
+
+    def still_to_do(self, batch: Batch) -> Batch:
+        """The rows of a planned batch whose sequences are still where they were when it was planned."""
+        rows = (
+            row
+            for row in batch.rows
+            if (sequence := self._running.get(row.sequence_id)) is not None
+            and sequence.computed == row.position
+            and sequence.sampler is row.sampler
+        )
+        return Batch(tuple(rows), batch.kind)
 
     def take_deltas(self) -> list[Delta]:
         """What happened since the last call, in order."""
@@ -186,22 +201,34 @@ class Scheduler:
         if self._kv_full and self._running:
             return
         self._kv_full = False
-        while self._waiting and self._fits(self._waiting[0]):
-            lease = self.pool.lease(self._waiting[0].id)
-            if lease is None:
+        for sequence in list(self._waiting):
+            if not self.pool.free_count or not self._fits(sequence):
                 return
-            sequence = self._waiting.pop(0)
-            sequence.lease = lease
-            sequence.move_to(State.RUNNING)
-            self._running[lease.sequence_id] = sequence
-            try:
-                if sequence.sampler is None:
-                    sequence.sampler = self.backend.create_sampler(sequence.request.sampling)
-                    sequence.sampler.accept(sequence.tokens)
-                if sequence.saved is not None:
-                    self._unpark(sequence, sequence.saved)
-            except Exception as error:
-                self._fail(sequence, _as_engine_error(error))
+            donor = None
+            if self._shares_prefixes and sequence.saved is None:
+                donor = find_donor(sequence, self._running.values())
+            if donor is not None and donor.computed < sequence.shared_with(donor):
+                continue  # what both begin with is being computed: wait for it, then copy
+            self._start(sequence, donor)
+
+    def _start(self, sequence: Sequence, donor: Sequence | None) -> None:
+        """Give a waiting sequence its lease and what KV there is for it already."""
+        lease = self.pool.lease(sequence.id)
+        assert lease is not None
+        self._waiting.remove(sequence)
+        sequence.lease = lease
+        sequence.move_to(State.RUNNING)
+        self._running[lease.sequence_id] = sequence
+        try:
+            if sequence.sampler is None:
+                sequence.sampler = self.backend.create_sampler(sequence.request.sampling)
+                sequence.sampler.accept(sequence.tokens)
+            if sequence.saved is not None:
+                self.parking.restore(sequence)
+            elif donor is not None:
+                take_over(self.backend, donor, sequence)
+        except Exception as error:
+            self._fail(sequence, _as_engine_error(error))
 
     def _fits(self, sequence: Sequence) -> bool:
         """With one common pool of cells, do not start what would evict somebody at once."""
@@ -282,34 +309,13 @@ class Scheduler:
             self._kv_full = True
 
     def _park(self, sequence: Sequence) -> None:
-        """Take a running sequence out of KV, keeping its state in RAM if that is possible."""
-        state = None
-        try:
-            state = self.backend.save(sequence.sequence_id)
-        except Exception:
-            log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
-        if state is not None and len(state) <= self._park_bytes_left:
-            self._park_bytes_left -= len(state)
-            sequence.saved = state
-        else:
-            sequence.computed = 0
+        """Take a running sequence out of KV; it goes back to its old place in the line."""
+        self.parking.save(sequence)
         log.debug("parked request %s of seq %d: KV is full", sequence.id, sequence.sequence_id)
         sequence.move_to(State.PARKED)
         self._release(sequence)
         self._waiting.append(sequence)
         self._waiting.sort(key=lambda waiting: self._arrivals[waiting.id])
-
-    def _unpark(self, sequence: Sequence, state: bytes) -> None:
-        sequence.saved = None
-        self._park_bytes_left += len(state)
-        restored = False
-        try:
-            restored = self.backend.restore(sequence.sequence_id, state)
-        except Exception:
-            log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
-        if not restored:
-            self.backend.truncate(sequence.sequence_id, 0)
-            sequence.computed = 0
 
     # Leaving ---------------------------------------------------------------------------------------
 
@@ -325,9 +331,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         else:
             self._release(sequence)
-        if sequence.saved is not None:
-            self._park_bytes_left += len(sequence.saved)
-            sequence.saved = None
+        self.parking.forget(sequence)
         if sequence.sampler is not None:
             try:
                 sequence.sampler.close()

@@ -47,6 +47,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
+        self.cached_tokens = 0  # taken from somebody else's KV instead of being computed
         self.decoded_tokens = 0
         self.steps = 0
         self.ubatches = 0
@@ -78,10 +79,25 @@ class Sequence:
         """The next `count` pending tokens."""
         return self.tokens[self.computed : self.computed + count]
 
+    def shared_with(self, other: Sequence) -> int:
+        """How many first tokens both have, at most all but this one's last (that must be computed)."""
+        mine, theirs = self.tokens, other.tokens
+        low, high = 0, min(len(mine) - 1, len(theirs))
+        if mine[:high] == theirs[:high]:
+            return max(0, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if mine[low:middle] == theirs[low:middle]:
+                low = middle
+            else:
+                high = middle
+        return low
+
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=len(self.request.prompt),
             completion_tokens=self.generated,
+            cached_tokens=self.cached_tokens,
             decoded_tokens=self.decoded_tokens,
             steps=self.steps,
             ubatches=self.ubatches,

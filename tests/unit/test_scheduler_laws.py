@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cllm.backend.base import StepStatus
 from cllm.backend.fake import FakeBackend, expected_text
 from cllm.config import EngineConfig
+from cllm.engine import prefix
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport, StepStats
 from cllm.errors import EngineDied
@@ -20,6 +21,11 @@ from cllm.types import Delta, FinishReason, Request, SamplingParams
 
 Fail = Callable[[int, str], Exception | StepStatus | None]
 FORWARD_FAILURES = (StepStatus.NO_ROOM, StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.FAILED)
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "WORTH_COPYING", 4)
 
 
 class Life:
@@ -129,7 +135,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     actions=ACTIONS,
     sequences=st.integers(1, 4),
@@ -168,7 +174,10 @@ def test_the_laws_hold_through_any_life(
         if life.died:
             break
         if action == "add":
-            prompt = bytes(random.Random(value).choices(range(97, 123), k=1 + value % (96 // sequences - 1)))
+            # Three families of prompts with a common beginning, so that prefixes are shared.
+            letters = random.Random(value % 3).choices(range(97, 123), k=96)
+            prompt = bytes([*letters, *b"%d" % value][-1 - value % (96 // sequences - 1) :])
+            prompt = bytes(letters[: len(prompt) // 2]) + prompt[len(prompt) // 2 :]
             life.add(prompt, 1 + value % 40, seed=value % 3, ignore_eos=value % 5 == 0)
         elif action == "cancel" and life.requests:
             life.loop.scheduler.cancel(f"r{value % len(life.requests)}")
@@ -286,3 +295,24 @@ def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
         life.run()
         usages.append(life.deltas[name][-1].usage)
     assert len(set(usages)) == 1
+
+
+def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
+    backend = FakeBackend(sequences=4, cells=4096, batch_tokens=64)
+    life = Life(backend)
+    names = [life.add(b"x" * 500, 4, seed, ignore_eos=True) for seed in range(4)]
+    life.run()
+    life.check_end()
+    usages = [life.deltas[name][-1].usage for name in names]
+    assert [usage.cached_tokens for usage in usages if usage] == [0, 499, 499, 499]
+    assert [usage.decoded_tokens for usage in usages if usage] == [503, 4, 4, 4]
+
+
+def test_a_prompt_that_goes_another_way_keeps_what_is_common() -> None:
+    life = Life(FakeBackend(sequences=2, cells=4096, batch_tokens=64))
+    first = life.add(b"x" * 300 + b"a" * 100, 40, ignore_eos=True)
+    second = life.add(b"x" * 300 + b"b" * 100, 40, ignore_eos=True)
+    life.run()
+    life.check_end()
+    usages = [life.deltas[name][-1].usage for name in (first, second)]
+    assert [usage.cached_tokens for usage in usages if usage] == [0, 300]

@@ -167,6 +167,9 @@ class LlamaBackend(Backend):
     def truncate(self, sequence_id: int, length: int) -> int:
         return self._context.truncate(sequence_id, length)
 
+    def copy(self, source: int, target: int, length: int) -> int:
+        return self._context.copy(source, target, length)
+
     def save(self, sequence_id: int) -> bytes | None:
         return self._context.save(sequence_id)
 

@@ -95,6 +95,8 @@ def _build(options: Options, log: Log, progress: Progress) -> Path:
                 return target
             except BuildError as error:
                 failures.append(f"{recipe}: {error}")
+                if target.exists():
+                    break  # this recipe has built the library before, so another would not do better
                 log(f"that failed ({recipe})")
     raise BuildError("llama.cpp could not be built. What was tried:\n" + "\n".join(failures))
 

@@ -69,6 +69,7 @@ class LlamaContext(Owned):
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
+        self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
         self._threadpool = Threadpool(library, threads, config.poll, graveyard)
         library.attach_threadpool(pointer, self._threadpool.pointer, self._threadpool.pointer)
@@ -80,6 +81,8 @@ class LlamaContext(Owned):
     def decode(self, batch: Any) -> int:
         """llama_decode, waited for. Returns its code."""
         code = int(self.api.llama_decode(self.pointer, batch))
+        if code != -1:  # a batch that was refused at once has not carried out the copies
+            self._copying.clear()
         if code == 0:
             self.api.llama_synchronize(self.pointer)
         return code
@@ -122,8 +125,20 @@ class LlamaContext(Owned):
         oldest = int(self.api.llama_memory_seq_pos_min(self.memory, sequence_id))
         return oldest == 0 or oldest < length - self.sliding_window
 
+    def copy(self, source: int, target: int, length: int) -> int:
+        """See `Backend.copy`. Whole first, then trimmed: llama.cpp dies of a partial copy between streams."""
+        held = self.next_position(source)
+        if length < held and not self._can_cut_to(source, length):
+            return 0
+        self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
+        if not self.unified:
+            self._copying |= {source, target}
+        return self.truncate(target, length)
+
     def save(self, sequence_id: int) -> bytes | None:
-        """The sequence's KV as bytes."""
+        """The sequence's KV as bytes; None while its cells are still to be copied."""
+        if sequence_id in self._copying:
+            return None
         size = self.api.llama_state_seq_get_size(self.pointer, sequence_id)
         buffer = (ctypes.c_uint8 * size)()
         written = self.api.llama_state_seq_get_data(self.pointer, buffer, size, sequence_id)
@@ -131,6 +146,8 @@ class LlamaContext(Owned):
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         """Put saved KV into an empty sequence; on failure it is empty again."""
+        if sequence_id in self._copying:
+            return False
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         if self.api.llama_state_seq_set_data(self.pointer, buffer, len(state), sequence_id) == len(state):
             return True

@@ -169,6 +169,7 @@ def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
 
 def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:
     """The chosen token's log-probability and the `count` likeliest, under the model's own distribution."""
+    count = min(count, len(logits))
     top = np.argpartition(logits, -count)[-count:]
     top = top[np.argsort(-logits[top], kind="stable")]
     highest = float(logits[top[0]])

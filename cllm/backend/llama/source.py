@@ -19,7 +19,7 @@ BINDINGS_VERSION = "0.3.36"  # the structures in its ctypes must match the libra
 # What of the sdist is unpacked: the bindings, and the part of llama.cpp that CMake reads.
 _WANTED = re.compile(
     r"[^/]+/(pyproject\.toml|README\.md|LICENSE\.md|CMakeLists\.txt|llama_cpp/.*"
-    r"|vendor/llama\.cpp/(CMakeLists\.txt|LICENSE|(licenses|cmake|ggml|include|src|vendor|common|tools)/.*))"
+    r"|vendor/llama\.cpp/(CMakeLists\.txt|LICENSE|(licenses|cmake|ggml|include|src|vendor|common|tools|scripts)/.*))"
 )
 
 

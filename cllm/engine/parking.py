@@ -1,0 +1,51 @@
+"""Sequences that had to make room: their KV in RAM, within a byte budget, until they run again."""
+
+from __future__ import annotations
+
+import logging
+
+from cllm.backend.base import Backend
+from cllm.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Parking:
+    """Saves and restores KV. What does not fit the budget, or cannot be saved, is recomputed instead."""
+
+    def __init__(self, backend: Backend, budget_bytes: int) -> None:
+        self._backend = backend
+        self.bytes_left = budget_bytes
+
+    def save(self, sequence: Sequence) -> None:
+        """Keep the KV of a sequence that is about to lose its lease."""
+        state = None
+        try:
+            state = self._backend.save(sequence.sequence_id)
+        except Exception:
+            log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
+        if state is not None and len(state) <= self.bytes_left:
+            self.bytes_left -= len(state)
+            sequence.saved = state
+        else:
+            sequence.computed = 0
+
+    def restore(self, sequence: Sequence) -> None:
+        """Put what was kept back under the sequence's new lease."""
+        state = sequence.saved
+        assert state is not None
+        self.forget(sequence)
+        restored = False
+        try:
+            restored = self._backend.restore(sequence.sequence_id, state)
+        except Exception:
+            log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
+        if not restored:
+            self._backend.truncate(sequence.sequence_id, 0)
+            sequence.computed = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give back the RAM of a sequence; nothing happens if it holds none."""
+        if sequence.saved is not None:
+            self.bytes_left += len(sequence.saved)
+            sequence.saved = None
