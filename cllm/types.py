@@ -83,7 +83,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest, likeliest first
+    pieces: tuple[bytes, ...] = ()  # of the token, then of each in `top`; filled in by the scheduler
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import find_donor, take_over
 from cllm.engine.sequence import Sequence, State
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
-from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot
+from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,8 @@ class Scheduler:
             if len(sequence.tokens) >= sequence.token_limit:
                 reason = FinishReason.LENGTH
                 break
-        tokens, logprobs = outcome.tokens[:taken], outcome.logprobs[:taken]
+        tokens = outcome.tokens[:taken]
+        logprobs = tuple(self._spelled(entry) for entry in outcome.logprobs[:taken])
         if reason is None:
             self._deltas.append(
                 Delta(request_id=sequence.id, text="".join(texts), tokens=tokens, logprobs=logprobs)
@@ -287,6 +288,12 @@ class Scheduler:
         else:
             texts.append(sequence.assembler.finish())
             self._finish(sequence, reason, text="".join(texts), tokens=tokens, logprobs=logprobs)
+
+    def _spelled(self, entry: TokenLogprob) -> TokenLogprob:
+        """A log-probability with the bytes of its tokens: the parent has no vocabulary."""
+        piece = self.backend.vocabulary.piece
+        pieces = (piece(entry.token), *(piece(token) for token, _ in entry.top))
+        return TokenLogprob(entry.token, entry.logprob, entry.top, pieces)
 
     def _cut_back(self, batch: Batch) -> None:
         """Law 10: every member of a failed step is put back to its length before it."""

@@ -11,7 +11,7 @@ from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.server import errors
 from cllm.server.limits import BodyLimit
-from cllm.server.routes import admin, generate
+from cllm.server.routes import admin, generate, openai
 
 
 def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
@@ -24,6 +24,7 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     )
     errors.install(app)
     app.include_router(generate.routes(engine))
+    app.include_router(openai.routes(engine))
     app.include_router(admin.routes(engine))
     app.add_middleware(BodyLimit, most_bytes=config.max_body_mb << 20)
     return app

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -51,7 +52,10 @@ class DrainingServer(uvicorn.Server):
             log.info("draining: up to %.0f s for %d requests", self._drain_s, len(self._engine.tickets))
             self._engine.drain()
             asyncio.get_running_loop().call_later(self._drain_s, self._engine.end_all)
-        super().handle_exit(sig, frame)
+        # Not uvicorn's own handler: that raises the signal again at the end, which would kill the process
+        # before the children are gone, and with another exit code than 0.
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 async def serve(

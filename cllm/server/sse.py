@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
 from cllm.errors import from_code
-from cllm.types import Delta, FinishReason
+from cllm.types import Delta
 
 _encoder = msgspec.json.Encoder()
 
@@ -30,43 +30,68 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def collect(engine: Engine, stream: AsyncStream, receive: Receive) -> list[Delta]:
-    """All deltas of a request, cancelling it if the client leaves. Raises the error it ended with."""
+async def collect(
+    engine: Engine, streams: Sequence[AsyncStream], receive: Receive
+) -> list[list[Delta]] | None:
+    """All deltas of each request, or None if the client left: then they are cancelled.
 
-    async def read() -> list[Delta]:
-        return [delta async for delta in stream]
+    Raises the first error a request ended with; the others are cancelled too.
+    """
 
-    reader = asyncio.ensure_future(read())
+    async def read(stream: AsyncStream) -> list[Delta]:
+        deltas = [delta async for delta in stream]
+        if (failure := deltas[-1].error) is not None:
+            raise from_code(failure.code, failure.message)
+        return deltas
+
+    reader = asyncio.gather(*map(read, streams))
     watcher = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
-        await asyncio.wait({reader, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not reader.done():
-            engine.cancel(stream.request_id)
-        deltas = await reader
+        either: set[asyncio.Future[Any]] = {reader, watcher}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return await reader if reader.done() else None
     finally:
-        engine.cancel(stream.request_id)
-        for task in (reader, watcher):
+        watcher.cancel()
+        reader.cancel()
+        for stream in streams:
+            engine.cancel(stream.request_id)
+
+
+async def merged(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Delta]]:
+    """The deltas of several streams as they come, each with its stream's index."""
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue(len(streams))
+
+    async def pump(index: int, stream: AsyncStream) -> None:
+        async for delta in stream:
+            await queue.put((index, delta))
+
+    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    left = len(streams)
+    try:
+        while left:
+            index, delta = await queue.get()
+            left -= delta.finish_reason is not None
+            yield index, delta
+    finally:
+        for task in pumps:
             task.cancel()
-    last = deltas[-1]
-    if last.finish_reason is FinishReason.ERROR:
-        assert last.error is not None
-        raise from_code(last.error.code, last.error.message)
-    return deltas
 
 
 class EventStream(Response):
-    """A request's deltas as events. However it ends, the request is cancelled if it still runs."""
+    """Requests' deltas as events. However it ends, the requests are cancelled if they still run."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, engine: Engine, stream: AsyncStream, render: Callable[[AsyncStream], AsyncIterator[bytes]]
-    ) -> None:
+    def __init__(self, engine: Engine, streams: Sequence[AsyncStream], events: AsyncIterator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._engine = engine
-        self._stream = stream
-        self._render = render
+        self._streams = streams
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -76,14 +101,15 @@ class EventStream(Response):
             try:
                 await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                sender.cancel()
                 watcher.cancel()
+                sender.cancel()
                 with suppress(asyncio.CancelledError, OSError):
                     await sender
         finally:
-            self._engine.cancel(self._stream.request_id)
+            for stream in self._streams:
+                self._engine.cancel(stream.request_id)
 
     async def _send_events(self, send: Send) -> None:
-        async for chunk in self._render(self._stream):
+        async for chunk in self._events:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,45 +14,26 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import EngineNotReady, InvalidRequest
+from cllm.errors import InvalidRequest
 from cllm.server.errors import failure_event
 from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import EventStream, collect, encode
-from cllm.text.work import Detokenize, Text, TextAnswer, TextTask, TokenizeText, Tokens
-from cllm.types import Delta, FinishReason, Request
-
-TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
-
-
-async def do_text(engine: Engine, task: TextTask) -> TextAnswer:
-    """Text work off the event loop; a task that hangs is given up, and its process with it."""
-    future = engine.text.submit(task)
-    try:
-        async with asyncio.timeout(TEXT_LIMIT_S):
-            return await asyncio.wrap_future(future)
-    except TimeoutError:
-        engine.text.abort(future)
-        raise InvalidRequest(f"the text could not be processed within {TEXT_LIMIT_S:.0f} s") from None
-
-
-async def tokenize(engine: Engine, text: str) -> tuple[int, ...]:
-    answer = await do_text(engine, TokenizeText(text))
-    assert isinstance(answer, Tokens)
-    return answer.tokens
+from cllm.server.text import do_text, loaded, tokenize
+from cllm.text.work import Detokenize, Text
+from cllm.types import Delta, Request
 
 
 async def to_request(engine: Engine, body: GenerateBody) -> Request:
     """A validated body as the engine's own request."""
-    if engine.facts is None or engine.limits is None:
-        raise EngineNotReady("the model is still loading")
+    facts, limits = loaded(engine)
     try:
-        sampling = body.sampling(engine.facts.vocabulary_size)
+        sampling = body.sampling(facts.vocabulary_size)
     except ValueError as error:
         raise InvalidRequest(str(error), field="logit_bias") from None
     return Request(
         id=uuid.uuid4().hex,
         prompt=await tokenize(engine, body.prompt),
-        max_tokens=min(body.max_tokens, engine.limits.request_tokens),
+        max_tokens=min(body.max_tokens, limits.request_tokens),
         sampling=sampling,
         stop=body.stops,
     )
@@ -106,7 +86,8 @@ def routes(engine: Engine) -> APIRouter:
 
     async def generate_events(body: GenerateBody) -> Response:
         request = await to_request(engine, body)
-        return EventStream(engine, engine.submit(request, AsyncStream), events)
+        stream = engine.submit(request, AsyncStream)
+        return EventStream(engine, [stream], events(stream))
 
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, http: HttpRequest) -> Response | dict[str, Any]:
@@ -116,10 +97,10 @@ def routes(engine: Engine) -> APIRouter:
         started = time.perf_counter()
         request = await to_request(engine, body)
         stream = engine.submit(request, AsyncStream)
-        deltas = await collect(engine, stream, http.receive)
-        if deltas[-1].finish_reason is FinishReason.CANCELLED:
+        collected = await collect(engine, [stream], http.receive)
+        if collected is None:
             return Response(status_code=499)  # nobody is there to read it
-        return answer(deltas, body.max_tokens, time.perf_counter() - started)
+        return answer(collected[0], body.max_tokens, time.perf_counter() - started)
 
     @router.post("/generate_stream", response_model=None)
     async def generate_stream(body: GenerateBody) -> Response:
@@ -135,9 +116,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/decode")
     async def decode_tokens(body: DecodeBody) -> dict[str, str]:
         """Token ids to text."""
-        if engine.facts is None:
-            raise EngineNotReady("the model is still loading")
-        size = engine.facts.vocabulary_size
+        size = loaded(engine)[0].vocabulary_size
         if (bad := next((token for token in body.tokens if token >= size), None)) is not None:
             raise InvalidRequest(f"tokens: {bad} is no token id (0 to {size - 1})", field="tokens")
         result = await do_text(engine, Detokenize(tuple(body.tokens)))
@@ -147,9 +126,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.get("/model/info")
     async def model_info() -> dict[str, Any]:
         """What is served, and its limits."""
-        if engine.facts is None:
-            raise EngineNotReady("the model is still loading")
-        facts: dict[str, Any] = msgspec.to_builtins(engine.facts)
-        return {**facts, "limits": msgspec.to_builtins(engine.limits)}
+        facts, limits = loaded(engine)
+        return {**msgspec.to_builtins(facts), "limits": msgspec.to_builtins(limits)}
 
     return router

@@ -1,0 +1,1 @@
+"""OpenAI's shapes: what its clients send and what they expect back."""

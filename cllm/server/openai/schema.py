@@ -1,0 +1,133 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
+
+from cllm.server.schema import Body, SamplingBody, StopText, Text
+
+MOST_CHOICES = 64
+MOST_PROMPTS = 256
+MOST_MESSAGES = 4096
+
+TokenId = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(max_length=256)]
+
+
+class StreamOptions(Body):
+    include_usage: bool = Field(False, description="A last chunk with the usage")
+
+
+class OpenAIBody(SamplingBody):
+    """What both routes share."""
+
+    model: Name | None = Field(None, description="Any plain name is served by the loaded model")
+    n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Name | None = Field(None, description="Ignored")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        description="Above 1 discourages repeats; 1: off",
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(OpenAIBody):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        Text
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    ) = Field(description="Text, texts, tokens, or lists of tokens")
+    max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
+    best_of: int | None = Field(
+        None, ge=1, le=MOST_CHOICES, description="Generate this many, answer the best n"
+    )
+    logprobs: int | None = Field(None, ge=0, le=20, description="Log-probabilities of the likeliest")
+    echo: bool = Field(False, description="Put the prompt before the answer")
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of must be at least n ({self.n})")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise ValueError("best_of above n cannot be streamed: the best is known at the end")
+        if self.n * len(self.prompts) > MOST_PROMPTS:
+            raise ValueError(f"n times prompts must be at most {MOST_PROMPTS}")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Always several: texts, or lists of tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class MessageBody(Body):
+    """One message. Only text: this server has no eyes."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
+    name: Name | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates want it: text content, and no role they do not know."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content or "", **({"name": self.name} if self.name else {})}
+
+
+class ChatBody(OpenAIBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
+        description="Most tokens to generate (also `max_completion_tokens`); null: as many as fit",
+    )
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self

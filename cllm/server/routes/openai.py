@@ -1,0 +1,256 @@
+"""OpenAI's routes: /v1/models, /v1/completions, /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.engine.engine import Engine
+from cllm.engine.stream import AsyncStream
+from cllm.errors import CllmError, InvalidRequest, NotFound
+from cllm.server.openai import render
+from cllm.server.openai.schema import ChatBody, CompletionBody, OpenAIBody
+from cllm.server.sse import EventStream, collect, encode, merged
+from cllm.server.text import do_text, loaded, to_tokens
+from cllm.text.work import Detokenize, Text, TokenizeChat, TokenizeText
+from cllm.types import Delta, Request, SamplingParams
+
+DONE = b"data: [DONE]\n\n"
+Head = dict[str, Any]
+Choices = Callable[[int, Delta], dict[str, Any]]
+
+
+class Job:
+    """One call: its requests (several choices of several prompts) and what every answer to it repeats."""
+
+    def __init__(
+        self, engine: Engine, body: OpenAIBody, prompts: Sequence[tuple[int, ...]], prefix: str, kind: str
+    ) -> None:
+        self.engine = engine
+        self.body = body
+        self.prompts = prompts
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.kind = kind
+        facts, self.limits = loaded(engine)
+        self.model = body.model or facts.name
+        self.sampling = _sampling(body, facts.vocabulary_size)
+        self.prompt_tokens = sum(map(len, prompts))
+
+    def submit(self, choices: int, logprobs: int, max_tokens: int | None) -> list[AsyncStream]:
+        """All requests at once, or none: a refusal takes back those before it."""
+        streams: list[AsyncStream] = []
+        try:
+            for prompt in self.prompts:
+                for choice in range(choices):
+                    # Each choice draws differently, and the same call again draws the same.
+                    seed = (self.sampling.seed + choice) % (2**32 - 1)
+                    request = Request(
+                        id=f"{self.id}-{len(streams)}",
+                        prompt=prompt,
+                        max_tokens=min(max_tokens or self.limits.request_tokens, self.limits.request_tokens),
+                        sampling=msgspec.structs.replace(self.sampling, seed=seed),
+                        stop=self.body.stops,
+                        logprobs=logprobs,
+                    )
+                    streams.append(self.engine.submit(request, AsyncStream))
+        except CllmError:
+            for stream in streams:
+                self.engine.cancel(stream.request_id)
+            raise
+        return streams
+
+    def head(self, kind: str) -> Head:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    async def events(
+        self, streams: Sequence[AsyncStream], choice: Choices, first: bytes
+    ) -> AsyncIterator[bytes]:
+        """Chunks as the choices come, the usage if it was asked for, `[DONE]`; or an error, and the end."""
+        head = self.head(self.kind)
+        if first:
+            yield first
+        ended: list[Delta] = []
+        async for index, delta in merged(streams):
+            if delta.error is not None:
+                message = {"message": delta.error.message, "type": "server_error", "param": None}
+                yield encode({"error": {**message, "code": delta.error.code}})
+                return
+            if delta.text or delta.finish_reason is not None or delta.logprobs:
+                yield encode({**head, "choices": [choice(index, delta)]})
+            if delta.finish_reason is not None:
+                ended.append(delta)
+        if self.body.include_usage:
+            yield encode({**head, "choices": [], "usage": render.usage(ended, self.prompt_tokens)})
+        yield DONE
+
+
+def _sampling(body: OpenAIBody, vocabulary_size: int) -> SamplingParams:
+    try:
+        return body.sampling(vocabulary_size)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="logit_bias") from None
+
+
+def _check_model(name: str | None) -> None:
+    """Any plain name is served by the one loaded model; a path is not a name."""
+    if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
+        raise NotFound("there is no such model; GET /v1/models lists what is served")
+
+
+def _finish(delta: Delta) -> str | None:
+    return delta.finish_reason.value if delta.finish_reason is not None else None
+
+
+def routes(engine: Engine) -> APIRouter:
+    """The router over one engine."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The loaded model."""
+        facts, _ = loaded(engine)
+        model = {"id": facts.name, "object": "model", "created": 0, "owned_by": "cllm"}
+        return {"object": "list", "data": [model]}
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
+        """Complete prompts."""
+        _check_model(body.model)
+        job = Job(engine, body, await _prompts(engine, body), "cmpl", "text_completion")
+        echoes = await _echoes(engine, body, job.prompts)
+        best_of = body.best_of or body.n
+        logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
+        streams = job.submit(best_of, logprobs, body.max_tokens)
+        shown = body.logprobs is not None
+
+        def chunk(index: int, delta: Delta) -> dict[str, Any]:
+            return {
+                "index": index,
+                "text": delta.text,
+                "logprobs": render.completion_logprobs(delta.logprobs, 0) if shown else None,
+                "finish_reason": _finish(delta),
+            }
+
+        if body.stream:
+            head = job.head("text_completion")
+            opening = {"logprobs": None, "finish_reason": None}
+            first = b"".join(
+                encode({**head, "choices": [{**opening, "index": index, "text": echoes[index // best_of]}]})
+                for index in range(len(streams))
+                if body.echo
+            )
+            return EventStream(engine, streams, job.events(streams, chunk, first))
+        answers = await collect(engine, streams, http.receive)
+        if answers is None:
+            return Response(status_code=499)
+        kept = _best(answers, best_of, body.n)
+        return {
+            **job.head("text_completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "text": echoes[index // body.n] + render.joined_text(deltas),
+                    "logprobs": render.completion_logprobs(
+                        render.joined_logprobs(deltas), len(echoes[index // body.n])
+                    )
+                    if shown
+                    else None,
+                    "finish_reason": _finish(deltas[-1]),
+                }
+                for index, deltas in enumerate(kept)
+            ],
+            "usage": render.usage([deltas[-1] for deltas in answers], job.prompt_tokens),
+        }
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
+        """Answer a conversation."""
+        _check_model(body.model)
+        task = TokenizeChat(tuple(message.plain() for message in body.messages))
+        job = Job(engine, body, [await to_tokens(engine, task)], "chatcmpl", "chat.completion.chunk")
+        top = body.top_logprobs or 0
+        streams = job.submit(body.n, max(1, top) if body.logprobs else 0, body.max_tokens)
+
+        def logprobs(deltas: Sequence[Delta]) -> dict[str, Any] | None:
+            return render.chat_logprobs(render.joined_logprobs(deltas), top) if body.logprobs else None
+
+        def chunk(index: int, delta: Delta) -> dict[str, Any]:
+            return {
+                "index": index,
+                "delta": {"content": delta.text} if delta.text else {},
+                "logprobs": logprobs([delta]),
+                "finish_reason": _finish(delta),
+            }
+
+        if body.stream:
+            head = job.head("chat.completion.chunk")
+            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            first = b"".join(
+                encode({**head, "choices": [{"index": index, **opening}]}) for index in range(body.n)
+            )
+            return EventStream(engine, streams, job.events(streams, chunk, first))
+        answers = await collect(engine, streams, http.receive)
+        if answers is None:
+            return Response(status_code=499)
+        return {
+            **job.head("chat.completion"),
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": render.joined_text(deltas), "refusal": None},
+                    "logprobs": logprobs(deltas),
+                    "finish_reason": _finish(deltas[-1]),
+                }
+                for index, deltas in enumerate(answers)
+            ],
+            "usage": render.usage([deltas[-1] for deltas in answers], job.prompt_tokens),
+        }
+
+    return router
+
+
+async def _prompts(engine: Engine, body: CompletionBody) -> list[tuple[int, ...]]:
+    size = loaded(engine)[0].vocabulary_size
+    prompts: list[tuple[int, ...]] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            prompts.append(await to_tokens(engine, TokenizeText(prompt)))
+        elif (bad := max(prompt, default=0)) >= size:
+            raise InvalidRequest(f"prompt: {bad} is no token id (0 to {size - 1})", field="prompt")
+        else:
+            prompts.append(tuple(prompt))
+    return prompts
+
+
+async def _echoes(engine: Engine, body: CompletionBody, prompts: Sequence[tuple[int, ...]]) -> list[str]:
+    """The text of each prompt, where it is to be repeated."""
+    if not body.echo:
+        return [""] * len(prompts)
+    echoes: list[str] = []
+    for given, tokens in zip(body.prompts, prompts, strict=True):
+        if isinstance(given, str):
+            echoes.append(given)
+        else:
+            answer = await do_text(engine, Detokenize(tokens))
+            assert isinstance(answer, Text)
+            echoes.append(answer.text)
+    return echoes
+
+
+def _best(answers: Sequence[list[Delta]], best_of: int, n: int) -> list[list[Delta]]:
+    """Of each prompt's answers the n likeliest, likeliest first; all of them when that is all."""
+    if best_of == n:
+        return list(answers)
+    kept: list[list[Delta]] = []
+    for begin in range(0, len(answers), best_of):
+        ranked = sorted(answers[begin : begin + best_of], key=render.mean_logprob, reverse=True)
+        kept += ranked[:n]
+    return kept
