@@ -12,8 +12,7 @@ from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard
 from cllm.config import EngineConfig
 from cllm.engine.child import Channel
-from cllm.text.prompt import PromptBuilder
-from cllm.text.work import Numbered, NumberedAnswer, perform
+from cllm.text.work import Numbered, NumberedAnswer, TextWorker
 
 WORKERS = 2  # a long prompt must not hold up the short ones behind it
 
@@ -21,12 +20,11 @@ WORKERS = 2  # a long prompt must not hold up the short ones behind it
 def serve_text(channel: Channel, config: EngineConfig) -> None:
     """Answer text tasks until the parent closes its end."""
     model = LlamaModel(load(), Path(config.model), Graveyard(), vocabulary_only=True)
-    vocabulary = model.vocabulary
-    prompts = PromptBuilder(vocabulary, model.facts().chat_template)
+    worker = TextWorker(model.vocabulary, model.facts().chat_template)
     decoder = msgspec.msgpack.Decoder(Numbered)
 
     def answer(numbered: Numbered) -> None:
-        reply = NumberedAnswer(numbered.number, perform(numbered.task, vocabulary, prompts))
+        reply = NumberedAnswer(numbered.number, worker.perform(numbered.task))
         channel.send(msgspec.msgpack.encode(reply))
 
     with ThreadPoolExecutor(WORKERS) as pool:

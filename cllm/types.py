@@ -9,6 +9,11 @@ from enum import StrEnum
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+
+TokenMask = npt.NDArray[np.bool_]
+"""Over the vocabulary; True where a token is allowed."""
 
 
 class FinishReason(StrEnum):
@@ -67,6 +72,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+class ConstraintKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # GBNF or Lark
+    CHOICE = "choice"  # a JSON list of texts
+
+
+class ConstraintSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like."""
+
+    kind: ConstraintKind
+    source: str
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, tokenised and validated. Nothing in it refers to HTTP."""
 
@@ -76,6 +95,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     logprobs: int = 0  # how many alternatives to report per token; 0 = none
+    constraint: ConstraintSpec | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -190,3 +210,10 @@ class Vocabulary(Protocol):
 
     def is_end(self, token: int) -> bool:
         """True for end-of-generation tokens."""
+
+    def is_control(self, token: int) -> bool:
+        """True for tokens that stand for no text of their own."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Every end-of-generation token."""

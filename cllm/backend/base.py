@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob, Vocabulary
-
-TokenMask = npt.NDArray[np.bool_]
-"""Over the vocabulary; True where a token is allowed."""
+from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob, TokenMask, Vocabulary
 
 
 class BatchKind(StrEnum):

@@ -59,6 +59,13 @@ class FakeVocabulary:
     def is_end(self, token: int) -> bool:
         return token == END_TOKEN
 
+    def is_control(self, token: int) -> bool:
+        return token >= END_TOKEN
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return frozenset({END_TOKEN})
+
 
 class FakeSampler:
     """Counts itself in and out of its backend, so that a leak shows."""

@@ -26,6 +26,8 @@ from cllm.errors import CllmError, EngineDied, IntegrityError
 
 log = logging.getLogger(__name__)
 
+GRAMMAR_POLL_S = 0.005
+
 
 class StepLoop:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its deltas."""
@@ -109,7 +111,12 @@ class StepLoop:
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when told to stop."""
         try:
-            command = self._idle_wait() if self.scheduler.idle else self.inbox.get_nowait()
+            if self.scheduler.idle:
+                command = self._idle_wait()
+            elif self.scheduler.has_work:
+                command = self.inbox.get_nowait()
+            else:  # everybody here waits for a grammar
+                command = self.inbox.get(timeout=GRAMMAR_POLL_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False

@@ -13,6 +13,7 @@ from typing import Any
 
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
 from cllm.engine.budget import StepBudget
+from cllm.engine.constraints import ConstraintShop
 from cllm.engine.parking import Parking
 from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import find_donor, take_over
@@ -38,6 +39,7 @@ class Scheduler:
         self._failed_steps = 0  # in a row
         self._kv_full = False  # a step found no room; nobody joins until somebody has left
         self.parking = Parking(backend, park_bytes)
+        self._constraints = ConstraintShop(backend.vocabulary)
         self.integrity_failures = 0
         # Where memory cannot be cut, a copy is good only as a whole, which a running donor never is for long.
         self._shares_prefixes = not (backend.facts.recurrent or backend.facts.sliding_window)
@@ -49,7 +51,10 @@ class Scheduler:
         assert request.id not in self._arrivals, f"request {request.id} is here already"
         self._arrived += 1
         self._arrivals[request.id] = self._arrived
-        self._waiting.append(Sequence(request, self.backend.limits.request_tokens))
+        sequence = Sequence(request, self.backend.limits.request_tokens)
+        if request.constraint is not None:
+            sequence.compiling = self._constraints.submit(request.constraint)
+        self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
         """End a request now; one that is unknown or has ended is left alone."""
@@ -76,14 +81,16 @@ class Scheduler:
             if sequence.pending > 1 and room > 0:
                 shares[sequence.id] = min(sequence.pending, room)
                 room -= shares[sequence.id]
-        rows = tuple(
-            _row(sequence, shares[sequence.id])
-            for _, sequence in sorted(self._running.items())
-            if sequence.id in shares
-        )
+        rows = []
+        for _, sequence in sorted(self._running.items()):
+            if sequence.id in shares:
+                try:
+                    rows.append(sequence.row(shares[sequence.id]))
+                except CllmError as error:  # a grammar that ran dry
+                    self._fail(sequence, error)
         if not rows:
             return None
-        batch = Batch(rows)
+        batch = Batch(tuple(rows))
         assert batch.token_count <= self.backend.limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
 
@@ -134,6 +141,11 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not self._running and not self._waiting
+
+    @property
+    def has_work(self) -> bool:
+        """False when a step would compute nothing: nobody runs, and who waits cannot start yet."""
+        return bool(self._running) or any(sequence.startable for sequence in self._waiting)
 
     @property
     def running_count(self) -> int:
@@ -204,6 +216,8 @@ class Scheduler:
         for sequence in list(self._waiting):
             if not self.pool.free_count or not self._fits(sequence):
                 return
+            if not sequence.startable:
+                continue
             donor = None
             if self._shares_prefixes and sequence.saved is None:
                 donor = find_donor(sequence, self._running.values())
@@ -220,6 +234,8 @@ class Scheduler:
         sequence.move_to(State.RUNNING)
         self._running[lease.sequence_id] = sequence
         try:
+            if sequence.compiling is not None:
+                sequence.constraint, sequence.compiling = sequence.compiling.result(), None
             if sequence.sampler is None:
                 sequence.sampler = self.backend.create_sampler(sequence.request.sampling)
                 sequence.sampler.accept(sequence.tokens)
@@ -262,32 +278,18 @@ class Scheduler:
         sequence.ubatches += ubatches
         if not outcome.tokens:
             return
-        vocabulary = self.backend.vocabulary
-        texts: list[str] = []
-        reason: FinishReason | None = None
-        taken = 0
-        for token in outcome.tokens:
-            if vocabulary.is_end(token) and not sequence.request.sampling.ignore_eos:
-                reason = FinishReason.STOP
-                break
-            taken += 1
-            sequence.tokens.append(token)
-            texts.append(sequence.assembler.push(vocabulary.piece(token)))
-            if sequence.assembler.stopped_by is not None:
-                reason = FinishReason.STOP
-                break
-            if len(sequence.tokens) >= sequence.token_limit:
-                reason = FinishReason.LENGTH
-                break
-        tokens = outcome.tokens[:taken]
-        logprobs = tuple(self._spelled(entry) for entry in outcome.logprobs[:taken])
-        if reason is None:
+        try:
+            taken = sequence.take(outcome.tokens, self.backend.vocabulary)
+        except CllmError as error:  # a grammar that ran dry
+            self._fail(sequence, error)
+            return
+        logprobs = tuple(self._spelled(entry) for entry in outcome.logprobs[: len(taken.tokens)])
+        if taken.reason is None:
             self._deltas.append(
-                Delta(request_id=sequence.id, text="".join(texts), tokens=tokens, logprobs=logprobs)
+                Delta(request_id=sequence.id, text=taken.text, tokens=taken.tokens, logprobs=logprobs)
             )
         else:
-            texts.append(sequence.assembler.finish())
-            self._finish(sequence, reason, text="".join(texts), tokens=tokens, logprobs=logprobs)
+            self._finish(sequence, taken.reason, text=taken.text, tokens=taken.tokens, logprobs=logprobs)
 
     def _spelled(self, entry: TokenLogprob) -> TokenLogprob:
         """A log-probability with the bytes of its tokens: the parent has no vocabulary."""
@@ -370,17 +372,6 @@ class Scheduler:
         if (left := self.backend.next_position(sequence_id)) != 0:
             raise IntegrityError(f"seq {sequence_id} still holds {left} cells after it was cleared")
         return cells
-
-
-def _row(sequence: Sequence, count: int) -> Row:
-    return Row(
-        sequence_id=sequence.sequence_id,
-        position=sequence.computed,
-        tokens=sequence.next_tokens(count),
-        outputs=1 if count == sequence.pending else 0,
-        sampler=sequence.sampler,
-        logprobs=sequence.request.logprobs,
-    )
 
 
 def _as_engine_error(error: Exception) -> CllmError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from concurrent.futures import Future
 from enum import Enum
+from typing import NamedTuple
 
-from cllm.backend.base import Sampler
+from cllm.backend.base import Row, Sampler
 from cllm.engine.pool import SequenceLease
 from cllm.text.assembler import TextAssembler
-from cllm.types import FinishReason, Request, Usage
+from cllm.text.constraint import Constraint
+from cllm.types import FinishReason, Request, Usage, Vocabulary
 
 
 class State(Enum):
@@ -28,6 +31,14 @@ _ALLOWED = {
 }
 
 
+class Taken(NamedTuple):
+    """What a sequence made of the tokens chosen for it."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: FinishReason | None  # set when it is over
+
+
 class Sequence:
     """A request's tokens catching up with the model: there is no prefill mode and no decode mode.
 
@@ -43,6 +54,8 @@ class Sequence:
         self.lease: SequenceLease | None = None
         self.sampler: Sampler | None = None
         self.assembler = TextAssembler(request.stop)
+        self.constraint: Constraint | None = None
+        self.compiling: Future[Constraint] | None = None  # done before it may start
         self.saved: bytes | None = None  # KV memory while parked
         self.finish_reason: FinishReason | None = None
         # Never more than fits: a full context ends with `length`.
@@ -75,9 +88,63 @@ class Sequence:
         assert state in _ALLOWED[self.state], f"request {self.id}: {self.state} -> {state}"
         self.state = state
 
-    def next_tokens(self, count: int) -> Tokens[int]:
-        """The next `count` pending tokens."""
-        return self.tokens[self.computed : self.computed + count]
+    @property
+    def startable(self) -> bool:
+        """False while its grammar is still being compiled."""
+        return self.compiling is None or self.compiling.done()
+
+    def row(self, count: int) -> Row:
+        """Its part of a step: the next `count` pending tokens, and what is wanted after the last of them."""
+        wants_output = count == self.pending
+        return Row(
+            sequence_id=self.sequence_id,
+            position=self.computed,
+            tokens=self.tokens[self.computed : self.computed + count],
+            outputs=int(wants_output),
+            sampler=self.sampler,
+            mask=self.constraint.mask() if wants_output and self.constraint is not None else None,
+            logprobs=self.request.logprobs,
+        )
+
+    def take(self, chosen: Tokens[int], vocabulary: Vocabulary) -> Taken:
+        """Append chosen tokens, and those the grammar then forces, until something ends the answer."""
+        taken: list[int] = []
+        texts: list[str] = []
+        reason: FinishReason | None = None
+        left = list(chosen)
+        while left and reason is None:
+            token = left.pop(0)
+            if vocabulary.is_end(token) and not self.request.sampling.ignore_eos:
+                reason = FinishReason.STOP
+                break
+            self.tokens.append(token)
+            taken.append(token)
+            texts.append(self.assembler.push(vocabulary.piece(token)))
+            if self.constraint is not None:
+                self.constraint.accept(token)
+            reason = self._reason_to_end()
+            if reason is None and not left and self.constraint is not None:
+                left = self._forced()
+        if reason is not None:
+            texts.append(self.assembler.finish())
+        return Taken(tuple(taken), "".join(texts), reason)
+
+    def _reason_to_end(self) -> FinishReason | None:
+        if self.assembler.stopped_by is not None:
+            return FinishReason.STOP
+        if self.constraint is not None and self.constraint.complete:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.token_limit else None
+
+    def _forced(self) -> list[int]:
+        """Tokens that need no sampling; none where the client wants to see every token's probability."""
+        assert self.constraint is not None
+        if self.request.logprobs:
+            return []
+        forced = list(self.constraint.forced())
+        if forced and self.sampler is not None:
+            self.sampler.accept(forced)
+        return forced
 
     def shared_with(self, other: Sequence) -> int:
         """How many first tokens both have, at most all but this one's last (that must be computed)."""

@@ -13,8 +13,7 @@ import msgspec
 from cllm.config import EngineConfig
 from cllm.engine.child import ChildProcess
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
-from cllm.text.prompt import PromptBuilder
-from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, perform
+from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, TextWorker
 from cllm.types import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -47,12 +46,11 @@ class LocalText:
     """Text work in the caller's thread: for the Python API."""
 
     def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
-        self._vocabulary = vocabulary
-        self._prompts = PromptBuilder(vocabulary, template)
+        self._worker = TextWorker(vocabulary, template)
 
     def submit(self, task: TextTask) -> Future[TextAnswer]:
         future: Future[TextAnswer] = Future()
-        _settle(future, perform(task, self._vocabulary, self._prompts))
+        _settle(future, self._worker.perform(task))
         return future
 
     def abort(self, future: Future[TextAnswer]) -> None:

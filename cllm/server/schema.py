@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from cllm.types import SamplingParams
+from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
 
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 
@@ -90,7 +91,34 @@ def _token(key: str, vocabulary_size: int) -> int:
     return int(key)
 
 
-class GenerateBody(SamplingBody):
+class ConstrainedBody(SamplingBody):
+    """Fields that say what an answer must look like; at most one of them."""
+
+    grammar: Text | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
+    regex: Text | None = Field(None, min_length=1, description="Regular expression the whole answer matches")
+    choice: list[StopText] | None = Field(
+        None, min_length=1, max_length=256, description="One of these"
+    )
+    json_schema: dict[str, Any] | None = Field(None, description="JSON schema of the answer")
+
+    def constraint(self) -> ConstraintSpec | None:
+        """The one that is given; raises ValueError when there are several."""
+        schema = json.dumps(self.json_schema) if self.json_schema is not None else None
+        given = {
+            ConstraintKind.GRAMMAR: self.grammar,
+            ConstraintKind.REGEX: self.regex,
+            ConstraintKind.CHOICE: json.dumps(self.choice) if self.choice is not None else None,
+            ConstraintKind.JSON_SCHEMA: json.dumps(self.json_schema)
+            if self.json_schema is not None
+            else None,
+        }
+        specs = [ConstraintSpec(kind, source) for kind, source in given.items() if source is not None]
+        if len(specs) > 1:
+            raise ValueError("give only one of grammar, regex, choice, json_schema and response_format")
+        return specs[0] if specs else None
+
+
+class GenerateBody(ConstrainedBody):
     """`POST /generate` and `/generate_stream`."""
 
     prompt: Text = Field(min_length=1, description="Raw text: no chat template is applied")

@@ -6,9 +6,11 @@ import asyncio
 
 from cllm.engine.engine import Engine
 from cllm.errors import EngineNotReady, InvalidRequest
-from cllm.text.work import TextAnswer, TextTask, TokenizeText, Tokens
-from cllm.types import Limits, ModelFacts
+from cllm.server.schema import ConstrainedBody, SamplingBody
+from cllm.text.work import CheckConstraint, TextAnswer, TextTask, TokenizeText, Tokens
+from cllm.types import ConstraintSpec, Limits, ModelFacts, SamplingParams
 
+GRAMMAR_LIMIT_S = 5.0  # the first one also builds the compiler
 TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
 
 
@@ -19,15 +21,34 @@ def loaded(engine: Engine) -> tuple[ModelFacts, Limits]:
     return engine.facts, engine.limits
 
 
-async def do_text(engine: Engine, task: TextTask) -> TextAnswer:
+async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S) -> TextAnswer:
     """Do a text task; one that hangs is given up, and its process with it."""
     future = engine.text.submit(task)
     try:
-        async with asyncio.timeout(TEXT_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(future)
     except TimeoutError:
         engine.text.abort(future)
-        raise InvalidRequest(f"the text could not be processed within {TEXT_LIMIT_S:.0f} s") from None
+        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s") from None
+
+
+async def constraint_of(engine: Engine, body: ConstrainedBody) -> ConstraintSpec | None:
+    """What the answer must look like, known to compile. Raises InvalidRequest."""
+    try:
+        spec = body.constraint()
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="response_format") from None
+    if spec is not None:
+        await do_text(engine, CheckConstraint(spec), GRAMMAR_LIMIT_S)
+    return spec
+
+
+def sampling_of(body: SamplingBody, vocabulary_size: int) -> SamplingParams:
+    """The sampling parameters. Raises InvalidRequest."""
+    try:
+        return body.sampling(vocabulary_size)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="logit_bias") from None
 
 
 async def to_tokens(engine: Engine, task: TextTask) -> tuple[int, ...]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from cllm.errors import CllmError
+from cllm.text.constraint import ConstraintCompiler
 from cllm.text.prompt import PromptBuilder
-from cllm.types import Vocabulary
+from cllm.types import ConstraintSpec, Vocabulary
 
 
 class TokenizeText(msgspec.Struct, frozen=True, tag=True):
@@ -29,6 +32,12 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
 
 
+class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
+    """Does this grammar compile? Answered with Text (empty)."""
+
+    spec: ConstraintSpec
+
+
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
 
@@ -43,7 +52,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
-TextTask = TokenizeText | TokenizeChat | Detokenize
+TextTask = TokenizeText | TokenizeChat | Detokenize | CheckConstraint
 TextAnswer = Tokens | Text | Refused
 
 
@@ -59,15 +68,32 @@ class NumberedAnswer(msgspec.Struct, frozen=True):
     answer: TextAnswer
 
 
-def perform(task: TextTask, vocabulary: Vocabulary, prompts: PromptBuilder) -> TextAnswer:
-    """Do a task; what is wrong with it comes back as Refused, never as an exception."""
-    try:
-        match task:
-            case TokenizeText(text):
-                return Tokens(tuple(prompts.from_text(text)))
-            case TokenizeChat(messages):
-                return Tokens(tuple(prompts.from_messages(messages)))
-            case Detokenize(tokens):
-                return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
-    except CllmError as error:
-        return Refused(error.code, error.message, getattr(error, "field", None))
+class TextWorker:
+    """Does text tasks for one model. Safe from several threads."""
+
+    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+        self._vocabulary = vocabulary
+        self._prompts = PromptBuilder(vocabulary, template)
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _constraints(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self._vocabulary)  # takes half a second: only where it is needed
+
+    def perform(self, task: TextTask) -> TextAnswer:
+        """Do a task; what is wrong with it comes back as Refused, never as an exception."""
+        try:
+            match task:
+                case TokenizeText(text):
+                    return Tokens(tuple(self._prompts.from_text(text)))
+                case TokenizeChat(messages):
+                    return Tokens(tuple(self._prompts.from_messages(messages)))
+                case Detokenize(tokens):
+                    pieces = map(self._vocabulary.piece, tokens)
+                    return Text(b"".join(pieces).decode("utf-8", "replace"))
+                case CheckConstraint(spec):
+                    with self._lock:
+                        self._constraints.compile(spec).mask()
+                    return Text("")
+        except CllmError as error:
+            return Refused(error.code, error.message, getattr(error, "field", None))

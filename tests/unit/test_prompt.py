@@ -7,7 +7,7 @@ import pytest
 from cllm.backend.fake import FakeVocabulary
 from cllm.errors import InvalidRequest
 from cllm.text.prompt import PromptBuilder
-from cllm.text.work import Refused, TokenizeChat, perform
+from cllm.text.work import Refused, TextWorker, TokenizeChat
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
 CONTROL = 257
@@ -47,5 +47,5 @@ def test_a_template_that_refuses_is_a_client_error() -> None:
     "hostile", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}"]
 )
 def test_a_template_cannot_walk_out_of_its_sandbox(hostile: str) -> None:
-    answer = perform(TokenizeChat(({"role": "user"},)), FakeVocabulary(), builder(hostile))
+    answer = TextWorker(FakeVocabulary(), hostile).perform(TokenizeChat(({"role": "user"},)))
     assert isinstance(answer, Refused)

@@ -114,6 +114,9 @@ class LlamaVocabulary:
     def is_end(self, token: int) -> bool:
         return token in self.ends
 
+    def is_control(self, token: int) -> bool:
+        return bool(self._api.llama_vocab_get_attr(self.pointer, token) & _CONTROL_OR_UNKNOWN)
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode()
         capacity = len(data) + 8  # a token is a byte at least; a few for what is added

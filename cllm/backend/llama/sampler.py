@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import TokenMask
 from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.types import SamplingParams, TokenLogprob
+from cllm.types import SamplingParams, TokenLogprob, TokenMask
 
 Logits = npt.NDArray[np.float32]
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])

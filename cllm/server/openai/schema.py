@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.schema import Body, SamplingBody, StopText, Text
+from cllm.server.schema import Body, ConstrainedBody, StopText, Text
+from cllm.types import ConstraintKind, ConstraintSpec
 
 MOST_CHOICES = 64
 MOST_PROMPTS = 256
@@ -20,11 +22,31 @@ class StreamOptions(Body):
     include_usage: bool = Field(False, description="A last chunk with the usage")
 
 
-class OpenAIBody(SamplingBody):
+class SchemaFormat(Body):
+    name: Name = "answer"
+    schema_: dict[str, Any] = Field(alias="schema", description="What the answer validates against")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+        return self
+
+
+class OpenAIBody(ConstrainedBody):
     """What both routes share."""
 
     model: Name | None = Field(None, description="Any plain name is served by the loaded model")
     n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or a schema"
+    )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -42,6 +64,15 @@ class OpenAIBody(SamplingBody):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def constraint(self) -> ConstraintSpec | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return super().constraint()
+        if super().constraint() is not None:
+            raise ValueError("give only one of grammar, regex, choice, json_schema and response_format")
+        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
 
     @property
     def include_usage(self) -> bool:

@@ -18,7 +18,7 @@ from cllm.errors import InvalidRequest
 from cllm.server.errors import failure_event
 from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import EventStream, collect, encode
-from cllm.server.text import do_text, loaded, tokenize
+from cllm.server.text import constraint_of, do_text, loaded, sampling_of, tokenize
 from cllm.text.work import Detokenize, Text
 from cllm.types import Delta, Request
 
@@ -26,16 +26,14 @@ from cllm.types import Delta, Request
 async def to_request(engine: Engine, body: GenerateBody) -> Request:
     """A validated body as the engine's own request."""
     facts, limits = loaded(engine)
-    try:
-        sampling = body.sampling(facts.vocabulary_size)
-    except ValueError as error:
-        raise InvalidRequest(str(error), field="logit_bias") from None
+    sampling = sampling_of(body, facts.vocabulary_size)
     return Request(
         id=uuid.uuid4().hex,
         prompt=await tokenize(engine, body.prompt),
         max_tokens=min(body.max_tokens, limits.request_tokens),
         sampling=sampling,
         stop=body.stops,
+        constraint=await constraint_of(engine, body),
     )
 
 

@@ -18,9 +18,9 @@ from cllm.errors import CllmError, InvalidRequest, NotFound
 from cllm.server.openai import render
 from cllm.server.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from cllm.server.sse import EventStream, collect, encode, merged
-from cllm.server.text import do_text, loaded, to_tokens
+from cllm.server.text import constraint_of, do_text, loaded, sampling_of, to_tokens
 from cllm.text.work import Detokenize, Text, TokenizeChat, TokenizeText
-from cllm.types import Delta, Request, SamplingParams
+from cllm.types import ConstraintSpec, Delta, Request
 
 DONE = b"data: [DONE]\n\n"
 Head = dict[str, Any]
@@ -31,17 +31,23 @@ class Job:
     """One call: its requests (several choices of several prompts) and what every answer to it repeats."""
 
     def __init__(
-        self, engine: Engine, body: OpenAIBody, prompts: Sequence[tuple[int, ...]], prefix: str, kind: str
+        self,
+        engine: Engine,
+        body: OpenAIBody,
+        prompts: Sequence[tuple[int, ...]],
+        constraint: ConstraintSpec | None,
+        kind: str,
     ) -> None:
         self.engine = engine
         self.body = body
         self.prompts = prompts
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.kind = kind
+        self.constraint = constraint
         facts, self.limits = loaded(engine)
         self.model = body.model or facts.name
-        self.sampling = _sampling(body, facts.vocabulary_size)
+        self.sampling = sampling_of(body, facts.vocabulary_size)
         self.prompt_tokens = sum(map(len, prompts))
 
     def submit(self, choices: int, logprobs: int, max_tokens: int | None) -> list[AsyncStream]:
@@ -59,6 +65,7 @@ class Job:
                         sampling=msgspec.structs.replace(self.sampling, seed=seed),
                         stop=self.body.stops,
                         logprobs=logprobs,
+                        constraint=self.constraint,
                     )
                     streams.append(self.engine.submit(request, AsyncStream))
         except CllmError:
@@ -92,13 +99,6 @@ class Job:
         yield DONE
 
 
-def _sampling(body: OpenAIBody, vocabulary_size: int) -> SamplingParams:
-    try:
-        return body.sampling(vocabulary_size)
-    except ValueError as error:
-        raise InvalidRequest(str(error), field="logit_bias") from None
-
-
 def _check_model(name: str | None) -> None:
     """Any plain name is served by the one loaded model; a path is not a name."""
     if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
@@ -124,7 +124,8 @@ def routes(engine: Engine) -> APIRouter:
     async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete prompts."""
         _check_model(body.model)
-        job = Job(engine, body, await _prompts(engine, body), "cmpl", "text_completion")
+        constraint = await constraint_of(engine, body)
+        job = Job(engine, body, await _prompts(engine, body), constraint, "text_completion")
         echoes = await _echoes(engine, body, job.prompts)
         best_of = body.best_of or body.n
         logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
@@ -175,7 +176,8 @@ def routes(engine: Engine) -> APIRouter:
         """Answer a conversation."""
         _check_model(body.model)
         task = TokenizeChat(tuple(message.plain() for message in body.messages))
-        job = Job(engine, body, [await to_tokens(engine, task)], "chatcmpl", "chat.completion.chunk")
+        constraint = await constraint_of(engine, body)
+        job = Job(engine, body, [await to_tokens(engine, task)], constraint, "chat.completion.chunk")
         top = body.top_logprobs or 0
         streams = job.submit(body.n, max(1, top) if body.logprobs else 0, body.max_tokens)
 

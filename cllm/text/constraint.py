@@ -1,0 +1,168 @@
+"""What an answer may look like, as masks over the vocabulary: grammars and schemas through llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from cllm.errors import InvalidRequest
+from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
+
+MOST_SOURCE = 256 << 10  # characters
+MOST_DEPTH = 64  # of a schema or grammar: deeper ones are refused before native code sees them
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
+)
+
+
+class Constraint:
+    """The state of one answer within its grammar. Cheap to copy, and it can be rolled back."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary_size: int) -> None:
+        self._matcher = matcher
+        self._size = vocabulary_size
+
+    def mask(self) -> TokenMask:
+        """Which tokens may come next. Raises InvalidRequest when the grammar has run dry."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        mask: TokenMask = np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_)
+        if not mask.any():
+            raise InvalidRequest("the grammar allows nothing more, but the answer is not complete")
+        return mask
+
+    def accept(self, token: int) -> None:
+        """The token was chosen."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that must come next whatever the model thinks: no need to ask it."""
+        return [] if self.complete else self._matcher.compute_ff_tokens()
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow any more."""
+        return bool(self._matcher.is_stopped())
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` accepted tokens back."""
+        self._matcher.rollback(count)
+        self._check()
+
+    def clone(self) -> Constraint:
+        return Constraint(self._matcher.deep_copy(), self._size)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+
+
+class ConstraintCompiler:
+    """Makes constraints for one vocabulary; keeps the last grammars compiled."""
+
+    REMEMBERED = 64
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._size = vocabulary.size
+        wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
+        self._tokenizer = LLTokenizer(wrapper, eos_token=sorted(vocabulary.ends))
+        self._compiled: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
+
+    def compile(self, spec: ConstraintSpec) -> Constraint:
+        """A fresh constraint. Raises InvalidRequest for a grammar that is wrong or too complex."""
+        matcher = self._compiled.get(spec)
+        if matcher is None:
+            matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
+            if matcher.is_error():
+                field = FIELDS[spec.kind]
+                raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
+            self._compiled[spec] = matcher
+            if len(self._compiled) > self.REMEMBERED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(spec)
+        return Constraint(matcher.deep_copy(), self._size)
+
+
+FIELDS = {
+    ConstraintKind.JSON_SCHEMA: "response_format",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.CHOICE: "choice",
+}
+
+
+def grammar_of(spec: ConstraintSpec) -> str:
+    """llguidance's own form of what a user wrote. Raises InvalidRequest."""
+    field = FIELDS[spec.kind]
+    if len(spec.source) > MOST_SOURCE:
+        raise InvalidRequest(
+            f"{field}: {len(spec.source)} characters, over the limit of {MOST_SOURCE}", field
+        )
+    if _depth(spec.source) > MOST_DEPTH:
+        raise InvalidRequest(f"{field}: nested deeper than {MOST_DEPTH}", field)
+    try:
+        match spec.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                # Compact: otherwise a model may go on putting blanks between things for ever.
+                overrides = {"whitespace_flexible": False, "lenient": False}
+                return LLMatcher.grammar_from_json_schema(spec.source, overrides=overrides)  # type: ignore[arg-type]
+            case ConstraintKind.REGEX:
+                return LLMatcher.grammar_from_regex(spec.source)
+            case ConstraintKind.CHOICE:
+                choices = json.loads(spec.source)
+                return LLMatcher.grammar_from_regex("|".join(f"({_literal(choice)})" for choice in choices))
+            case ConstraintKind.GRAMMAR:
+                lark = spec.source if is_lark_syntax(spec.source) else gbnf_to_lark(spec.source)
+                return LLMatcher.grammar_from_lark(lark)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # the converters raise whatever comes to their mind
+        raise InvalidRequest(f"{field}: {_first_line(str(error)) or type(error).__name__}", field) from None
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches just this text."""
+    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'<>@!])", r"\\\1", text)
+
+
+def _depth(source: str) -> int:
+    depth = deepest = 0
+    for character in source:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+class _Tokenizer:
+    """A vocabulary as llguidance wants to see one."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.eos_token_id = min(vocabulary.ends)
+        self.bos_token_id = None
+        self.special_token_ids = [token for token in range(vocabulary.size) if vocabulary.is_control(token)]
+        special = set(self.special_token_ids)
+        # A control token must never be taken for its spelling: 0xFF begins no UTF-8 text.
+        self.tokens = [
+            b"\xff[%d]" % token if token in special else vocabulary.piece(token)
+            for token in range(vocabulary.size)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
