@@ -96,9 +96,7 @@ class ConstrainedBody(SamplingBody):
 
     grammar: Text | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
     regex: Text | None = Field(None, min_length=1, description="Regular expression the whole answer matches")
-    choice: list[StopText] | None = Field(
-        None, min_length=1, max_length=256, description="One of these"
-    )
+    choice: list[StopText] | None = Field(None, min_length=1, max_length=256, description="One of these")
     json_schema: dict[str, Any] | None = Field(None, description="JSON schema of the answer")
 
     def constraint(self) -> ConstraintSpec | None:
@@ -108,9 +106,7 @@ class ConstrainedBody(SamplingBody):
             ConstraintKind.GRAMMAR: self.grammar,
             ConstraintKind.REGEX: self.regex,
             ConstraintKind.CHOICE: json.dumps(self.choice) if self.choice is not None else None,
-            ConstraintKind.JSON_SCHEMA: json.dumps(self.json_schema)
-            if self.json_schema is not None
-            else None,
+            ConstraintKind.JSON_SCHEMA: schema,
         }
         specs = [ConstraintSpec(kind, source) for kind, source in given.items() if source is not None]
         if len(specs) > 1:

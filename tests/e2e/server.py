@@ -218,6 +218,10 @@ class Server:
             and counters["integrity_failures"] == 0
         )
 
+    def idle(self) -> bool:
+        """Nothing in KV, nobody in the ledger (which hears of an end a moment later)."""
+        return self.kv_is_zero() and self.get("/debug/requests") == {"requests": []}
+
     def metrics(self) -> dict[str, float]:
         """Every sample of `/metrics`; labels as in `name{label=value}`."""
         text = self.client.get("/metrics").text

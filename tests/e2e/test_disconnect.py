@@ -13,7 +13,7 @@ def test_disconnect_in_mid_stream_frees_kv(tiny: Server) -> None:
     with tiny.open_stream("going away", LONG) as events:
         next(events)
         assert tiny.kv()["sequences"]["leased"] == 1
-    wait_for(tiny.kv_is_zero, FREED_WITHIN_S)
+    wait_for(tiny.idle, FREED_WITHIN_S)
     assert tiny.finished("cancelled") == cancelled + 1
 
 
@@ -21,7 +21,7 @@ def test_disconnect_of_a_request_that_is_not_streamed_frees_kv(tiny: Server) -> 
     cancelled = tiny.finished("cancelled")
     with tiny.connect({"prompt": "going away", "max_tokens": LONG, "temperature": 0}):
         wait_for(lambda: tiny.kv()["sequences"]["leased"] == 1)
-    wait_for(tiny.kv_is_zero, FREED_WITHIN_S)
+    wait_for(tiny.idle, FREED_WITHIN_S)
     assert tiny.finished("cancelled") == cancelled + 1
 
 
@@ -37,7 +37,7 @@ def test_disconnect_of_some_leaves_the_others_whole(tiny: Server) -> None:
     # Where the batch's size changed, kernels may round differently: DESIGN's same-text rule is for
     # `test_many_clients`. Here: the answer is whole, and it begins as it must.
     assert text[:8] == expected[:8]
-    wait_for(tiny.kv_is_zero, FREED_WITHIN_S)
+    wait_for(tiny.idle, FREED_WITHIN_S)
     assert tiny.finished("cancelled") == cancelled + 3
     assert tiny.finished("length") == finished + 1
 
@@ -57,5 +57,5 @@ def test_disconnect_while_queued_computes_nothing(tiny: Server) -> None:
     finally:
         for connection in running:
             connection.close()
-    wait_for(tiny.kv_is_zero)
+    wait_for(tiny.idle)
     assert tiny.kv()["counters"]["leased_total"] <= leased + 4

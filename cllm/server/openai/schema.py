@@ -44,9 +44,7 @@ class OpenAIBody(ConstrainedBody):
 
     model: Name | None = Field(None, description="Any plain name is served by the loaded model")
     n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
-    response_format: ResponseFormat | None = Field(
-        None, description="Text, any JSON object, or a schema"
-    )
+    response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or a schema")
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
