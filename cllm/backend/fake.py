@@ -181,6 +181,9 @@ class FakeBackend(Backend):
             assert isinstance(row.sampler, FakeSampler)
             params = row.sampler.params
             token = next_token(memory, params.seed, ends=not params.ignore_eos)
+            if row.mask is not None and not row.mask[token]:
+                allowed = row.mask.nonzero()[0]  # the first at or after what the model wanted
+                token = int(allowed[allowed.searchsorted(token) % len(allowed)])
             logprobs = (TokenLogprob(token, 0.0, ((token, 0.0),)),) if row.logprobs else ()
             results.append(RowResult((token,), logprobs))
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
