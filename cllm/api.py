@@ -27,7 +27,7 @@ from cllm.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
 from cllm.engine.stream import AsyncStream, BlockingStream
-from cllm.errors import from_code
+from cllm.errors import InvalidRequest, from_code
 from cllm.text.work import TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
 from cllm.types import Delta, FinishReason, ModelFacts, Request, SamplingParams, Usage
 
@@ -100,6 +100,10 @@ class _Base:
         stop: Sequence[str],
     ) -> Request:
         assert isinstance(answer, Tokens)
+        if max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1", field="max_tokens")
+        if not all(stop):
+            raise InvalidRequest("stop: a stop string may not be empty", field="stop")
         if sampling is None:
             sampling = SamplingParams(seed=secrets.randbelow(2**32 - 1))
         return Request(

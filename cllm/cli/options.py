@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from cllm.config import Config, EngineConfig, ServerConfig
-from cllm.errors import ConfigError, SetupError
+from cllm.errors import CllmError, ConfigError
 
 
 def _load_file(context: typer.Context, value: Path | None) -> Path | None:
@@ -93,7 +93,10 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
                 engine=taken.get(EngineConfig, EngineConfig()),  # type: ignore[arg-type]
                 server=taken.get(ServerConfig, ServerConfig()),  # type: ignore[arg-type]
             )
-            _validate(config)
+            try:
+                _validate(config)
+            except ConfigError as error:
+                raise fail(error) from None
             return command(config=config, **values)
 
         own = [
@@ -124,7 +127,7 @@ def _validate(config: Config) -> None:
         )
 
 
-def fail(error: SetupError) -> typer.Exit:
+def fail(error: CllmError) -> typer.Exit:
     """One clear line on standard error, exit code 2."""
     typer.echo(f"cllm: {error}", err=True)
     return typer.Exit(2)

@@ -15,7 +15,7 @@ from cllm.cli.options import fail, with_options
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ChildHost
-from cllm.errors import SetupError
+from cllm.errors import CllmError
 from cllm.logs import configure_logging
 from cllm.server.serve import bind, serve
 
@@ -26,7 +26,7 @@ def serve_command(config: Config) -> None:
     configure_logging(config.server.log_level)
     try:
         run(config)
-    except SetupError as error:
+    except CllmError as error:
         raise fail(error) from None
     except KeyboardInterrupt:
         pass

@@ -58,16 +58,17 @@ class Channel:
 class ChildProcess:
     """`python -m MODULE FD arguments…`, never forked. It ends itself when its end of the pair reads EOF."""
 
-    def __init__(self, module: str, *arguments: str, silence_limit_s: float | None = None) -> None:
+    def __init__(self, module: str, role: str, *arguments: str, silence_limit_s: float | None = None) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+                [sys.executable, "-m", module, str(theirs.fileno()), role, *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C is for the parent, which then ends the child in good order.
                 start_new_session=True,
             )
+        self.role = role
         self._channel = Channel(ours)
         self.silence_limit_s = silence_limit_s  # None: it may be quiet for ever
         self._killed_for: str | None = None
@@ -106,11 +107,11 @@ class ChildProcess:
     def obituary(self) -> str:
         """How it ended, in a sentence."""
         if self._killed_for:
-            return f"the engine process was killed: {self._killed_for}"
+            return f"the {self.role} process was killed: {self._killed_for}"
         code = self._process.wait()
         if code < 0:
-            return f"the engine process was ended by {signal.Signals(-code).name}"
-        return f"the engine process exited with code {code}"
+            return f"the {self.role} process was ended by {signal.Signals(-code).name}"
+        return f"the {self.role} process exited with code {code}"
 
     def close(self) -> None:
         """End it: EOF first, SIGKILL if that does not do. Returns when it is gone."""

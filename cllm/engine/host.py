@@ -72,6 +72,8 @@ class ThreadHost:
                 receive(Ready(backend.facts, backend.limits))
                 loop.run()
             finally:
+                if self._text is not None:
+                    self._text.close()  # first: it reads the backend's vocabulary, from any thread
                 backend.close()
         except CllmError as error:
             receive(Died(error.code, error.message))

@@ -12,6 +12,7 @@ import msgspec
 
 from cllm.config import EngineConfig
 from cllm.engine.child import ChildProcess
+from cllm.engine.messages import Died
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
 from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, TextWorker
 from cllm.types import Vocabulary
@@ -47,17 +48,24 @@ class LocalText:
 
     def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
         self._worker = TextWorker(vocabulary, template)
+        self._lock = threading.Lock()  # the vocabulary must not be freed while somebody reads it
+        self._closed = False
 
     def submit(self, task: TextTask) -> Future[TextAnswer]:
         future: Future[TextAnswer] = Future()
-        _settle(future, self._worker.perform(task))
+        with self._lock:
+            if self._closed:
+                raise ShuttingDown("the model is closed")
+            answer = self._worker.perform(task)
+        _settle(future, answer)
         return future
 
     def abort(self, future: Future[TextAnswer]) -> None:
         pass
 
     def close(self) -> None:
-        pass
+        with self._lock:
+            self._closed = True
 
 
 class _Pending:
@@ -77,7 +85,7 @@ class ChildText:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._closed = False
-        self._child = self._start()
+        self._child: ChildProcess | None = self._start()
 
     def _start(self) -> ChildProcess:
         child = ChildProcess(*self._arguments)
@@ -92,6 +100,8 @@ class ChildText:
             pending = _Pending(task)
             number = next(self._numbers)
             self._pending[number] = pending
+            if self._child is None:
+                self._child = self._start()
             self._child.send(msgspec.msgpack.encode(Numbered(number, task)))
             return pending.future
 
@@ -100,12 +110,16 @@ class ChildText:
             for number, pending in list(self._pending.items()):
                 if pending.future is future:
                     del self._pending[number]
-                    self._child.kill()  # it may hang in native code; the others are replayed
+                    if self._child is not None:
+                        self._child.kill()  # it may hang in native code; the others are replayed
 
     def _read(self, child: ChildProcess) -> None:
-        decoder = msgspec.msgpack.Decoder(NumberedAnswer)
+        decoder = msgspec.msgpack.Decoder(NumberedAnswer | Died)
         for frame in child.frames():
             answer = decoder.decode(frame)
+            if isinstance(answer, Died):
+                log.error("the text process cannot start: %s", answer.message)
+                continue
             with self._lock:
                 pending = self._pending.pop(answer.number, None)
             if pending is not None:
@@ -123,8 +137,10 @@ class ChildText:
                     pending.deaths += 1
                     if pending.deaths > 1:
                         failed.append(self._pending.pop(number))
-                self._child = self._start()
+                # With nobody waiting, the next task starts it: one that cannot start must not spin.
+                self._child = self._start() if self._pending else None
                 for number, pending in self._pending.items():
+                    assert self._child is not None
                     self._child.send(msgspec.msgpack.encode(Numbered(number, pending.task)))
         error: CllmError = EngineDied("this text could not be processed: the text process died of it")
         for pending in failed:
@@ -134,4 +150,5 @@ class ChildText:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._child.close()
+        if self._child is not None:
+            self._child.close()

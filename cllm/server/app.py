@@ -10,7 +10,7 @@ from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.server import errors
-from cllm.server.limits import BodyLimit
+from cllm.server.limits import RequestLimits
 from cllm.server.routes import admin, generate, openai
 
 
@@ -26,5 +26,5 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     app.include_router(generate.routes(engine))
     app.include_router(openai.routes(engine))
     app.include_router(admin.routes(engine))
-    app.add_middleware(BodyLimit, most_bytes=config.max_body_mb << 20)
+    app.add_middleware(RequestLimits, most_bytes=config.max_body_mb << 20)
     return app

@@ -72,7 +72,15 @@ def respond(request: Request, error: Exception) -> JSONResponse:
 
 def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     """The first thing wrong with a body, in words: (message, field)."""
-    first = errors[0]
+    # A union reports every branch; what is wrong inside one says more than that the value is of another kind.
+    first = next(
+        (
+            error
+            for error in errors
+            if error["loc"][:2] == errors[0]["loc"][:2] and error["type"] not in ("string_type", "list_type")
+        ),
+        errors[0],
+    )
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] in ("json_invalid", "missing") and not where:
         return "the body is not a JSON object", None

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cllm.server.errors import error_body
 
-class BodyLimit:
-    """Refuses a body over the limit with 413, counted as it streams in, before anything parses it."""
+MOST_HEADER_BYTES = 32 << 10
+
+
+class RequestLimits:
+    """Refuses large headers (431), bodies that are not JSON (415), and bodies over the limit (413).
+
+    A body is counted as it streams in, before anything parses it.
+    """
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
         self._app = app
@@ -16,6 +24,9 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if (refusal := _refusal(scope)) is not None:
+            await refusal(scope, receive, send)
             return
         seen = 0
 
@@ -29,3 +40,15 @@ class BodyLimit:
             return message
 
         await self._app(scope, counted, send)
+
+
+def _refusal(scope: Scope) -> JSONResponse | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    if sum(len(name) + len(value) for name, value in headers) > MOST_HEADER_BYTES:
+        message = f"the headers are over the limit of {MOST_HEADER_BYTES} bytes"
+        return JSONResponse(error_body(scope["path"], 431, "headers_too_large", message), 431)
+    kind = dict(headers).get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if scope["method"] == "POST" and kind not in (b"", b"application/json"):
+        message = "the body must be JSON: send it with 'Content-Type: application/json'"
+        return JSONResponse(error_body(scope["path"], 415, "unsupported_media_type", message), 415)
+    return None

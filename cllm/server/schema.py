@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
 
+MOST_DEPTH = 64
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 
 
@@ -31,10 +33,26 @@ Text = Annotated[str, AfterValidator(_text)]
 StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_stop)]
 
 
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 class Body(BaseModel):
     """Strict: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shallow(cls, value: Any) -> Any:
+        level, depth = [value], 0
+        while level := [item for outer in level for item in _inside(outer) if isinstance(item, dict | list)]:
+            depth += 1
+            if depth >= MOST_DEPTH:
+                raise ValueError(f"it is nested deeper than {MOST_DEPTH}")
+        return value
 
 
 class SamplingBody(Body):
@@ -54,7 +72,9 @@ class SamplingBody(Body):
     dry_base: float = Field(1.75, ge=1, le=100)
     dry_allowed_length: int = Field(2, ge=0, le=2**31 - 1)
     dry_penalty_last_n: int = Field(-1, ge=-1, le=2**31 - 1)
-    dry_sequence_breakers: list[StopText] = Field(default=["\n", ":", '"', "*"], max_length=64)
+    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = Field(
+        default=["\n", ":", '"', "*"], max_length=8
+    )
     xtc_probability: float = Field(0.0, ge=0, le=1, description="Exclude top choices sampling; 0: off")
     xtc_threshold: float = Field(0.1, ge=0, le=1)
     mirostat: int = Field(0, ge=0, le=2, description="0: off, 1 or 2: that version")

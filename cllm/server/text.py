@@ -52,11 +52,12 @@ def sampling_of(body: SamplingBody, vocabulary_size: int) -> SamplingParams:
 
 
 async def to_tokens(engine: Engine, task: TextTask) -> tuple[int, ...]:
-    """The tokens of a prompt or a conversation."""
+    """The tokens of a text or a conversation."""
     answer = await do_text(engine, task)
     assert isinstance(answer, Tokens)
     return answer.tokens
 
 
-async def tokenize(engine: Engine, text: str) -> tuple[int, ...]:
-    return await to_tokens(engine, TokenizeText(text))
+async def prompt_tokens(engine: Engine, text: str) -> tuple[int, ...]:
+    """The tokens of a prompt; one that cannot fit raises ContextLengthExceeded."""
+    return await to_tokens(engine, TokenizeText(text, loaded(engine)[1].request_tokens))

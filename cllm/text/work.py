@@ -8,22 +8,24 @@ from typing import Any
 
 import msgspec
 
-from cllm.errors import CllmError
+from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.constraint import ConstraintCompiler
 from cllm.text.prompt import PromptBuilder
 from cllm.types import ConstraintSpec, Vocabulary
 
 
 class TokenizeText(msgspec.Struct, frozen=True, tag=True):
-    """A raw prompt; answered with Tokens."""
+    """A raw prompt; answered with Tokens. One of more than `most` tokens is refused here (0: no limit)."""
 
     text: str
+    most: int = 0
 
 
 class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
-    """Messages through the chat template; answered with Tokens."""
+    """Messages through the chat template; answered with Tokens, as above."""
 
     messages: tuple[dict[str, Any], ...]
+    most: int = 0
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +65,7 @@ class Numbered(msgspec.Struct, frozen=True):
     task: TextTask
 
 
-class NumberedAnswer(msgspec.Struct, frozen=True):
+class NumberedAnswer(msgspec.Struct, frozen=True, tag=True):
     number: int
     answer: TextAnswer
 
@@ -84,10 +86,10 @@ class TextWorker:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
         try:
             match task:
-                case TokenizeText(text):
-                    return Tokens(tuple(self._prompts.from_text(text)))
-                case TokenizeChat(messages):
-                    return Tokens(tuple(self._prompts.from_messages(messages)))
+                case TokenizeText(text, most):
+                    return _within(self._prompts.from_text(text), most)
+                case TokenizeChat(messages, most):
+                    return _within(self._prompts.from_messages(messages), most)
                 case Detokenize(tokens):
                     pieces = map(self._vocabulary.piece, tokens)
                     return Text(b"".join(pieces).decode("utf-8", "replace"))
@@ -97,3 +99,10 @@ class TextWorker:
                     return Text("")
         except CllmError as error:
             return Refused(error.code, error.message, getattr(error, "field", None))
+
+
+def _within(tokens: list[int], most: int) -> Tokens:
+    """Millions of tokens that are refused anyway need not cross to the parent."""
+    if most and len(tokens) > most:
+        raise ContextLengthExceeded(len(tokens), most)
+    return Tokens(tuple(tokens))

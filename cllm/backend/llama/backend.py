@@ -15,7 +15,7 @@ from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.backend.llama.sampler import Candidates, LlamaSampler, build_chain, log_probabilities
+from cllm.backend.llama.sampler import Candidates, DryPrototypes, LlamaSampler, build_chain, log_probabilities
 from cllm.config import EngineConfig
 from cllm.types import Limits, ModelFacts, SamplingParams
 
@@ -65,6 +65,9 @@ class LlamaBackend(Backend):
         self._limits = self._read_limits(config)
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
         self._candidates = Candidates(self._api, self._vocabulary.size)
+        self._dry = DryPrototypes(
+            self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._graveyard
+        )
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -147,7 +150,7 @@ class LlamaBackend(Backend):
             pointer = build_chain(
                 self._api,
                 params,
-                vocabulary=self._vocabulary.pointer,
+                dry=self._dry,
                 vocabulary_size=self._vocabulary.size,
                 context=self._limits.sequence_cells,
             )
@@ -177,6 +180,7 @@ class LlamaBackend(Backend):
         return self._context.restore(sequence_id, state)
 
     def close(self) -> None:
+        self._dry.close()
         self._graveyard.bury()
         self._context.close()
         self._model.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,17 +92,56 @@ class LlamaSampler:
             self.chain.close()
 
 
+class DryPrototypes:
+    """DRY samplers to clone from. Making one walks the whole vocabulary for each sequence breaker; a clone
+    is cheap, so only the first request with its settings pays."""
+
+    REMEMBERED = 16
+
+    def __init__(self, api: Any, vocabulary: Any, context: int, graveyard: Graveyard) -> None:
+        self._api = api
+        self._vocabulary = vocabulary
+        self._context = context
+        self._graveyard = graveyard
+        self._made: OrderedDict[tuple[Any, ...], Owned] = OrderedDict()
+
+    def clone(self, params: SamplingParams) -> Any:
+        """A new sampler; the caller owns it."""
+        key = (
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            look_back(params.dry_penalty_last_n, self._context),
+            params.dry_sequence_breakers,
+        )
+        prototype = self._made.get(key)
+        if prototype is None:
+            breakers = [text.encode() for text in params.dry_sequence_breakers]
+            array = (ctypes.c_char_p * len(breakers))(*breakers)
+            pointer = self._api.llama_sampler_init_dry(self._vocabulary, *key[:-1], array, len(breakers))
+            prototype = self._made[key] = Owned(pointer, self._api.llama_sampler_free, self._graveyard)
+            if len(self._made) > self.REMEMBERED:
+                self._made.popitem(last=False)[1].close()
+        return self._api.llama_sampler_clone(prototype.pointer)
+
+    def close(self) -> None:
+        for prototype in self._made.values():
+            prototype.close()
+
+
+def look_back(count: int, context: int) -> int:
+    """How many tokens a penalty looks back: -1 is the whole context, and no more than that is kept."""
+    return context if count < 0 else min(count, context)
+
+
 def build_chain(
-    api: Any, params: SamplingParams, *, vocabulary: Any, vocabulary_size: int, context: int
+    api: Any, params: SamplingParams, *, dry: DryPrototypes, vocabulary_size: int, context: int
 ) -> Any:
     """A new chain for `params`, in the order `SamplingParams` documents; the caller owns it."""
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
 
     def add(sampler: Any) -> None:
         api.llama_sampler_chain_add(chain, sampler)
-
-    def look_back(count: int) -> int:
-        return context if count < 0 else count
 
     if params.logit_bias:
         biases = (api.llama_logit_bias * len(params.logit_bias))(*params.logit_bias)
@@ -110,25 +150,14 @@ def build_chain(
         add(
             api.llama_sampler_init_penalties(
                 vocabulary_size,
-                look_back(params.penalty_last_n),
+                look_back(params.penalty_last_n, context),
                 params.repetition_penalty,
                 params.frequency_penalty,
                 params.presence_penalty,
             )
         )
     if params.dry_multiplier > 0:
-        breakers = [text.encode() for text in params.dry_sequence_breakers]
-        add(
-            api.llama_sampler_init_dry(
-                vocabulary,
-                params.dry_multiplier,
-                params.dry_base,
-                params.dry_allowed_length,
-                look_back(params.dry_penalty_last_n),
-                (ctypes.c_char_p * len(breakers))(*breakers),
-                len(breakers),
-            )
-        )
+        add(dry.clone(params))
     if params.temperature <= 0:
         add(api.llama_sampler_init_greedy())
         return chain

@@ -18,8 +18,8 @@ from cllm.errors import InvalidRequest
 from cllm.server.errors import failure_event
 from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import EventStream, collect, encode
-from cllm.server.text import constraint_of, do_text, loaded, sampling_of, tokenize
-from cllm.text.work import Detokenize, Text
+from cllm.server.text import constraint_of, do_text, loaded, prompt_tokens, sampling_of, to_tokens
+from cllm.text.work import Detokenize, Text, TokenizeText
 from cllm.types import Delta, Request
 
 
@@ -29,7 +29,7 @@ async def to_request(engine: Engine, body: GenerateBody) -> Request:
     sampling = sampling_of(body, facts.vocabulary_size)
     return Request(
         id=uuid.uuid4().hex,
-        prompt=await tokenize(engine, body.prompt),
+        prompt=await prompt_tokens(engine, body.prompt),
         max_tokens=min(body.max_tokens, limits.request_tokens),
         sampling=sampling,
         stop=body.stops,
@@ -98,7 +98,7 @@ def routes(engine: Engine) -> APIRouter:
         collected = await collect(engine, [stream], http.receive)
         if collected is None:
             return Response(status_code=499)  # nobody is there to read it
-        return answer(collected[0], body.max_tokens, time.perf_counter() - started)
+        return answer(collected[0], request.max_tokens, time.perf_counter() - started)
 
     @router.post("/generate_stream", response_model=None)
     async def generate_stream(body: GenerateBody) -> Response:
@@ -108,7 +108,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/encode")
     async def encode_text(body: EncodeBody) -> dict[str, Any]:
         """Text to token ids."""
-        tokens = await tokenize(engine, body.text)
+        tokens = await to_tokens(engine, TokenizeText(body.text))
         return {"tokens": list(tokens), "length": len(tokens)}
 
     @router.post("/decode")

@@ -18,8 +18,8 @@ from cllm.errors import CllmError, InvalidRequest, NotFound
 from cllm.server.openai import render
 from cllm.server.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from cllm.server.sse import EventStream, collect, encode, merged
-from cllm.server.text import constraint_of, do_text, loaded, sampling_of, to_tokens
-from cllm.text.work import Detokenize, Text, TokenizeChat, TokenizeText
+from cllm.server.text import constraint_of, do_text, loaded, prompt_tokens, sampling_of, to_tokens
+from cllm.text.work import Detokenize, Text, TokenizeChat
 from cllm.types import ConstraintSpec, Delta, Request
 
 DONE = b"data: [DONE]\n\n"
@@ -175,7 +175,8 @@ def routes(engine: Engine) -> APIRouter:
     async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation."""
         _check_model(body.model)
-        task = TokenizeChat(tuple(message.plain() for message in body.messages))
+        messages = tuple(message.plain() for message in body.messages)
+        task = TokenizeChat(messages, loaded(engine)[1].request_tokens)
         constraint = await constraint_of(engine, body)
         job = Job(engine, body, [await to_tokens(engine, task)], constraint, "chat.completion.chunk")
         top = body.top_logprobs or 0
@@ -224,7 +225,7 @@ async def _prompts(engine: Engine, body: CompletionBody) -> list[tuple[int, ...]
     prompts: list[tuple[int, ...]] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
-            prompts.append(await to_tokens(engine, TokenizeText(prompt)))
+            prompts.append(await prompt_tokens(engine, prompt))
         elif (bad := max(prompt, default=0)) >= size:
             raise InvalidRequest(f"prompt: {bad} is no token id (0 to {size - 1})", field="prompt")
         else:

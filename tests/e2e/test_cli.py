@@ -1,0 +1,215 @@
+"""The command line: clear lines, exit codes, and which setting wins."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import ALIAS, Server, cllm
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    """What is said by a command that cannot start: one line on standard error, exit code 2."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("cllm: ")
+    return line
+
+
+def bad_file(kind: str, folder: Path, good: Path) -> Path:
+    path = folder / f"{kind}.gguf"
+    data = good.read_bytes()
+    contents = {
+        "missing": None,
+        "empty": b"",
+        "text": b"this is not a model\n" * 100,
+        "cut-in-metadata": data[:2000],
+        "cut-in-tensors": data[:-5000],
+        "absurd-tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1) + data[24:],
+        "absurd-metadata": b"GGUF" + struct.pack("<IQQ", 3, 1, 2**60) + data[24:],
+        "absurd-string": b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62) + data[32:],
+    }
+    content = contents[kind]
+    if content is not None:
+        path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("missing", "no model file"),
+        ("empty", "GGUF"),
+        ("text", "not a GGUF"),
+        ("cut-in-metadata", "truncated"),
+        ("cut-in-tensors", "truncated"),
+        ("absurd-tensors", str(2**60)),
+        ("absurd-metadata", str(2**60)),
+        ("absurd-string", "corrupt"),
+    ],
+)
+def test_a_bad_model_file_is_one_line(tmp_path: Path, tiny_model: Path, kind: str, said: str) -> None:
+    line = one_line(cllm("serve", str(bad_file(kind, tmp_path, tiny_model)), "--port", "0"))
+    assert said in line
+
+
+def test_a_folder_is_no_model(tmp_path: Path) -> None:
+    assert "folder" in one_line(cllm("serve", str(tmp_path), "--port", "0"))
+
+
+def test_run_says_the_same_of_a_bad_model(tmp_path: Path) -> None:
+    assert "no model file" in one_line(cllm("run", "x", "--model", str(tmp_path / "none.gguf")))
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(tiny_model: Path, taken_port: int) -> None:
+    line = one_line(cllm("serve", str(tiny_model), "--port", str(taken_port), CLLM_LOG_LEVEL="debug"))
+    assert str(taken_port) in line and "in use" in line and "--port" in line
+
+
+def test_a_context_that_cannot_fit_is_refused_with_the_sum(tiny_model: Path) -> None:
+    line = one_line(cllm("serve", str(tiny_model), "--port", "0", "--ctx-size", str(10**12)))
+    assert "MiB" in line and "--ctx-size" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--parallel", "256"), "parallel"),
+        (("--threads", "x"), "threads"),
+        (("--wibble",), "wibble"),
+        (("--log-level", "loud"), "log_level"),
+    ],
+)
+def test_a_bad_option_is_named(tiny_model: Path, arguments: tuple[str, ...], said: str) -> None:
+    done = cllm("serve", str(tiny_model), "--port", "0", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("parallel = ", "TOML|config|Invalid"),
+        ("wibble = 1", "wibble"),
+        ("parallel = 1000", "parallel|255"),
+        ('log_level = "loud"', "log_level"),
+    ],
+)
+def test_a_bad_configuration_file_is_named(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text(content)
+    done = cllm("serve", "--port", "0", "--config", str(file))
+    assert done.returncode == 2
+    assert any(word in done.stderr for word in said.split("|")), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_earlier_servers_spelling(start: StartServer, tiny_model: Path, free_port: int) -> None:
+    server = start(
+        "--model-path", str(tiny_model), "--threads", "1", program=ALIAS, port=("--port", str(free_port))
+    )
+    assert server.port == free_port
+    assert server.generate("alias", 4)["generated_tokens"] == 4
+    server.stop()
+
+
+def test_variables_and_a_file_and_the_command_line(
+    start: StartServer, tiny_model: Path, tmp_path: Path, free_port: int
+) -> None:
+    """The command line beats the variable, which beats the file, which beats the default."""
+    file = tmp_path / "cllm.toml"
+    file.write_text(
+        f'model = "{tiny_model}"\n[engine]\nparallel = 3\nthreads = 1\nbatch-tokens = 64\nctx_size = 1536\n'
+        '[server]\nport = 1\nqueue_size = 7\nlog_level = "error"\n'
+    )
+    server = start(
+        "--config",
+        str(file),
+        "--batch-tokens",
+        "96",
+        port=(),
+        CLLM_PORT=str(free_port),
+        CLLM_PARALLEL="2",
+        CLLM_BATCH_TOKENS="128",
+        CLLM_LOG_LEVEL="debug",
+    )
+    limits = server.get("/model/info")["limits"]
+    assert server.port == free_port  # variable over file
+    assert limits["sequences"] == 2  # variable over file
+    assert limits["batch_tokens"] == 96  # command line over both
+    assert limits["cells"] == 1536  # file over default
+    server.generate("logged", 2)
+    assert "leased seq 0" in server.log_text  # CLLM_LOG_LEVEL=debug, over the file's
+    server.stop()
+
+
+def test_log_level_info_is_the_default(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", CLLM_LOG_LEVEL="")
+    server.generate("logged", 2)
+    assert " INFO " in server.log_text and " DEBUG " not in server.log_text
+    server.stop()
+
+
+def test_run_prints_an_answer() -> None:
+    done = cllm("run", "Say hello.", "--temperature", "0", "--max-tokens", "16")
+    assert done.returncode == 0, done.stderr
+    assert "hello" in done.stdout.lower()
+    assert done.stderr == ""
+    assert cllm("run", "Say hello.", "--temperature", "0", "--max-tokens", "16").stdout == done.stdout
+
+
+def test_run_of_a_prompt_too_long_is_one_line(tiny_model: Path) -> None:
+    done = cllm("run", "0" * 5000, "--raw", "--model", str(tiny_model))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "5000" in line and "4096" in line
+
+
+def test_doctor_names_what_it_found() -> None:
+    done = cllm("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("CPU features", "library", "threads", "memory", "probe", "model"):
+        assert name in done.stdout
+    assert "works" in done.stdout and "MiB" in done.stdout
+
+
+def test_doctor_of_a_bad_model_fails(tmp_path: Path, tiny_model: Path) -> None:
+    done = cllm("doctor", str(bad_file("cut-in-tensors", tmp_path, tiny_model)))
+    assert done.returncode == 1
+    assert "truncated" in done.stdout
+
+
+def test_help_shows_the_defaults() -> None:
+    shown = " ".join(cllm("serve", "--help").stdout.replace("│", " ").split())
+    for option in ("--host", "--port", "--parallel", "--ctx-size", "--threads", "--queue-size", "--drain-s"):
+        assert option in shown
+    for default in ("127.0.0.1", "18081", "1024", "512", "30.0", "info", "CLLM_PORT", "CLLM_LOG_LEVEL"):
+        assert default in shown
+
+
+def test_version() -> None:
+    assert cllm("--version").stdout.startswith("cllm 0.")
+
+
+def test_servers_do_not_share_a_port(tiny: Server, tiny_model: Path) -> None:
+    assert "in use" in one_line(cllm("serve", str(tiny_model), "--port", str(tiny.port)))

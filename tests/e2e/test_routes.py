@@ -1,0 +1,136 @@
+"""The routes beside /generate: tokens, model facts, and what operators look at."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.server import Server, wait_for
+
+LONG = 4000
+TEXTS = [
+    "Hello, world!",
+    "a<|im_end|>b <|im_start|>",
+    "  spaces  \n\ttabs",
+    "naïve café € 日本 😀",
+    "a\0b",
+    "'s",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_and_decode_round_trip(tiny: Server, embedded: Server, text: str) -> None:
+    for server in (tiny, embedded):
+        encoded = server.post("/encode", {"text": text}).json()
+        assert set(encoded) == {"tokens", "length"}
+        assert encoded["length"] == len(encoded["tokens"])
+        assert server.post("/decode", {"tokens": encoded["tokens"]}).json() == {"text": text}
+
+
+def test_control_tokens_in_text_are_plain_text(embedded: Server) -> None:
+    tokens = embedded.post("/encode", {"text": "<|im_end|>"}).json()["tokens"]
+    assert len(tokens) > 1
+    assert embedded.post("/decode", {"tokens": tokens}).json() == {"text": "<|im_end|>"}
+
+
+def test_nothing_encodes_to_nothing(tiny: Server) -> None:
+    assert tiny.post("/encode", {"text": ""}).json() == {"tokens": [], "length": 0}
+    assert tiny.post("/decode", {"tokens": []}).json() == {"text": ""}
+
+
+def test_model_info(tiny: Server) -> None:
+    info = tiny.get("/model/info")
+    facts = ("architecture", "vocabulary_size", "context_train", "embedding_length", "layers")
+    assert [info[name] for name in facts] == ["llama", 512, 4096, 64, 2]
+    assert info["limits"]["sequences"] == 8
+    assert info["limits"]["request_tokens"] <= 4096
+    assert "/" not in info["name"]
+
+
+def test_metrics_equal_the_clients_ledger(tiny: Server) -> None:
+    """Every accepted request ends in exactly one outcome, every refused one has a reason."""
+    before = tiny.metrics()
+    text = tiny.generate("ledger", 12)["text"]
+    for _ in range(2):
+        assert tiny.generate("ledger", 12, stop=text[3:6])["finish_reason"] == "stop"
+    with tiny.open_stream("ledger", LONG) as events:
+        next(events)
+    wait_for(tiny.idle)
+    for _ in range(3):
+        assert tiny.post("/generate", {"prompt": "0" * 5000}).status_code == 400
+    after = tiny.metrics()
+    grown = {name: after[name] - before.get(name, 0) for name in after if name.startswith("cllm_requests_")}
+    grown = {name: value for name, value in grown.items() if value and "_created" not in name}
+    assert grown == {
+        "cllm_requests_accepted_total": 4,
+        "cllm_requests_finished_total{outcome=length}": 1,
+        "cllm_requests_finished_total{outcome=stop}": 2,
+        "cllm_requests_finished_total{outcome=cancelled}": 1,
+        "cllm_requests_refused_total{reason=context_length_exceeded}": 3,
+    }
+    finished = sum(value for name, value in after.items() if name.startswith("cllm_requests_finished_total"))
+    assert after["cllm_requests_accepted_total"] == finished
+    for idle in ("running_requests", "queue_requests", "kv_cells_used", "sequence_leases"):
+        assert after[f"cllm_{idle}"] == 0
+    assert after["cllm_integrity_failures"] == 0
+    assert after["cllm_kv_cells_total"] == tiny.kv()["cells"]["total"]
+
+
+def test_metrics_count_tokens_and_times(tiny: Server) -> None:
+    before = tiny.metrics()
+    usage = tiny.generate("count me", 10)["usage"]
+    after = tiny.metrics()
+
+    def grown(name: str) -> float:
+        return after[f"cllm_{name}"] - before[f"cllm_{name}"]
+
+    assert grown("prompt_tokens_total") == usage["prompt_tokens"]
+    assert grown("generated_tokens_total") == usage["completion_tokens"] == 10
+    assert grown("decoded_tokens_total") == usage["decoded_tokens"]
+    assert grown("steps_total") == usage["steps"]
+    for histogram in ("time_to_first_token", "queue", "request"):
+        assert grown(f"{histogram}_seconds_count") == 1
+    assert grown("inter_token_seconds_count") == 9
+
+
+def test_metrics_are_prometheus_text(tiny: Server) -> None:
+    answer = tiny.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert len(tiny.metrics()) > 20
+
+
+def test_debug_requests_and_debug_kv_while_it_runs(tiny: Server) -> None:
+    with tiny.open_stream("look at me", LONG) as events:
+        request_id = next(events)["id"]
+        (entry,) = tiny.get("/debug/requests")["requests"]
+        kv = tiny.kv()
+        (lease,) = kv["leases"]
+    keys = {"id", "place", "age_s", "prompt_tokens", "generated_tokens", "max_tokens"}
+    assert set(entry) == keys
+    assert (entry["id"], entry["place"], entry["max_tokens"]) == (request_id, "engine", LONG)
+    assert entry["generated_tokens"] > 0 and entry["age_s"] >= 0
+    assert set(lease) == {"seq_id", "request_id", "tokens", "position", "state", "age_s"}
+    assert (lease["seq_id"], lease["request_id"], lease["state"]) == (0, request_id, "running")
+    assert lease["position"] in (lease["tokens"] - 1, lease["tokens"])
+    assert kv["cells"]["used"] == lease["position"] > 0
+    assert kv["sequences"] == {"total": 8, "leased": 1, "free": 7}
+    counters = {"leased_total", "released_total", "cleared_cells_total", "integrity_failures"}
+    assert set(kv) == {"sequences", "cells", "leases", "counters"} and set(kv["counters"]) == counters
+    wait_for(tiny.idle)
+
+
+def test_health_and_ready(tiny: Server) -> None:
+    assert tiny.get("/health")["status"] == "ok"
+    assert tiny.get("/ready") == {"status": "ready"}
+
+
+def test_the_api_page_is_there(tiny: Server) -> None:
+    paths = tiny.get("/openapi.json")["paths"]
+    assert {"/generate", "/generate_stream", "/encode", "/decode", "/model/info"} <= set(paths)
+    assert tiny.client.get("/docs").status_code == 200
+
+
+def test_the_log_holds_no_prompt_and_no_answer(tiny: Server) -> None:
+    secret = "zq9xSecretPrompt"
+    tiny.generate(secret, 8)
+    tiny.post("/generate", {"prompt": secret, "max_tokens": 0})
+    assert secret not in tiny.log_text
