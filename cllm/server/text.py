@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cllm.engine.engine import Engine
-from cllm.errors import EngineNotReady, InvalidRequest
+from cllm.errors import CllmError, EngineNotReady, InvalidRequest
 from cllm.server.schema import ConstrainedBody, SamplingBody
 from cllm.text.work import CheckConstraint, TextAnswer, TextTask, TokenizeText, Tokens
 from cllm.types import ConstraintSpec, Limits, ModelFacts, SamplingParams
@@ -30,6 +30,9 @@ async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S)
     except TimeoutError:
         engine.text.abort(future)
         raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s") from None
+    except CllmError as error:
+        engine.metrics.refused.labels(error.code).inc()
+        raise
 
 
 async def constraint_of(engine: Engine, body: ConstrainedBody) -> ConstraintSpec | None:
