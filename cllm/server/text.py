@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from cllm.engine.engine import Engine
 from cllm.errors import CllmError, EngineNotReady, InvalidRequest
@@ -19,6 +20,14 @@ def loaded(engine: Engine) -> tuple[ModelFacts, Limits]:
     if engine.facts is None or engine.limits is None:
         raise EngineNotReady("the model is still loading")
     return engine.facts, engine.limits
+
+
+def checked_tokens(engine: Engine, tokens: Sequence[int], field: str) -> tuple[int, ...]:
+    """Token ids a client sent; raises InvalidRequest for one outside the vocabulary."""
+    size = loaded(engine)[0].vocabulary_size
+    if (largest := max(tokens, default=0)) >= size:
+        raise InvalidRequest(f"{field}: {largest} is no token id (0 to {size - 1})", field=field)
+    return tuple(tokens)
 
 
 async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S) -> TextAnswer:

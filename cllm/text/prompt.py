@@ -25,10 +25,6 @@ class PromptBuilder:
         self._vocabulary = vocabulary
         self._template = _compile(template) if template else None
 
-    def from_text(self, text: str) -> list[int]:
-        """Tokens of a raw prompt; what looks like a control token in it is plain text."""
-        return self._vocabulary.tokenize(text, add_special=True, parse_special=False)
-
     def from_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of a conversation, with the opening of the assistant's turn at the end.
 
@@ -45,7 +41,7 @@ class PromptBuilder:
             return f"\ue000{nonce}:{len(hidden) - 1}\ue001"
 
         safe = [_mapped(message, lambda text: pattern.sub(hide, text)) for message in messages]
-        rendered = self._render(safe)
+        rendered = self.render(safe)
         tokens: list[int] = []
         for index, part in enumerate(re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)):
             if index % 2:
@@ -54,7 +50,8 @@ class PromptBuilder:
                 tokens += self._vocabulary.tokenize(part, add_special=index == 0, parse_special=True)
         return tokens
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What the template makes of a conversation. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template: send a plain prompt instead", field="messages"

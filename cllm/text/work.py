@@ -19,6 +19,8 @@ class TokenizeText(msgspec.Struct, frozen=True, tag=True):
 
     text: str
     most: int = 0
+    add_special: bool = True
+    parse_special: bool = False  # True only where the client is trusted to write control tokens
 
 
 class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
@@ -26,6 +28,12 @@ class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
 
     messages: tuple[dict[str, Any], ...]
     most: int = 0
+
+
+class RenderChat(msgspec.Struct, frozen=True, tag=True):
+    """What the chat template makes of messages; answered with Text."""
+
+    messages: tuple[dict[str, Any], ...]
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +62,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
-TextTask = TokenizeText | TokenizeChat | Detokenize | CheckConstraint
+TextTask = TokenizeText | TokenizeChat | RenderChat | Detokenize | CheckConstraint
 TextAnswer = Tokens | Text | Refused
 
 
@@ -86,8 +94,13 @@ class TextWorker:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
         try:
             match task:
-                case TokenizeText(text, most):
-                    return _within(self._prompts.from_text(text), most)
+                case TokenizeText(text, most, add_special, parse_special):
+                    tokens = self._vocabulary.tokenize(
+                        text, add_special=add_special, parse_special=parse_special
+                    )
+                    return _within(tokens, most)
+                case RenderChat(messages):
+                    return Text(self._prompts.render(messages))
                 case TokenizeChat(messages, most):
                     return _within(self._prompts.from_messages(messages), most)
                 case Detokenize(tokens):

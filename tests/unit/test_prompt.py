@@ -7,7 +7,7 @@ import pytest
 from cllm.backend.fake import FakeVocabulary
 from cllm.errors import InvalidRequest
 from cllm.text.prompt import PromptBuilder
-from cllm.text.work import Refused, TextWorker, TokenizeChat
+from cllm.text.work import Refused, TextWorker, TokenizeChat, TokenizeText, Tokens
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
 CONTROL = 257
@@ -25,7 +25,9 @@ def test_a_conversation_is_rendered_with_control_tokens() -> None:
 def test_control_tokens_in_a_message_stay_plain_text() -> None:
     tokens = builder().from_messages([{"role": "user", "content": " a<|x|>b <|x|>"}])
     assert tokens == [CONTROL, *b"user:a<|x|>b <|x|>", CONTROL]
-    assert builder().from_text("<|x|>") == list(b"<|x|>")
+    worker = TextWorker(FakeVocabulary(), None)
+    assert worker.perform(TokenizeText("<|x|>")) == Tokens(tuple(b"<|x|>"))
+    assert worker.perform(TokenizeText("<|x|>", parse_special=True)) == Tokens((CONTROL,))
 
 
 def test_control_tokens_hidden_in_a_role_or_deeper_stay_plain_text() -> None:

@@ -14,11 +14,18 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import InvalidRequest
 from cllm.server.errors import failure_event
 from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import EventStream, collect, encode
-from cllm.server.text import constraint_of, do_text, loaded, prompt_tokens, sampling_of, to_tokens
+from cllm.server.text import (
+    checked_tokens,
+    constraint_of,
+    do_text,
+    loaded,
+    prompt_tokens,
+    sampling_of,
+    to_tokens,
+)
 from cllm.text.work import Detokenize, Text, TokenizeText
 from cllm.types import Delta, Request
 
@@ -114,10 +121,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/decode")
     async def decode_tokens(body: DecodeBody) -> dict[str, str]:
         """Token ids to text."""
-        size = loaded(engine)[0].vocabulary_size
-        if (bad := next((token for token in body.tokens if token >= size), None)) is not None:
-            raise InvalidRequest(f"tokens: {bad} is no token id (0 to {size - 1})", field="tokens")
-        result = await do_text(engine, Detokenize(tuple(body.tokens)))
+        result = await do_text(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
         assert isinstance(result, Text)
         return {"text": result.text}
 

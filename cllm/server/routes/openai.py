@@ -14,11 +14,19 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import CllmError, InvalidRequest, NotFound
+from cllm.errors import CllmError, NotFound
 from cllm.server.openai import render
 from cllm.server.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from cllm.server.sse import EventStream, collect, encode, merged
-from cllm.server.text import constraint_of, do_text, loaded, prompt_tokens, sampling_of, to_tokens
+from cllm.server.text import (
+    checked_tokens,
+    constraint_of,
+    do_text,
+    loaded,
+    prompt_tokens,
+    sampling_of,
+    to_tokens,
+)
 from cllm.text.work import Detokenize, Text, TokenizeChat
 from cllm.types import ConstraintSpec, Delta, Request
 
@@ -221,15 +229,12 @@ def routes(engine: Engine) -> APIRouter:
 
 
 async def _prompts(engine: Engine, body: CompletionBody) -> list[tuple[int, ...]]:
-    size = loaded(engine)[0].vocabulary_size
     prompts: list[tuple[int, ...]] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
             prompts.append(await prompt_tokens(engine, prompt))
-        elif (bad := max(prompt, default=0)) >= size:
-            raise InvalidRequest(f"prompt: {bad} is no token id (0 to {size - 1})", field="prompt")
         else:
-            prompts.append(tuple(prompt))
+            prompts.append(checked_tokens(engine, prompt, "prompt"))
     return prompts
 
 
