@@ -78,6 +78,7 @@ class RowResult(NamedTuple):
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None  # no token could be chosen for this row; its memory is as computed
 
 
 class StepResult(NamedTuple):

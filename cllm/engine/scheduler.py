@@ -276,6 +276,9 @@ class Scheduler:
         sequence.decoded_tokens += len(row.tokens)
         sequence.steps += 1
         sequence.ubatches += ubatches
+        if outcome.error is not None:
+            self._fail(sequence, EngineError(outcome.error))
+            return
         if not outcome.tokens:
             return
         try:
@@ -298,11 +301,19 @@ class Scheduler:
         return TokenLogprob(entry.token, entry.logprob, entry.top, pieces)
 
     def _cut_back(self, batch: Batch) -> None:
-        """Law 10: every member of a failed step is put back to its length before it."""
-        for row in batch.rows:
-            sequence = self._running[row.sequence_id]
+        """Law 10: every member of a failed step is put back to its length before it.
+
+        A recurrent model's states are moved about inside the graph, those of others too: after one that
+        broke off nobody's state is certain, so everybody is recomputed.
+        """
+        if self.backend.facts.recurrent:
+            lengths = dict.fromkeys(self._running, 0)
+        else:
+            lengths = {row.sequence_id: row.position for row in batch.rows}
+        for sequence_id, length in lengths.items():
+            sequence = self._running[sequence_id]
             try:
-                sequence.computed = self.backend.truncate(row.sequence_id, row.position)
+                sequence.computed = self.backend.truncate(sequence_id, length)
             except Exception as error:
                 self._fail(sequence, _as_engine_error(error))
 

@@ -58,7 +58,11 @@ class LlamaBackend(Backend):
             gpu_layers=config.gpu_layers,
             progress=progress,
         )
-        self._context = LlamaContext(library, self._model, config, self._graveyard)
+        try:
+            self._context = LlamaContext(library, self._model, config, self._graveyard)
+        except BaseException:
+            self._model.close()
+            raise
         self._vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
         self._facts = self._model.facts()
@@ -115,7 +119,12 @@ class LlamaBackend(Backend):
         return StepResult(
             status,
             results,
-            ubatches=count_ubatches(batch.rows, self._context.ubatch_tokens, unified=self._context.unified),
+            ubatches=count_ubatches(
+                batch.rows,
+                self._context.ubatch_tokens,
+                # a recurrent memory cuts by sequence in either layout
+                unified=self._context.unified and not self._context.recurrent,
+            ),
             compute_s=decoded - started,
             sample_s=time.perf_counter() - decoded,
         )
@@ -139,7 +148,11 @@ class LlamaBackend(Backend):
         results: dict[int, RowResult] = {}
         for index, row in enumerate(wanting):
             assert isinstance(row.sampler, LlamaSampler)
-            token = int(best[index]) if row.sampler.chain is None else row.sampler.sample(logits[index])
+            try:
+                token = int(best[index]) if row.sampler.chain is None else row.sampler.sample(logits[index])
+            except ValueError as error:  # law 5: the others of this step have their tokens
+                results[row.sequence_id] = RowResult(error=str(error))
+                continue
             logprobs = (log_probabilities(originals[index], token, row.logprobs),) if row.logprobs else ()
             results[row.sequence_id] = RowResult((token,), logprobs)
         return tuple(results.get(row.sequence_id, RowResult()) for row in rows)

@@ -39,6 +39,8 @@ class NativeBatch:
         count = sum(len(row.tokens) for row in rows)
         if count > self.capacity:
             raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
+        ids = [row.sequence_id for row in rows]
+        assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._ids.ctypes.data
         begin = 0
         self._output[:count] = 0

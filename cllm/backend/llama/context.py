@@ -59,7 +59,7 @@ class LlamaContext(Owned):
             )
         super().__init__(pointer, api.llama_free, graveyard)
         self.api = api
-        self.memory = api.llama_get_memory(pointer)
+        self._memory = api.llama_get_memory(pointer)
         self.recurrent = bool(
             api.llama_model_is_recurrent(model.pointer) or api.llama_model_is_hybrid(model.pointer)
         )
@@ -73,6 +73,11 @@ class LlamaContext(Owned):
         self._vocabulary_size = model.vocabulary.size
         self._threadpool = Threadpool(library, threads, config.poll, graveyard)
         library.attach_threadpool(pointer, self._threadpool.pointer, self._threadpool.pointer)
+
+    @property
+    def memory(self) -> Any:
+        assert self.pointer, "the memory lies inside the context"
+        return self._memory
 
     def close(self) -> None:
         super().close()

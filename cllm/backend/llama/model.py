@@ -88,9 +88,14 @@ class LlamaVocabulary:
     def __init__(self, model: LlamaModel) -> None:
         self._model = model
         self._api = model.api
-        self.pointer = model.api.llama_model_get_vocab(model.pointer)
+        self._pointer = model.api.llama_model_get_vocab(model.pointer)
         self._size = int(self._api.llama_vocab_n_tokens(self.pointer))
         self._pieces: dict[int, bytes] = {}
+
+    @property
+    def pointer(self) -> Any:
+        assert self._model.pointer, "the vocabulary lies inside the model"
+        return self._pointer
 
     @property
     def size(self) -> int:

@@ -186,6 +186,8 @@ def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
     if params.top_k > 0:
         add(api.llama_sampler_init_top_k(params.top_k))
     if params.typical_p < 1:
+        # What is impossible (masked, biased away) must go first: llama.cpp computes 0 * log 0 for it.
+        add(api.llama_sampler_init_min_p(1e-30, 1))
         add(api.llama_sampler_init_typical(params.typical_p, 1))
     if params.top_p < 1:
         add(api.llama_sampler_init_top_p(params.top_p, 1))

@@ -1,0 +1,54 @@
+"""Tokens drawn by one sampler from one row of logits, for the tests of samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.types import SamplingParams
+from tests.tiny_models import VOCABULARY
+
+Logits = npt.NDArray[np.float32]
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+A, B, C, D = 65, 66, 67, 68
+
+
+def row_of(**values: float) -> Logits:
+    """A flat row but for the tokens named by a letter."""
+    row = np.full(VOCABULARY, -5.0, np.float32)
+    for letter, value in values.items():
+        row[ord(letter)] = value
+    return row
+
+
+def probabilities(logits: Logits) -> npt.NDArray[np.float64]:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return np.asarray(weights / weights.sum())
+
+
+def draws(
+    backend: LlamaBackend, logits: Logits, count: int = 300, *, history: Sequence[int] = (), **sampling: Any
+) -> list[int]:
+    """Tokens one sampler draws from the same row, one after the other."""
+    sampler = backend.create_sampler(SamplingParams(**{**OFF, "seed": 11, **sampling}))
+    sampler.accept(history)
+    found = []
+    for _ in range(count):
+        row = logits.copy()
+        sampler.exclude(row, None)
+        found.append(sampler.sample(row))
+    sampler.close()
+    return found
+
+
+def first_draws(backend: LlamaBackend, logits: Logits, seeds: int = 200, **sampling: Any) -> set[int]:
+    """What samplers with different seeds draw first, together."""
+    return {draws(backend, logits, 1, seed=seed, **sampling)[0] for seed in range(seeds)}
+
+
+def likeliest(logits: Logits, count: int) -> set[int]:
+    return set(np.argsort(-logits)[:count].tolist())

@@ -1,0 +1,90 @@
+"""The kinds of backend every contract is tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.backend.base import Backend
+from cllm.backend.fake import FakeBackend
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.config import EngineConfig
+
+Opened = Callable[..., Backend]  # the fixture `opened`
+
+
+class Kind(NamedTuple):
+    """A backend to run a contract on: the fake, or a tiny model on llama.cpp, in one layout of KV."""
+
+    model: str
+    unified: bool = False
+    flash: bool = True
+
+    @property
+    def label(self) -> str:
+        layout = "unified" if self.unified else "split"
+        return f"{self.model}-{layout}{'' if self.flash else '-noflash'}"
+
+    @property
+    def native(self) -> bool:
+        return not self.model.startswith("fake")
+
+    @property
+    def recurrent(self) -> bool:
+        """Memory that cannot be cut: what is cut off is recomputed whole."""
+        return self.model in ("recurrent", "fake-uncuttable")
+
+
+FAKES = (Kind("fake"), Kind("fake", unified=True), Kind("fake-uncuttable"))
+DENSE = Kind("dense")
+SLIDING = Kind("sliding")
+RECURRENT = Kind("recurrent")
+NATIVE = (
+    DENSE,
+    Kind("dense", unified=True),
+    Kind("dense", flash=False),
+    Kind("dense", unified=True, flash=False),
+    SLIDING,
+    Kind("sliding", unified=True),
+    Kind("sliding", flash=False),
+    RECURRENT,
+    Kind("recurrent", unified=True),
+)
+KINDS = (*FAKES, *NATIVE)
+LAYOUTS = tuple(kind for kind in KINDS if kind.flash)  # for what does not depend on the attention kernel
+NATIVE_LAYOUTS = tuple(kind for kind in NATIVE if kind.flash)
+
+
+def open_backend(
+    models: dict[str, Path],
+    kind: Kind,
+    *,
+    sequences: int = 3,
+    cells: int = 0,
+    batch_tokens: int = 64,
+    request_tokens: int = 0,
+) -> Backend:
+    """A new backend; `cells` are KV cells in all, by default 512 for each sequence."""
+    cells = cells or 512 * sequences
+    if not kind.native:
+        return FakeBackend(
+            sequences=sequences,
+            cells=cells,
+            batch_tokens=batch_tokens,
+            request_tokens=request_tokens,
+            unified=kind.unified,
+            trimmable=not kind.recurrent,
+        )
+    return LlamaBackend(
+        EngineConfig(
+            model=str(models[kind.model]),
+            parallel=sequences,
+            ctx_size=cells,
+            max_request_tokens=request_tokens,
+            threads=1,  # two on a busy machine wait for each other
+            batch_tokens=batch_tokens,
+            flash_attention=kind.flash,
+            unified_kv=kind.unified,
+        )
+    )

@@ -1,0 +1,143 @@
+"""What every backend promises of a batch: its rows, its refusals, and what those leave behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.backend.base import Batch, Row, StepStatus
+from cllm.backend.llama.backend import status_of
+from tests.contract.alone import Reference, assert_alike
+from tests.contract.harness import GREEDY, feed, native, row, says, words
+from tests.contract.kinds import DENSE, KINDS, NATIVE, Kind, Opened
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
+native_kinds = pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.label)
+
+
+@every_kind
+def test_rows_together_say_what_they_say_apart(kind: Kind, opened: Opened, reference: Reference) -> None:
+    backend = opened(kind)
+    prompts = {0: words(0, 9), 1: words(1, 30), 2: words(2, 9)}
+    rows = tuple(row(backend, i, prompt, 1)._replace(logprobs=8) for i, prompt in prompts.items())
+    result = backend.forward(Batch(rows))
+    assert result.status is StepStatus.DONE and len(result.rows) == 3
+    for i, prompt in prompts.items():
+        assert_alike(kind, dict(result.rows[i].logprobs[0].top), reference.says(kind, prompt))
+
+
+@every_kind
+def test_a_row_that_wants_no_output_gets_none(kind: Kind, opened: Opened) -> None:
+    backend = opened(kind)
+    rows = (row(backend, 0, (65, 66), 0), row(backend, 1, (65, 66), 1), row(backend, 2, (65,), 0))
+    result = backend.forward(Batch(rows))
+    assert [len(outcome.tokens) for outcome in result.rows] == [0, 1, 0]
+    assert all(outcome.logprobs == () for outcome in result.rows)
+
+
+@every_kind
+def test_a_batch_over_the_limit_raises_and_nothing_is_computed(kind: Kind, opened: Opened) -> None:
+    backend = opened(kind, batch_tokens=32)
+    assert backend.limits.batch_tokens == 32
+    with pytest.raises((ValueError, AssertionError)):
+        backend.forward(Batch((row(backend, 0, words(0, 33)),)))
+    with pytest.raises((ValueError, AssertionError)):
+        backend.forward(Batch((row(backend, 0, words(0, 16)), row(backend, 1, words(1, 17)))))
+    assert [backend.next_position(i) for i in range(3)] == [0, 0, 0]
+    assert backend.forward(Batch((row(backend, 0, words(0, 32)),))).status is StepStatus.DONE
+
+
+# Was once wrong (llama): neither order nor repetition nor range of ids is checked. Repeated ids get each other's
+# results, and an id past the end reads beyond NativeBatch's table of ids.
+@pytest.mark.parametrize("kind", [Kind("fake"), DENSE], ids=lambda kind: kind.label)
+@pytest.mark.parametrize("ids", [(1, 0), (0, 2, 1), (0, 0), (0, 3)])
+def test_rows_out_of_order_repeated_or_out_of_range_are_the_callers_bug(
+    kind: Kind, ids: tuple[int, ...], opened: Opened
+) -> None:
+    backend = opened(kind)
+    sampler = backend.create_sampler(GREEDY)
+    with pytest.raises((ValueError, AssertionError, IndexError)):
+        backend.forward(Batch(tuple(Row(i, 0, (65,), 1, sampler) for i in ids)))
+    assert [backend.next_position(i) for i in range(3)] == [0, 0, 0]
+
+
+@native_kinds
+@pytest.mark.parametrize("fault", ["no such token", "negative token", "gap", "repeated position"])
+def test_a_refused_batch_leaves_the_memory_as_it_was(
+    kind: Kind, fault: str, opened: Opened, reference: Reference
+) -> None:
+    backend = opened(kind)
+    feed(backend, 0, words(0, 20))
+    feed(backend, 1, words(1, 20))
+    good, bad = row(backend, 0, (65,), 1), row(backend, 1, (65,), 1)
+    match fault:
+        case "no such token":
+            bad = bad._replace(tokens=(backend.vocabulary.size,))
+        case "negative token":
+            bad = bad._replace(tokens=(-1,))
+        case "gap":
+            bad = bad._replace(position=bad.position + 1)
+        case _:
+            bad = bad._replace(position=bad.position - 1)
+    result = backend.forward(Batch((good, bad)))
+    assert result.status is StepStatus.BAD_BATCH and result.rows == ()
+    assert result.status.memory_intact
+    for i in range(2):
+        assert backend.next_position(i) == 20
+        assert_alike(kind, says(backend, i, 65), reference.says(kind, (*words(i, 20), 65)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.unified and not kind.recurrent])
+def test_no_room_leaves_the_memory_as_it_was(kind: Kind, opened: Opened, reference: Reference) -> None:
+    backend = opened(kind, sequences=3, cells=256, request_tokens=256)
+    prompts = {0: words(0, 150), 1: words(1, 90)}
+    for i, prompt in prompts.items():
+        feed(backend, i, prompt)
+    result = backend.forward(Batch((row(backend, 0, (65,), 1), row(backend, 2, words(2, 16), 1))))
+    assert result.status is StepStatus.NO_ROOM and result.code == 1 and result.rows == ()
+    assert result.status.memory_intact
+    assert [backend.next_position(i) for i in range(3)] == [150, 90, 0]
+    for i, prompt in prompts.items():
+        assert_alike(kind, says(backend, i, 65), reference.says(kind, (*prompt, 65)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NATIVE if not kind.unified and not kind.recurrent])
+def test_one_stream_that_is_full_says_no_room_and_the_others_go_on(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    backend = opened(kind, sequences=2, cells=512)
+    feed(backend, 0, words(0, 256))
+    feed(backend, 1, words(1, 20))
+    result = backend.forward(Batch((row(backend, 0, (65,), 1), row(backend, 1, (65,), 1))))
+    assert result.status is StepStatus.NO_ROOM
+    assert [backend.next_position(i) for i in range(2)] == [256, 20]
+    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*words(1, 20), 65)))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "intact"),
+    [
+        (0, StepStatus.DONE, False),
+        (1, StepStatus.NO_ROOM, True),
+        (2, StepStatus.ABORTED, False),
+        (-1, StepStatus.BAD_BATCH, True),
+        (-2, StepStatus.FAILED, False),
+        (-3, StepStatus.FAILED, False),
+        (3, StepStatus.FAILED, False),
+    ],
+)
+def test_every_return_code_has_its_status(code: int, status: StepStatus, intact: bool) -> None:
+    assert status_of(code) is status
+    assert status.memory_intact is intact
+
+
+@native_kinds
+def test_limits_are_read_from_the_context(kind: Kind, opened: Opened) -> None:
+    backend = opened(kind, sequences=3, cells=3 * 512, batch_tokens=64)
+    limits = backend.limits
+    assert (limits.sequences, limits.cells, limits.batch_tokens) == (3, 1536, 64)
+    assert limits.sequence_cells == (1536 if kind.unified else 512)
+    assert limits.request_tokens == 512, "the layout must not decide who gets a 400"
+    assert native(backend)._context.ubatch_tokens == 64
+    assert backend.facts.recurrent is kind.recurrent
+    assert backend.facts.sliding_window == (64 if kind.model == "sliding" else 0)
+    assert backend.facts.vocabulary_size == backend.vocabulary.size == 512

@@ -1,0 +1,61 @@
+"""Flat: what a request costs does not depend on how many came before (DESIGN, "Flat")."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.alone import Reference
+from tests.contract.harness import Drive, ask, words
+from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
+
+
+def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, reference: Reference) -> None:
+    drive = Drive(opened(DENSE))
+    prompt = words(1, 20)
+    costs = set()
+    for number in range(1000):
+        drive.submit(ask(f"r{number}", prompt, 4))
+        drive.finish()
+        answer = drive.answers.pop(f"r{number}")
+        drive.backend.batches.clear()
+        drive.backend.samplers.clear()
+        reference.check(DENSE, prompt, 4, answer)
+        costs.add(answer.work)
+    (cost,) = costs
+    assert (cost.prompt_tokens, cost.completion_tokens, cost.cached_tokens) == (20, 4, 0)
+    assert cost.decoded_tokens == cost.cells == 23  # the last token is told, not computed
+    assert cost.steps == cost.ubatches == 4
+    pool = drive.scheduler.pool
+    assert pool.leased_total == pool.released_total == 1000
+    assert pool.cleared_cells_total == 23_000
+
+
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
+def test_identical_crowds_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
+    drive = Drive(opened(kind, sequences=3))
+    lengths = {"a": 9, "b": 3, "c": 14, "d": 5, "e": 1}  # short, so that no clock decides on chunks
+
+    def crowd(number: int) -> list[object]:
+        drive.submit(
+            *(ask(f"{name}{number}", words(ord(name), length), 6) for name, length in lengths.items())
+        )
+        answers = drive.finish()
+        return [answers[f"{name}{number}"].work for name in lengths]
+
+    first = crowd(0)
+    assert all(crowd(number) == first for number in range(1, 15))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
+def test_a_crowd_leaves_nothing_that_a_later_request_pays_for(kind: Kind, opened: Opened) -> None:
+    drive = Drive(opened(kind))
+    drive.submit(ask("before", words(1, 100), 5))
+    before = drive.finish()["before"]
+    drive.submit(*(ask(f"r{seed}", words(seed, 1 + 11 * seed), 7) for seed in range(20)))
+    drive.step(9)
+    drive.scheduler.cancel("r3")
+    drive.finish()
+    drive.submit(ask("after", words(1, 100), 5))
+    after = drive.finish()["after"]
+    assert after.work == before.work
+    assert after.tokens == before.tokens and after.logprobs == before.logprobs, "bit for bit"

@@ -1,0 +1,103 @@
+"""Law 5 when KV is full: one is parked and resumed later, token for token; nobody fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.types import FinishReason
+from tests.contract.alone import Reference
+from tests.contract.harness import Answer, Drive, ask, feed, words
+from tests.contract.kinds import Kind, Opened
+
+POOLED = (
+    Kind("fake", unified=True),
+    Kind("dense", unified=True),
+    Kind("dense", unified=True, flash=False),
+    Kind("sliding", unified=True),
+)
+pytestmark = pytest.mark.parametrize("kind", POOLED, ids=lambda kind: kind.label)
+
+CELLS = 256
+LENGTHS = {1: 70, 2: 40, 3: 64, 4: 90}  # and the answers: together three to four times the pool
+GENERATED = 250 - 90
+
+
+def crowd(kind: Kind, opened: Opened, park_mb: int) -> Drive:
+    """Four requests that together want four times the cells there are."""
+    drive = Drive(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS), park_mb=park_mb)
+    drive.submit(
+        *(
+            ask(f"r{seed}", words(seed, length), GENERATED, ignore_eos=True)
+            for seed, length in LENGTHS.items()
+        )
+    )
+    return drive
+
+
+def check_texts(kind: Kind, reference: Reference, answers: dict[str, Answer]) -> None:
+    for seed, length in LENGTHS.items():
+        reference.check(kind, words(seed, length), GENERATED, answers[f"r{seed}"], endless=True)
+
+
+def recomputed(answers: dict[str, Answer]) -> int:
+    return sum(answer.recomputed for answer in answers.values())
+
+
+def test_the_parked_are_resumed_from_ram_token_for_token(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    drive = crowd(kind, opened, park_mb=64)
+    budget = drive.scheduler.parking.bytes_left
+    answers = drive.finish()
+    assert drive.backend.saves > 0, "nobody was parked: this proves nothing"
+    assert recomputed(answers) == 0, "what was saved is not computed again"
+    assert drive.scheduler.parking.bytes_left == budget
+    check_texts(kind, reference, answers)
+    drive.submit(*(ask(f"later{seed}", words(seed, 30), 6) for seed in range(6)))
+    drive.finish()
+    for seed in range(6):
+        reference.check(kind, words(seed, 30), 6, answers[f"later{seed}"])
+
+
+def test_without_ram_to_park_in_they_are_recomputed(kind: Kind, opened: Opened, reference: Reference) -> None:
+    drive = crowd(kind, opened, park_mb=0)
+    answers = drive.finish()
+    assert recomputed(answers) > 0
+    assert drive.scheduler.parking.bytes_left == 0
+    check_texts(kind, reference, answers)
+    oldest = answers["r1"]
+    assert oldest.ids == {0} and oldest.recomputed == 0, "it is never parked"
+
+
+def test_a_parked_request_can_be_cancelled_and_gives_its_ram_back(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    drive = crowd(kind, opened, park_mb=64)
+    budget = drive.scheduler.parking.bytes_left
+    while drive.scheduler.parking.bytes_left == budget and not drive.scheduler.idle:
+        drive.step()
+    parked = drive.scheduler.snapshot().waiting[0]  # it is older than who has not begun
+    drive.scheduler.cancel(parked)
+    assert drive.scheduler.parking.bytes_left == budget
+    answers = drive.finish()
+    assert answers.pop(parked).finish_reason is FinishReason.CANCELLED
+    for seed, length in LENGTHS.items():
+        if f"r{seed}" in answers:
+            reference.check(kind, words(seed, length), GENERATED, answers[f"r{seed}"], endless=True)
+
+
+def test_a_lone_sequence_that_cannot_go_on_ends_with_length(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    drive = Drive(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS))
+    feed(drive.backend, 3, words(9, CELLS - 20))  # somebody's cells that no one will give back
+    drive.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
+    drive.step(30)
+    assert drive.scheduler.idle
+    answer = drive.answers["lone"]
+    assert answer.finish_reason is FinishReason.LENGTH
+    # 12 of the prompt and 8 of the answer are computed; the ninth is known but finds no room
+    assert len(answer.tokens) == 9 and answer.work.cells == 20
+    drive.backend.truncate(3, 0)
+    drive.check_idle()
+    reference.check(kind, words(2, 12), 9, answer, endless=True)

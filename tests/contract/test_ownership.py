@@ -1,0 +1,263 @@
+"""Law 9: native resources have owners; a finaliser only hands over, and only the owner thread frees."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import operator
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.backend.base import Batch, Row
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.library import load
+from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.config import EngineConfig
+from cllm.errors import NotEnoughMemory
+from cllm.types import SamplingParams
+from tests.contract.harness import GREEDY, Drive, ask, feed, native, says, words
+from tests.contract.kinds import DENSE, NATIVE_LAYOUTS, RECURRENT, SLIDING, Kind, Opened, open_backend
+
+DRAWN = SamplingParams(temperature=1.0)
+
+
+def told(free: Callable[[Any], None], freed: list[int]) -> Callable[[Any], None]:
+    """A native destructor that also writes down what it frees."""
+
+    def told_and_freed(pointer: Any) -> None:
+        freed.append(ctypes.cast(pointer, ctypes.c_void_p).value or 0)
+        free(pointer)
+
+    return told_and_freed
+
+
+def test_close_frees_once_however_often_it_is_called() -> None:
+    freed: list[int] = []
+    owned = Owned(7, freed.append, Graveyard())
+    owned.close()
+    owned.close()
+    assert freed == [7]
+
+
+def test_leaving_the_context_frees() -> None:
+    freed: list[int] = []
+    with Owned(7, freed.append, Graveyard()) as owned:
+        assert owned.pointer == 7 and freed == []
+    assert freed == [7]
+
+
+def test_use_after_close_is_a_bug_that_shows() -> None:
+    owned = Owned(7, id, Graveyard())
+    owned.close()
+    with pytest.raises(AssertionError, match="freed"):
+        _ = owned.pointer
+
+
+def test_a_null_pointer_has_no_owner() -> None:
+    with pytest.raises(AssertionError, match="NULL"):
+        Owned(None, id, Graveyard())
+
+
+def test_a_forgotten_resource_is_freed_by_the_owner_thread_and_not_before() -> None:
+    graveyard = Graveyard()
+    freed_on: list[int] = []
+    forgotten = [Owned(7, lambda _: freed_on.append(threading.get_ident()), graveyard)]
+    thread = threading.Thread(target=forgotten.clear)  # the last reference dies on another thread
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert freed_on == []
+    graveyard.bury()
+    assert freed_on == [threading.get_ident()]
+    graveyard.bury()
+    assert len(freed_on) == 1
+
+
+def test_a_closed_resource_never_comes_to_the_graveyard() -> None:
+    graveyard = Graveyard()
+    owned = Owned(7, id, graveyard)
+    owned.close()
+    del owned
+    gc.collect()
+    assert graveyard._queue.empty()
+
+
+def test_a_forgotten_sampler_is_freed_at_the_next_forward(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = native(opened(DENSE))
+    freed: list[int] = []
+    free = backend._api.llama_sampler_free
+    monkeypatch.setattr(backend._api, "llama_sampler_free", told(free, freed))
+    sampler = backend.create_sampler(DRAWN)
+    clone = sampler.clone()
+    del sampler, clone
+    gc.collect()
+    assert backend._graveyard._queue.qsize() == 2 and freed == []
+    feed(backend, 0, [65])
+    assert backend._graveyard._queue.empty() and len(freed) == 2
+
+
+def test_samplers_of_answered_requests_are_freed_at_once(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = native(opened(DENSE))
+    freed: list[int] = []
+    monkeypatch.setattr(backend._api, "llama_sampler_free", told(backend._api.llama_sampler_free, freed))
+    drive = Drive(backend)
+    drive.submit(*(ask(f"r{seed}", words(seed, 9), 5, temperature=1.0) for seed in range(9)))
+    drive.step(2)
+    drive.scheduler.cancel("r0")
+    drive.finish()
+    assert len(freed) == 9
+    assert backend._graveyard._queue.empty()
+
+
+def test_a_sampler_may_be_closed_twice_but_not_used_again(opened: Opened) -> None:
+    backend = native(opened(DENSE))
+    sampler = backend.create_sampler(DRAWN)
+    sampler.close()
+    sampler.close()
+    with pytest.raises(AssertionError, match="freed"):
+        sampler.clone()
+    with pytest.raises(AssertionError, match="freed"):
+        backend.forward(Batch((Row(0, 0, (65,), 1, sampler),)))
+
+
+@pytest.mark.parametrize("kind", [DENSE, SLIDING, RECURRENT], ids=lambda kind: kind.label)
+def test_a_closed_backend_may_be_closed_again_but_not_used(kind: Kind, models: dict[str, Path]) -> None:
+    backend = open_backend(models, kind)
+    sampler = backend.create_sampler(GREEDY)
+    feed(backend, 0, words(0, 10))
+    backend.close()
+    backend.close()
+    with pytest.raises(AssertionError, match="freed"):
+        backend.forward(Batch((Row(0, 10, (65,), 1, sampler),)))
+    with pytest.raises(AssertionError, match="freed"):
+        backend.save(0)
+
+
+# Was once wrong: both are pointers into what was freed, kept outside of their owner: `next_position` and `tokenize`
+# after close read freed memory. (The test does not do it: it asks whether the pointer is still to be had.)
+@pytest.mark.parametrize("inside", ["_context.memory", "_vocabulary.pointer"])
+def test_what_lies_inside_a_closed_resource_cannot_be_reached(inside: str, opened: Opened) -> None:
+    backend = native(opened(DENSE))
+    reach = operator.attrgetter(inside)
+    assert reach(backend)
+    backend.close()
+    with pytest.raises(AssertionError, match="freed"):
+        reach(backend)
+
+
+def test_a_backend_frees_each_of_its_own_once_and_users_before_the_used(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load()
+    freed: list[str] = []
+
+    def spy(owner: object, name: str) -> None:
+        free = getattr(owner, name)
+
+        def told_and_freed(pointer: Any) -> None:
+            freed.append(name)
+            free(pointer)
+
+        monkeypatch.setattr(owner, name, told_and_freed)
+
+    spy(library.api, "llama_free")
+    spy(library, "threadpool_free")
+    spy(library.api, "llama_model_free")
+    backend = open_backend(models, DENSE)
+    feed(backend, 0, words(0, 10))
+    assert freed == []
+    backend.close()
+    assert freed == ["llama_free", "threadpool_free", "llama_model_free"]
+
+
+def test_a_sampler_that_outlives_its_backend_is_freed_without_it(models: dict[str, Path]) -> None:
+    backend = open_backend(models, DENSE)
+    sampler = backend.create_sampler(DRAWN)
+    backend.close()
+    sampler.close()
+
+
+def test_two_backends_share_nothing(opened: Opened) -> None:
+    first, second = opened(DENSE), opened(DENSE)
+    feed(first, 0, words(0, 20))
+    assert second.next_position(0) == 0
+    wanted = says(first, 0, 65)
+    feed(second, 0, words(0, 20))
+    second.close()
+    first.truncate(0, 20)
+    assert says(first, 0, 65) == wanted
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def open_files_and_threads() -> tuple[int, int]:
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize(
+    "kind", [DENSE, Kind("sliding", unified=True), RECURRENT], ids=lambda kind: kind.label
+)
+def test_backends_come_and_go_without_a_trace(kind: Kind, models: dict[str, Path]) -> None:
+    def life() -> None:
+        backend = open_backend(models, kind)
+        feed(backend, 0, words(0, 100))
+        backend.create_sampler(DRAWN).close()
+        backend.close()
+
+    for _ in range(6):
+        life()
+    gc.collect()
+    before, kept = resident_mib(), open_files_and_threads()
+    for _ in range(20):
+        life()
+    gc.collect()
+    assert resident_mib() - before < 4
+    assert open_files_and_threads() == kept
+
+
+# Was once wrong: LlamaBackend.__init__ loses the loaded model when the context cannot be made: it goes to a graveyard
+# that nobody buries any more.
+def test_a_context_that_cannot_be_made_leaves_no_model_behind(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = native(open_backend(models, DENSE))
+    api = backend._api
+    backend.close()
+    freed: list[int] = []
+    monkeypatch.setattr(api, "llama_model_free", told(api.llama_model_free, freed))
+    monkeypatch.setattr(api, "llama_init_from_model", lambda model, params: None)
+    with pytest.raises(NotEnoughMemory):
+        LlamaBackend(EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=512, threads=1))
+    gc.collect()
+    assert len(freed) == 1
+
+
+@pytest.mark.parametrize("kind", NATIVE_LAYOUTS, ids=lambda kind: kind.label)
+def test_states_saved_and_restored_a_hundred_times_leave_nothing_behind(kind: Kind, opened: Opened) -> None:
+    backend = opened(kind)
+    feed(backend, 0, words(0, 200))
+
+    def round_trip(count: int) -> None:
+        for _ in range(count):
+            state = backend.save(0)
+            assert state is not None
+            backend.truncate(0, 0)
+            assert backend.restore(0, state)
+
+    round_trip(20)
+    gc.collect()
+    before = resident_mib()
+    round_trip(100)
+    gc.collect()
+    assert resident_mib() - before < 2

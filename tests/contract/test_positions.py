@@ -1,0 +1,53 @@
+"""Law 3: positions are read from the memory; a sequence that disagrees with it fails alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from cllm.types import FinishReason
+from tests.contract.alone import Reference
+from tests.contract.harness import Drive, ask, feed, words
+from tests.contract.kinds import LAYOUTS, Kind, Opened
+
+pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
+
+
+@pytest.mark.parametrize("tampering", ["cut", "grown", "emptied"])
+def test_a_tampered_sequence_fails_alone_with_both_numbers(
+    kind: Kind, tampering: str, opened: Opened, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    drive = Drive(opened(kind))
+    drive.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
+    drive.step(3)
+    (victim,) = [lease for lease in drive.scheduler.pool.leases if lease.request_id == "r1"]
+    computed = drive.backend.next_position(victim.sequence_id)
+    match tampering:
+        case "cut":
+            found = drive.backend.truncate(victim.sequence_id, computed - 1)
+            assert found == (0 if kind.recurrent else computed - 1)
+        case "grown":
+            feed(drive.backend, victim.sequence_id, [65])
+            found = computed + 1
+        case _:
+            found = drive.backend.truncate(victim.sequence_id, 0)
+    with caplog.at_level(logging.ERROR, logger="cllm.engine.scheduler"):
+        answers = drive.finish()
+    assert answers["r1"].finish_reason is FinishReason.ERROR
+    assert answers["r1"].error_code == "position_mismatch"
+    assert f"next position is {found}," in answers["r1"].error_message
+    assert f"has computed {computed}" in answers["r1"].error_message
+    assert any("inconsistent position" in record.message for record in caplog.records)
+    for seed in (0, 2, 3, 4):
+        reference.check(kind, words(seed, 20), 12, answers[f"r{seed}"])
+
+
+def test_without_tampering_no_position_is_ever_inconsistent(
+    kind: Kind, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    drive = Drive(opened(kind))
+    with caplog.at_level(logging.ERROR, logger="cllm"):
+        drive.submit(*(ask(f"r{seed}", words(seed, 30), 6) for seed in range(12)))
+        drive.finish()
+    assert caplog.records == []

@@ -1,0 +1,190 @@
+"""What rewrites logits before the choice, on the real library; and clones of samplers that remember."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.types import FinishReason, SamplingParams
+from tests.contract.drawing import (
+    OFF,
+    A,
+    B,
+    C,
+    D,
+    Logits,
+    draws,
+    row_of,
+)
+from tests.contract.harness import Drive, Tokens, ask, words
+from tests.tiny_models import END_OF_TEXT, TURN_END
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logit_bias_forces_and_forbids(backend: LlamaBackend, logits: Logits, temperature: float) -> None:
+    best = int(logits.argmax())
+    assert set(draws(backend, logits, 50, temperature=temperature, logit_bias=((C, 100.0),))) == {C}
+    assert best not in draws(backend, logits, 200, temperature=temperature, logit_bias=((best, -100.0),))
+
+
+def test_a_forced_end_ends_unless_ends_are_ignored(backend: LlamaBackend) -> None:
+    drive = Drive(backend)
+    forced = tuple((token, 100.0) for token in (END_OF_TEXT, TURN_END))
+    drive.submit(
+        ask("ends", words(1, 5), 10, logit_bias=forced),
+        ask("greedy", words(1, 5), 10, logit_bias=forced, ignore_eos=True),
+        ask("drawn", words(1, 5), 10, temperature=1.0, logit_bias=forced, ignore_eos=True),
+    )
+    answers = drive.finish()
+    assert (answers["ends"].tokens, answers["ends"].finish_reason) == ((), FinishReason.STOP)
+    for name in ("greedy", "drawn"):
+        assert answers[name].finish_reason is FinishReason.LENGTH and len(answers[name].tokens) == 10
+        assert not {END_OF_TEXT, TURN_END} & set(answers[name].tokens)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    history=st.lists(st.sampled_from([A, B, C, D]), max_size=12),
+    last=st.integers(1, 14),
+    repetition=st.floats(0.5, 3),
+    frequency=st.floats(-2, 2),
+    presence=st.floats(-2, 2),
+)
+def test_penalties_rewrite_logits_as_documented(
+    backend: LlamaBackend,
+    history: list[int],
+    last: int,
+    repetition: float,
+    frequency: float,
+    presence: float,
+) -> None:
+    row = row_of(A=2.0, B=1.0, C=-1.0, D=-2.0)
+    expected = row.astype(np.float64)
+    for token, count in Counter(history[-last:]).items():
+        expected[token] *= repetition if expected[token] < 0 else 1 / repetition
+        expected[token] -= count * frequency + presence
+    best, second = np.sort(expected)[::-1][:2]
+    assume(best - second > 1e-3)
+    (found,) = draws(
+        backend,
+        row,
+        1,
+        history=history,
+        temperature=0,
+        penalty_last_n=last,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+    )
+    assert found == expected.argmax()
+
+
+def test_a_repetition_penalty_changes_greedy_text(backend: LlamaBackend) -> None:
+    drive = Drive(backend)
+    drive.submit(
+        ask("plain", words(4, 10), 40),
+        ask("penalised", words(4, 10), 40, repetition_penalty=1.5, penalty_last_n=-1),
+    )
+    answers = drive.finish()
+    assert len(set(answers["penalised"].tokens)) > len(set(answers["plain"].tokens))
+
+
+@pytest.mark.parametrize("parameters", [{"frequency_penalty": 2.0}, {"repetition_penalty": 10.0}])
+def test_penalties_see_the_prompt(backend: LlamaBackend, parameters: dict[str, Any]) -> None:
+    drive = Drive(backend)
+    favoured = ((C, 30.0),)
+    drive.submit(
+        ask("seen", (C,) * 30, 1, logit_bias=favoured, **parameters),
+        ask("unseen", (D,) * 30, 1, logit_bias=favoured, **parameters),
+        ask("out of sight", (*(C,) * 30, D), 1, logit_bias=favoured, penalty_last_n=1, **parameters),
+    )
+    answers = drive.finish()
+    assert answers["seen"].tokens != (C,)
+    assert answers["unseen"].tokens == answers["out of sight"].tokens == (C,)
+
+
+@pytest.mark.parametrize(
+    ("history", "multiplier", "expected"),
+    [
+        ((A, B, C, A, B), 0.8, D),  # "AB" would be continued as before: C loses 0.8 · 1.75⁰
+        ((A, B, C, A, B), 0.3, C),  # not enough to make up the difference
+        ((D, A, B, C, D, A, B), 0.3, D),  # three repeated: 0.3 · 1.75¹
+        ((B, C, B), 0.8, C),  # one repeated: shorter than allowed
+        ((A, B, D, A, C), 0.8, C),  # nothing repeated
+        ((), 0.8, C),
+    ],
+)
+def test_dry_penalises_what_would_go_on_with_a_repetition(
+    backend: LlamaBackend, history: Tokens, multiplier: float, expected: int
+) -> None:
+    row = row_of(C=2.0, D=1.5)
+    assert draws(backend, row, 1, history=history, temperature=0, dry_multiplier=multiplier) == [expected]
+
+
+def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_look_back(backend: LlamaBackend) -> None:
+    row, history = row_of(C=2.0, D=1.5), (A, B, C, A, B)
+
+    def chosen(**dry: Any) -> int:
+        return draws(backend, row, 1, history=history, temperature=0, dry_multiplier=0.8, **dry)[0]
+
+    assert chosen() == chosen(dry_sequence_breakers=()) == D
+    assert chosen(dry_sequence_breakers=("B",)) == C
+    assert chosen(dry_penalty_last_n=4) == C
+    assert chosen(dry_allowed_length=3) == C
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+# llama.cpp allocates what it is asked to look back on; the route allows 2³¹ − 1: 8 GiB, for DRY 16.
+@pytest.mark.parametrize("look_back", [{"penalty_last_n": 2**25}, {"dry_penalty_last_n": 2**24}])
+def test_no_request_can_make_a_sampler_that_is_larger_than_the_context(
+    backend: LlamaBackend, look_back: dict[str, int]
+) -> None:
+    before = resident_mib()
+    sampler = backend.create_sampler(
+        SamplingParams(repetition_penalty=1.1, dry_multiplier=0.5, **look_back)  # type: ignore[arg-type]
+    )
+    grown = resident_mib() - before
+    sampler.close()
+    assert grown < 16
+
+
+# Clones ----------------------------------------------------------------------------------------------
+
+STATEFUL: list[dict[str, Any]] = [
+    {},
+    {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9, "top_n_sigma": 2.0},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"dry_multiplier": 0.8},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.02},
+    {"mirostat": 1, "mirostat_tau": 3.0},
+    {"mirostat": 2, "mirostat_tau": 3.0},
+    {"temperature": 0, "frequency_penalty": 0.3},
+    {"temperature": 0},
+]
+
+
+@pytest.mark.parametrize("sampling", STATEFUL, ids=lambda sampling: "-".join(sampling) or "plain")
+def test_a_clone_goes_on_as_the_original_does_and_apart_from_it(
+    backend: LlamaBackend, logits: Logits, sampling: dict[str, Any]
+) -> None:
+    original = backend.create_sampler(SamplingParams(**{**OFF, "seed": 3, **sampling}))
+    original.accept((A, B, C, A, B))
+    for _ in range(20):
+        original.sample(logits)
+    clone, spare = original.clone(), original.clone()
+    expected = [original.sample(logits) for _ in range(40)]
+    original.close()
+    assert [clone.sample(logits) for _ in range(40)] == expected
+    clone.close()
+    assert [spare.sample(logits) for _ in range(40)] == expected
+    spare.close()
