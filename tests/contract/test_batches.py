@@ -46,7 +46,7 @@ def test_a_batch_over_the_limit_raises_and_nothing_is_computed(kind: Kind, opene
     assert backend.forward(Batch((row(backend, 0, words(0, 32)),))).status is StepStatus.DONE
 
 
-# Was once wrong (llama): neither order nor repetition nor range of ids is checked. Repeated ids get each other's
+# Was (llama): neither order nor repetition nor range of ids is checked. Repeated ids get each other's
 # results, and an id past the end reads beyond NativeBatch's table of ids.
 @pytest.mark.parametrize("kind", [Kind("fake"), DENSE], ids=lambda kind: kind.label)
 @pytest.mark.parametrize("ids", [(1, 0), (0, 2, 1), (0, 0), (0, 3)])

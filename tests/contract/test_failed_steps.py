@@ -103,7 +103,7 @@ def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told(kind: Ki
 def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    # Was once wrong (recurrent): llama.cpp swaps the cells of sequences while it lays out a physical batch, and copies
+    # Was (recurrent): llama.cpp swaps the cells of sequences while it lays out a physical batch, and copies
     # the states inside the graph. Aborted before that, "r3" (of a later physical batch of the same decode)
     # is left with somebody else's state at its own right position. See Scheduler._cut_back.
     lengths = {0: 70, 1: 70, 2: 4, 3: 1}

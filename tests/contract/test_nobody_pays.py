@@ -68,7 +68,7 @@ def test_more_logprobs_than_there_are_tokens_are_as_many_as_there_are(
 def test_a_sampler_that_raises_fails_its_own_request_and_no_other_sampler_has_moved(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Was once wrong: an exception while sampling is taken for a failed step: all members are cut back although the
+    # Was: an exception while sampling is taken for a failed step: all members are cut back although the
     # samplers before the culprit's have drawn already, and at the second time the engine ends.
     def refuse(_: object) -> int:
         raise ValueError("the samplers left no token to choose from")

@@ -142,7 +142,7 @@ def test_a_closed_backend_may_be_closed_again_but_not_used(kind: Kind, models: d
         backend.save(0)
 
 
-# Was once wrong: both are pointers into what was freed, kept outside of their owner: `next_position` and `tokenize`
+# Was: both are pointers into what was freed, kept outside of their owner: `next_position` and `tokenize`
 # after close read freed memory. (The test does not do it: it asks whether the pointer is still to be had.)
 @pytest.mark.parametrize("inside", ["_context.memory", "_vocabulary.pointer"])
 def test_what_lies_inside_a_closed_resource_cannot_be_reached(inside: str, opened: Opened) -> None:
@@ -226,7 +226,7 @@ def test_backends_come_and_go_without_a_trace(kind: Kind, models: dict[str, Path
     assert open_files_and_threads() == kept
 
 
-# Was once wrong: LlamaBackend.__init__ loses the loaded model when the context cannot be made: it goes to a graveyard
+# Was: LlamaBackend.__init__ loses the loaded model when the context cannot be made: it goes to a graveyard
 # that nobody buries any more.
 def test_a_context_that_cannot_be_made_leaves_no_model_behind(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch

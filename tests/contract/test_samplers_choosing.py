@@ -137,7 +137,7 @@ def test_typical_p_keeps_what_surprises_as_much_as_expected(backend: LlamaBacken
     assert set(draws(backend, logits, 600, typical_p=0.2)) == typical_set(logits, 0.2)
 
 
-# Was once wrong: llama.cpp computes 0 · log 0 for an impossible token: the entropy is NaN and the cut is arbitrary. With
+# Was: llama.cpp computes 0 · log 0 for an impossible token: the entropy is NaN and the cut is arbitrary. With
 # top_k (40 by default) before it this shows only under a mask; without, whenever ends are ignored.
 @pytest.mark.parametrize("impossible", [{"ignore_eos": True}, {"logit_bias": ((A, -1000.0),)}])
 def test_typical_p_is_not_led_astray_by_impossible_tokens(

@@ -75,7 +75,7 @@ def computed(aborts: Aborts, lengths: dict[int, int]) -> tuple[int, int]:
     return aborts.nodes, result.ubatches
 
 
-# Was once wrong (recurrent, unified): llama_memory_recurrent splits by equal length and consecutive ids in either layout
+# Was (recurrent, unified): llama_memory_recurrent splits by equal length and consecutive ids in either layout
 # (split_equal with sequential=true), so LlamaBackend must not count such a model as unified.
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(lengths=st.dictionaries(st.integers(0, 4), st.integers(1, 12), min_size=1))
