@@ -16,7 +16,7 @@ from cllm.backend.llama.source import BINDINGS_VERSION
 from cllm.backend.llama.toolchain import Compiler
 
 # libllama's own sources are two thirds of the compile time; the arithmetic is in ggml, which keeps -O3.
-LIBLLAMA_OPTIMISATION = "-O1"
+LIBLLAMA_OPTIMISATION = "-O2"
 
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
