@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.backend.llama import cpu, toolchain
-from cllm.backend.llama.recipe import LIBLLAMA_OPTIMISATION, SERVER_PROGRAMS, Recipe, revision
+from cllm.backend.llama.recipe import SERVER_PROGRAMS, Recipe, revision
 from cllm.backend.llama.source import BINDINGS_VERSION, cache_directory, fetch_source
 from cllm.backend.llama.toolchain import BuildError
 
@@ -125,7 +125,7 @@ def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: 
     work.mkdir(parents=True, exist_ok=True)
     command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     command += ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(work)]
-    command += recipe.cmake_arguments(work, options.with_server)
+    command += recipe.cmake_arguments(options.with_server)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
@@ -191,7 +191,6 @@ def _facts(recipe: Recipe, options: Options, seconds: float) -> dict[str, Any]:
         "compiler": recipe.compiler.identity,
         "flags": list(recipe.flags),
         "portable": recipe.portable,
-        "libllama_optimisation": LIBLLAMA_OPTIMISATION,
         "with_server": options.with_server,
         "seconds": round(seconds, 1),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

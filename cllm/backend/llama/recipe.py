@@ -9,14 +9,10 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from cllm.backend.llama import cpu
 from cllm.backend.llama.source import BINDINGS_VERSION
 from cllm.backend.llama.toolchain import Compiler
-
-# libllama's own sources are two thirds of the compile time; the arithmetic is in ggml, which keeps -O3.
-LIBLLAMA_OPTIMISATION = "-O2"
 
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -60,9 +56,9 @@ class Recipe:
         facts = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
         return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(facts)}"
 
-    def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
-        """All of CMake's arguments but the folders. Writes a file that CMake reads into `work`."""
-        arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_lower_optimisation(work)}"]
+    def cmake_arguments(self, with_server: bool) -> list[str]:
+        """All of CMake's arguments but the folders."""
+        arguments = list(CMAKE_OPTIONS)
         origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
         arguments.append(f"-DCMAKE_INSTALL_RPATH={origin};{origin}/..")
         for language, command in (("C", self.compiler.c), ("CXX", self.compiler.cxx)):
@@ -83,15 +79,7 @@ class Recipe:
 
 def revision() -> str:
     """Changes whenever this file would build something else, so that an older build is not taken for it."""
-    return _digest([LIBLLAMA_OPTIMISATION, *CMAKE_OPTIONS])
-
-
-def _lower_optimisation(work: Path) -> Path:
-    """A CMake file for the one target whose level differs; it runs when the target exists."""
-    file = work / "libllama.cmake"
-    call = f"target_compile_options llama PRIVATE {LIBLLAMA_OPTIMISATION}"
-    file.write_text(f"cmake_language(DEFER DIRECTORY ${{CMAKE_SOURCE_DIR}} CALL {call})\n", encoding="utf-8")
-    return file
+    return _digest(list(CMAKE_OPTIONS))
 
 
 def _digest(words: list[str]) -> str:
