@@ -125,7 +125,7 @@ def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: 
     work.mkdir(parents=True, exist_ok=True)
     command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     command += ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(work)]
-    command += recipe.cmake_arguments(options.with_server)
+    command += recipe.cmake_arguments(work, options.with_server)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")

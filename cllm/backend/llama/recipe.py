@@ -9,10 +9,20 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from cllm.backend.llama import cpu
 from cllm.backend.llama.source import BINDINGS_VERSION
 from cllm.backend.llama.toolchain import Compiler
+
+# libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
+# low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
+_COLD = "-O1"
+_HOT = "-O3"
+_HOT_SOURCES = (
+    *("llama-batch", "llama-context", "llama-graph", "llama-kv-cache", "llama-kv-cache-iswa"),
+    *("llama-memory-hybrid", "llama-memory-recurrent", "llama-sampler", "llama-vocab", "unicode"),
+)
 
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -56,9 +66,9 @@ class Recipe:
         facts = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
         return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(facts)}"
 
-    def cmake_arguments(self, with_server: bool) -> list[str]:
-        """All of CMake's arguments but the folders."""
-        arguments = list(CMAKE_OPTIONS)
+    def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
+        """All of CMake's arguments but the folders. Writes a file that CMake reads into `work`."""
+        arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_optimisation_file(work)}"]
         origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
         arguments.append(f"-DCMAKE_INSTALL_RPATH={origin};{origin}/..")
         for language, command in (("C", self.compiler.c), ("CXX", self.compiler.cxx)):
@@ -79,7 +89,21 @@ class Recipe:
 
 def revision() -> str:
     """Changes whenever this file would build something else, so that an older build is not taken for it."""
-    return _digest(list(CMAKE_OPTIONS))
+    return _digest([*CMAKE_OPTIONS, _COLD, _HOT, *_HOT_SOURCES])
+
+
+def _optimisation_file(work: Path) -> Path:
+    """A CMake file that sets the levels; deferred to the end, when the target exists."""
+    sources = " ".join(f"{name}.cpp" for name in _HOT_SOURCES)
+    later = "cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL"
+    file = work / "optimisation.cmake"
+    file.write_text(
+        f"{later} target_compile_options llama PRIVATE {_COLD})\n"
+        f"{later} set_source_files_properties {sources} TARGET_DIRECTORY llama"
+        f" PROPERTIES COMPILE_OPTIONS {_HOT})\n",
+        encoding="utf-8",
+    )
+    return file
 
 
 def _digest(words: list[str]) -> str:
