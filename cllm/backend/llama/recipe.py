@@ -94,7 +94,7 @@ def revision() -> str:
 
 def _optimisation_file(work: Path) -> Path:
     """A CMake file that sets the levels; deferred to the end, when the target exists."""
-    sources = " ".join(f"{name}.cpp" for name in _HOT_SOURCES)
+    sources = " ".join(f"${{CMAKE_SOURCE_DIR}}/src/{name}.cpp" for name in _HOT_SOURCES)
     later = "cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL"
     file = work / "optimisation.cmake"
     file.write_text(
