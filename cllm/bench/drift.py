@@ -15,20 +15,29 @@ class Drift:
     probes_s: tuple[float, ...]
 
     @property
-    def ratio(self) -> float:
-        """Median request time of the last tenth over the first tenth, each in units of its probe.
-
-        A tenth is at least three requests, so that one hiccup in a short series decides nothing.
-        """
-        costs = [request / probe for request, probe in zip(self.requests_s, self.probes_s, strict=True)]
-        return _last_over_first(costs)
-
-    @property
-    def raw_ratio(self) -> float:
-        """The same without the probe."""
-        return _last_over_first(self.requests_s)
+    def costs(self) -> tuple[float, ...]:
+        """Each request in units of the probe before it: the machine's own pace divided out."""
+        return tuple(request / probe for request, probe in zip(self.requests_s, self.probes_s, strict=True))
 
 
-def _last_over_first(values: Sequence[float]) -> float:
-    window = min(max(len(values) // 10, 3), max(len(values) // 2, 1))
-    return median(values[-window:]) / median(values[:window])
+def ratio(series: Sequence[Drift]) -> float:
+    """Cost at the end of a series over that at its beginning; several series are pooled.
+
+    The end is the last tenth, but at least three requests: of one short series a hiccup would decide.
+    """
+    return _last_over_first([drift.costs for drift in series])
+
+
+def raw_ratio(series: Sequence[Drift]) -> float:
+    """The same in plain seconds, the machine's own drift included."""
+    return _last_over_first([drift.requests_s for drift in series])
+
+
+def _last_over_first(series: Sequence[Sequence[float]]) -> float:
+    first: list[float] = []
+    last: list[float] = []
+    for values in series:
+        window = min(max(len(values) // 10, 3), max(len(values) // 2, 1))
+        first += values[:window]
+        last += values[-window:]
+    return median(last) / median(first)
