@@ -17,7 +17,8 @@ check: .venv/ready-test ## ruff and strict mypy
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-bench: .venv/ready ## measure; ARGS go to `cllm bench`
+bench: .venv/ready ## measure beside llama-server (built the first time, ten minutes); ARGS go to `cllm bench`
+	.venv/bin/cllm build --with-server
 	.venv/bin/cllm bench $(ARGS)
 
 seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a table

@@ -72,9 +72,10 @@ def _build_facts(folder: Path) -> str:
         facts = json.loads((folder / "build.json").read_text())
     except (OSError, ValueError):
         return "not built by cllm: `cllm build` makes one for this CPU"
-    return ", ".join(
-        f"{key} {value}" for key, value in facts.items() if key not in ("features", "cpu_features")
-    )
+    shown = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "cpu_features")
+    if facts.get("portable"):
+        shown += " [red](not for this CPU: slow; `cllm build --force` tries again)[/red]"
+    return shown
 
 
 def _probe(config: EngineConfig, table: Table) -> bool:
