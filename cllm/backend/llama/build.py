@@ -120,7 +120,7 @@ def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: 
     """Run CMake and return the build's folder. The last one's objects are kept, for --with-server."""
     work = cache_directory() / "work" / recipe.key
     for folder in work.parent.glob("*"):
-        if folder != work or options.force:
+        if folder != work or options.force or not _made_here(folder):
             shutil.rmtree(folder)
     work.mkdir(parents=True, exist_ok=True)
     command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
@@ -130,6 +130,12 @@ def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: 
     if done.returncode != 0:
         raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
     return work
+
+
+def _made_here(work: Path) -> bool:
+    """False for a folder whose cache was copied or moved from elsewhere: CMake would refuse it."""
+    cache = work / "CMakeCache.txt"
+    return not cache.exists() or f"CMAKE_CACHEFILE_DIR:INTERNAL={work}\n" in cache.read_text(errors="replace")
 
 
 def _run_ninja(ninja: Path, work: Path, options: Options, progress: Progress) -> None:
