@@ -12,10 +12,11 @@ serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 test: .venv/ready-test ## run the tests; ARGS go to pytest
 	.venv/bin/python -m pytest $(ARGS)
 
-check: .venv/ready-test ## ruff and strict mypy
+check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/python -m pytest tests/unit/test_architecture.py
 
 bench: .venv/ready ## measure beside llama-server (built the first time, ten minutes); ARGS go to `cllm bench`
 	.venv/bin/cllm build --with-server
