@@ -31,6 +31,9 @@ soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and 
 doctor: .venv/ready ## what cllm sees of this machine
 	.venv/bin/cllm doctor $(ARGS)
 
+firsttoken: ## how long a fresh clone takes to its first token, and a second start (minutes; its own cache)
+	scripts/first_token.sh
+
 clean: ## remove .venv and what the tools leave here (the built library stays in the cache)
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
@@ -46,4 +49,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test check bench seeds soak doctor clean
+.PHONY: help serve test check bench seeds soak doctor firsttoken clean

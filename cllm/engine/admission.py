@@ -42,7 +42,7 @@ class Ticket:
 
     @property
     def alone(self) -> bool:
-        """Has been in an engine that died: runs by itself now, to tell the poison from its neighbours."""
+        """Was there when the engine died twice: runs by itself now, so that the poison is told."""
         return self.deaths > 1
 
 

@@ -346,7 +346,6 @@ class Scheduler:
         """Law 4: the one way out. KV is cleared before the client can hear of the end."""
         usage = sequence.usage()
         sequence.move_to(State.FINISHED)
-        sequence.finish_reason = reason
         if sequence.lease is None:
             self._waiting.remove(sequence)
         else:

@@ -57,7 +57,6 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.compiling: Future[Constraint] | None = None  # done before it may start
         self.saved: bytes | None = None  # KV memory while parked
-        self.finish_reason: FinishReason | None = None
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from somebody else's KV instead of being computed

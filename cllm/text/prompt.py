@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -25,6 +26,12 @@ class PromptBuilder:
         self._vocabulary = vocabulary
         self._template = _compile(template) if template else None
 
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        """Any spelling of a control token, the longest first; matches nothing where there are none."""
+        spellings = sorted(self._vocabulary.special_texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spellings)) or "(?!)")
+
     def from_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of a conversation, with the opening of the assistant's turn at the end.
 
@@ -33,14 +40,12 @@ class PromptBuilder:
         """
         nonce = secrets.token_hex(8)
         hidden: list[str] = []
-        specials = self._vocabulary.special_texts
-        pattern = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)")
 
         def hide(match: re.Match[str]) -> str:
             hidden.append(match.group())
             return f"\ue000{nonce}:{len(hidden) - 1}\ue001"
 
-        safe = [_mapped(message, lambda text: pattern.sub(hide, text)) for message in messages]
+        safe = [_mapped(message, lambda text: self._controls.sub(hide, text)) for message in messages]
         rendered = self.render(safe)
         tokens: list[int] = []
         for index, part in enumerate(re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)):

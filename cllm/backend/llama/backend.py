@@ -135,16 +135,14 @@ class LlamaBackend(Backend):
         if outputs == 0:
             return (RowResult(),) * len(rows)
         logits = self._context.logits(outputs)
-        originals = {
-            index: logits[index].copy()
-            for index, row in enumerate(row for row in rows if row.outputs)
-            if row.logprobs
-        }
         wanting = [row for row in rows if row.outputs]
+        originals = {index: logits[index].copy() for index, row in enumerate(wanting) if row.logprobs}
+        greedy = False
         for index, row in enumerate(wanting):
             assert row.outputs == 1 and isinstance(row.sampler, LlamaSampler)
             row.sampler.exclude(logits[index], row.mask)
-        best = logits.argmax(axis=1)
+            greedy = greedy or row.sampler.chain is None
+        best = logits.argmax(axis=1) if greedy else ()
         results: dict[int, RowResult] = {}
         for index, row in enumerate(wanting):
             assert isinstance(row.sampler, LlamaSampler)

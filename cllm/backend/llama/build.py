@@ -31,7 +31,7 @@ from cllm.backend.llama.recipe import SERVER_PROGRAMS, Recipe, revision
 from cllm.backend.llama.source import BINDINGS_VERSION, cache_directory, fetch_source
 from cllm.backend.llama.toolchain import BuildError
 
-__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "ensure_built", "find_built", "main"]
+__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main"]
 
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 _BYTES_PER_JOB = 2**30  # what the compiler takes for the largest sources
@@ -64,14 +64,6 @@ def find_built() -> Path | None:
             if facts.items() >= _suitable().items():
                 found.append((file.stat().st_mtime, file.parent))
     return max(found)[1] if found else None
-
-
-def ensure_built(log: Log) -> Path:
-    """The folder of the library, built first if need be (minutes). `log` gets whole lines.
-
-    Raises BuildError when no way to build it succeeds.
-    """
-    return find_built() or _build(Options(), log, _every_tenth(log))
 
 
 def _build(options: Options, log: Log, progress: Progress) -> Path:
