@@ -96,6 +96,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     logprobs: int = 0  # how many alternatives to report per token; 0 = none
     constraint: ConstraintSpec | None = None
+    markers: tuple[str, ...] = ()  # control tokens whose spelling is part of the answer's text
+    timeout_s: float | None = None  # from acceptance to the last token
+    priority: int = 0  # higher goes first
+    tenant: str = ""  # whose it is: shares are fair between tenants, caches are not shared across them
+    reuse: bool = True  # may take over, and leave behind, computed prefixes
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
