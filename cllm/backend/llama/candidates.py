@@ -13,6 +13,7 @@ from cllm.types import SamplingParams, TokenMask
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
+GROUP = 64  # tokens that are looked at by their maximum first
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -37,7 +38,6 @@ class Cut:
 class Candidates:
     """Room for the candidates of one row at a time. Each thread that samples has its own."""
 
-    FIRST_GAP = 8.0
     NARROW = 4096  # so few allowed tokens are taken as they are
 
     def __init__(self, api: Any, vocabulary_size: int) -> None:
@@ -45,7 +45,6 @@ class Candidates:
         self._ids = np.arange(vocabulary_size, dtype=np.int32)
         self._data = np.zeros(vocabulary_size, _CANDIDATE)
         self._pointer = self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
-        self._gap = self.FIRST_GAP  # what has been enough lately
 
     def choose(self, chain: Any, logits: Logits, cut: Cut, mask: TokenMask | None = None) -> int:
         """Run a chain over a row of logits; returns the token it selected. The row is left as it is."""
@@ -71,24 +70,29 @@ class Candidates:
             return None
         if mask is not None and np.count_nonzero(mask) <= self.NARROW:
             return np.flatnonzero(mask)
-        highest = logits.max()
+        if mask is not None:
+            logits = np.where(mask, logits, np.float32(-np.inf))
         if cut.gap:
-            if mask is not None:  # the best that is allowed counts
-                highest = logits.max(where=mask, initial=-np.inf)
-            return _above(logits, highest - cut.gap, mask)
-        for _ in range(3):
-            ids = _above(logits, highest - self._gap, mask)
-            if len(ids) >= cut.least:
-                if len(ids) > 1000 + 4 * cut.least:
-                    self._gap *= 0.9
-                return ids
-            self._gap *= 1.5
+            return np.flatnonzero(logits >= logits.max() - cut.gap)
+        return _likeliest(logits, cut.least)
+
+
+def _likeliest(logits: Logits, count: int) -> Ids | None:
+    """The `count` likeliest and a few more, in order of id; None where that would be most of them.
+
+    The vocabulary is dealt to groups as cards are. The `count`-th best of the groups' maxima is a threshold
+    that at least `count` tokens reach, so the likeliest all lie in groups whose maximum reaches it.
+    """
+    groups = len(logits) // GROUP
+    if count >= groups // 2:
         return None
-
-
-def _above(logits: Logits, threshold: float, mask: TokenMask | None) -> Ids:
-    ids = np.flatnonzero(logits >= threshold)
-    return ids if mask is None else ids[mask[ids]]
+    dealt = logits[: groups * GROUP].reshape(GROUP, groups)
+    maxima = dealt.max(axis=0)
+    threshold = np.partition(maxima, groups - count)[groups - count]
+    reached = np.flatnonzero(maxima >= threshold)
+    members = (reached + np.arange(0, groups * GROUP, groups)[:, None]).ravel()
+    ids: Ids = np.concatenate((members, np.arange(groups * GROUP, len(logits))))
+    return ids[logits[ids] >= threshold]
 
 
 def best(logits: Logits, mask: TokenMask | None) -> int:
