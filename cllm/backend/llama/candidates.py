@@ -92,7 +92,8 @@ def _likeliest(logits: Logits, count: int) -> Ids | None:
     reached = np.flatnonzero(maxima >= threshold)
     members = (reached + np.arange(0, groups * GROUP, groups)[:, None]).ravel()
     ids: Ids = np.concatenate((members, np.arange(groups * GROUP, len(logits))))
-    return ids[logits[ids] >= threshold]
+    enough: Ids = ids[logits[ids] >= threshold]
+    return enough
 
 
 def best(logits: Logits, mask: TokenMask | None) -> int:
