@@ -12,11 +12,12 @@ import numpy.typing as npt
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
 from cllm.backend.llama.batch import NativeBatch, count_ubatches
 from cllm.backend.llama.choosing import Chooser
-from cllm.backend.llama.context import LlamaContext, default_threads
+from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.backend.llama.ownership import Graveyard, Owned
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
+from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 from cllm.types import Limits, ModelFacts, SamplingParams
 
