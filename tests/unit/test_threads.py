@@ -61,8 +61,8 @@ def test_a_burst_and_a_small_neighbour_change_nothing() -> None:
     machine = Machine()
     governor = machine.governor()
     for _ in range(10):
-        machine.others = 1.5
-        machine.run(governor, 0.14)
+        machine.others = 1.0
+        machine.run(governor, 0.1)
         machine.others = 0.3
         assert machine.run(governor, 0.8) == 2
 
