@@ -19,15 +19,19 @@ class BlockKind(Enum):
 
 
 class Block(msgspec.Struct):
-    """One block; `text` is what was thought, said, or written as arguments (JSON text)."""
+    """One block. Its pieces are what was thought, said, or written as arguments (JSON text)."""
 
     index: int
     kind: BlockKind
     id: str  # letters and digits; each API puts its own prefix before it
     name: str = ""  # of the tool that is called
-    text: str = ""
+    pieces: list[str] = []
     logprobs: list[TokenLogprob] = []  # of words, where they were asked for
     cut: bool = False  # the answer's length ended it
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -120,7 +124,7 @@ class Blocks:
 
     def _grown(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> BlockEvent:
         assert self._open is not None
-        self._open.text += text
+        self._open.pieces.append(text)
         self._open.logprobs += logprobs
         return Grew(self._open, text, logprobs)
 

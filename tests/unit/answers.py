@@ -68,7 +68,8 @@ def answers(draw: st.DrawFn) -> list[Step]:
             steps.append(step(logprobs=(logprob("t"),)))  # its text is held back
         events = events[taken:]
     end = draw(st.sampled_from(ENDS))
-    if steps and draw(st.booleans()):
+    together = draw(st.booleans())
+    if steps and together:
         last, delta = steps.pop()
         return [*steps, (last, msgspec.structs.replace(delta, finish_reason=end, usage=USAGE))]
     return [*steps, step(end=end)]

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from cllm.server.anthropic.render import MessageAnswer
 from cllm.server.chat import Step
-from cllm.text.reply import AnswerText, CallArguments, CallBegun, ReasoningText
+from cllm.text.reply import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
 from cllm.types import FinishReason
 from tests.unit.answers import answers, failed, step
 
@@ -65,7 +65,7 @@ def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
 
 
 def test_the_events_of_an_answer_in_order() -> None:
-    call = [CallBegun(0, "look"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
+    call: list[ReplyEvent] = [CallBegun(0, "look"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
     steps = [step(ReasoningText("hm")), step(AnswerText("Hello")), step(*call, end=FinishReason.STOP)]
     start, _, *events = rendered(steps)
     begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
@@ -107,7 +107,7 @@ def test_why_it_stopped(last: Step, reason: str) -> None:
 
 @pytest.mark.parametrize("arguments", ["", '{"a": 1', "[1]", "1", '"x"', "null", "[" * 100_000])
 def test_arguments_that_are_no_object_are_none(arguments: str) -> None:
-    events = [CallBegun(0, "look"), *([CallArguments(0, arguments)] if arguments else [])]
+    events: list[ReplyEvent] = [CallBegun(0, "look"), *([CallArguments(0, arguments)] if arguments else [])]
     (block,) = whole([step(*events, end=FinishReason.LENGTH)])["content"]
     assert block["input"] == {}
 

@@ -18,13 +18,14 @@ from cllm.server.anthropic.content import (
 )
 from cllm.server.chat import Conversation
 from cllm.server.kinds import kinds
+from cllm.server.nullable import NullableBody
 from cllm.server.schema import Body, ConstrainedBody, StopText, Text
 from cllm.server.turns import Turns
 from cllm.text.dialects import Tool
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MOST_MESSAGES = 4096
-MOST_TOOLS = 128
+MOST_TOOLS = 512
 
 
 class UserMessage(Body):
@@ -90,7 +91,7 @@ class Thinking(Body):
 
 
 class Metadata(Body):
-    user_id: Identifier | None = Field(None, description="Ignored")
+    user_id: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Ignored")
 
 
 class JsonFormat(Body):
@@ -105,7 +106,7 @@ class OutputConfig(Body):
     format: JsonFormat | None = Field(None, description="A schema for the answer")
 
 
-class CountBody(ConstrainedBody):
+class CountBody(NullableBody, ConstrainedBody):
     """`POST /v1/messages/count_tokens`: everything that makes the prompt."""
 
     model: Identifier | None = Field(None, description="Any plain name is served by the loaded model")
@@ -202,7 +203,7 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = Field(
         None, description="Texts that end the answer; they are not part of it"
     )
-    stream: bool | None = Field(False, description="Answer as server-sent events")
+    stream: bool = Field(False, description="Answer as server-sent events")
     metadata: Metadata | None = Field(None, description="Ignored")
 
     model_config = ConfigDict(

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_val
 from cllm.errors import InvalidRequest
 from cllm.server.chat import Conversation
 from cllm.server.kinds import kinds
+from cllm.server.nullable import NullableBody
 from cllm.server.openai.chat_schema import MOST_MESSAGES, MOST_TOOLS, FunctionName
 from cllm.server.openai.responses_items import Item
 from cllm.server.openai.schema import Name
@@ -86,7 +87,7 @@ class ReasoningBody(Body):
     )
 
 
-class ResponsesBody(ConstrainedBody):
+class ResponsesBody(NullableBody, ConstrainedBody):
     """`POST /v1/responses`."""
 
     model: Name | None = Field(None, description="Any plain name is served by the loaded model")
@@ -124,7 +125,7 @@ class ResponsesBody(ConstrainedBody):
     include: Annotated[list[Name], Field(max_length=32)] | None = Field(
         None, description=f"`{LOGPROBS}` is honoured, anything else ignored"
     )
-    stream: bool | None = Field(False, description="Answer as server-sent events")
+    stream: bool = Field(False, description="Answer as server-sent events")
     store: bool | None = Field(None, description="Accepted; nothing is ever stored")
     metadata: (
         Annotated[
