@@ -7,18 +7,21 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cllm.server.anthropic import content
+from cllm.errors import InvalidRequest
+from cllm.server.anthropic import content as blocks
 from cllm.server.anthropic import schema as messages
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.errors import describe_validation, error_body
 from cllm.server.openai import responses_items, responses_schema
+from cllm.server.openai.chat_schema import ChatBody
 from cllm.server.openai.responses_schema import ResponsesBody
 from cllm.server.schema import Body
 
+USER = [{"role": "user", "content": "x"}]
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 BODIES = [
     kind
-    for module in (content, messages, responses_items, responses_schema)
+    for module in (blocks, messages, responses_items, responses_schema)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Body) and kind.__module__ == module.__name__
 ]
@@ -213,6 +216,52 @@ def test_errors_have_anthropics_names_on_its_routes_alone(status: int, kind: str
     for path in ("/v1/responses", "/v1/messages_else"):
         assert set(error_body(path, status, "x", "no")) == {"error"}
     assert set(error_body("/generate", status, "x", "no")) == {"success", "error", "message"}
+
+
+LONE: Any = {"type": "object", "description": "\ud83d"}
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (ResponsesBody, {"input": "x", "tools": [{**TOOL, "parameters": LONE}]}),
+        (ResponsesBody, {"input": "x", "chat_template_kwargs": LONE}),
+        (ResponsesBody, {"input": "x", "text": {"format": {"type": "json_schema", "schema": LONE}}}),
+        (CountBody, {"messages": USER, "tools": [{"name": "x", "input_schema": LONE}]}),
+        (CountBody, {"messages": USER, "output_config": {"format": {"type": "json_schema", "schema": LONE}}}),
+        (
+            CountBody,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "x", "input": LONE}],
+                    }
+                ]
+            },
+        ),
+        (
+            ChatBody,
+            {
+                "messages": USER,
+                "tools": [{"type": "function", "function": {"name": "x", "parameters": LONE}}],
+            },
+        ),
+        (ChatBody, {"messages": USER, "chat_template_kwargs": LONE}),
+    ],
+)
+def test_a_lone_surrogate_is_found_wherever_it_is(body: type[Body], fields: Any) -> None:
+    with pytest.raises(ValidationError, match="surrogate"):
+        body.model_validate(fields)
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "redacted_thinking", "data": "x"}]])
+def test_nothing_cannot_be_answered(content: list[Any]) -> None:
+    body = CountBody.model_validate({"messages": [{"role": "assistant", "content": content}]})
+    with pytest.raises(InvalidRequest, match="messages: "):
+        body.conversation()
+    with pytest.raises(InvalidRequest, match="input: "):
+        responses(input=[{"type": "reasoning", "summary": []}]).to_conversation()
 
 
 def test_only_one_form_of_the_answer_can_be_asked_for() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from cllm.server.kinds import NO_EYES, kinds
-from cllm.server.schema import Body, Text
+from cllm.server.schema import Body, JsonObject, Text
 from cllm.server.turns import JOINT, Turns
 
 MOST_BLOCKS = 4096
@@ -45,7 +45,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"] = Field(description="Always `tool_use`")
     id: Identifier = Field(description="As the answer that made it gave it")
     name: ToolName = Field(description="The tool that was called")
-    input: dict[str, Any] = Field(default={}, description="Its arguments")
+    input: JsonObject = Field(default={}, description="Its arguments")
 
     def add_to(self, turns: Turns, role: str) -> None:
         turns.call(self.id, self.name, json.dumps(self.input, ensure_ascii=False))

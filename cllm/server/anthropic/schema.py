@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from cllm.errors import InvalidRequest
 from cllm.server.anthropic.content import (
     MOST_BLOCKS,
     AssistantBlock,
@@ -19,7 +20,7 @@ from cllm.server.anthropic.content import (
 from cllm.server.chat import Conversation
 from cllm.server.kinds import kinds
 from cllm.server.nullable import NullableBody
-from cllm.server.schema import Body, ConstrainedBody, StopText, Text
+from cllm.server.schema import Body, ConstrainedBody, JsonObject, StopText, Text
 from cllm.server.turns import Turns
 from cllm.text.dialects import Tool
 from cllm.types import ConstraintKind, ConstraintSpec
@@ -58,7 +59,7 @@ class ClientTool(Body):
     description: Text | None = Field(
         None, max_length=1 << 14, description="What it does and when, for the model"
     )
-    input_schema: dict[str, Any] = Field(description="JSON schema of its arguments")
+    input_schema: JsonObject = Field(description="JSON schema of its arguments")
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
@@ -96,7 +97,7 @@ class Metadata(Body):
 
 class JsonFormat(Body):
     type: Literal["json_schema"] = Field(description="Always `json_schema`")
-    schema_: dict[str, Any] = Field(alias="schema", description="What the answer validates against")
+    schema_: JsonObject = Field(alias="schema", description="What the answer validates against")
 
 
 class OutputConfig(Body):
@@ -129,7 +130,7 @@ class CountBody(NullableBody, ConstrainedBody):
     thinking: Thinking | None = Field(None, description="Whether the model thinks before it answers")
     output_config: OutputConfig | None = Field(None, description="A schema for the answer; effort")
     temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = Field(
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
         None, description="Variables for the chat template. Not in Anthropic's"
     )
 
@@ -158,7 +159,7 @@ class CountBody(NullableBody, ConstrainedBody):
         return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(wanted.schema_))
 
     def conversation(self) -> Conversation:
-        """In neutral words."""
+        """In neutral words. Raises InvalidRequest."""
         wanted = self.tool_choice
         kind = "auto" if wanted is None else wanted.type
         tools = () if kind == "none" else tuple(tool.tool() for tool in self.tools or ())
@@ -185,6 +186,8 @@ class CountBody(NullableBody, ConstrainedBody):
             else:
                 for block in message.content:
                     block.add_to(turns, message.role)
+        if not turns.messages:
+            raise InvalidRequest("messages: there is nothing to answer in them", "messages")
         return turns
 
     def _options(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cllm.server.nullable import NullableBody
 from cllm.server.openai.chat_schema import MOST_MESSAGES, MOST_TOOLS, FunctionName
 from cllm.server.openai.responses_items import Item
 from cllm.server.openai.schema import Name
-from cllm.server.schema import Body, ConstrainedBody, StopText, Text
+from cllm.server.schema import Body, ConstrainedBody, JsonObject, StopText, Text
 from cllm.server.turns import Turns
 from cllm.text.dialects import Tool
 from cllm.types import ConstraintKind, ConstraintSpec
@@ -29,7 +29,7 @@ class FunctionTool(Body):
     description: Text | None = Field(
         None, max_length=1 << 14, description="What it does and when, for the model"
     )
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments")
+    parameters: JsonObject | None = Field(None, description="JSON schema of its arguments")
     strict: bool | None = Field(None, description="Ignored: forced calls always fit the schema")
 
     def tool(self) -> Tool:
@@ -61,9 +61,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is")
     name: Name | None = Field(None, description="Of the schema; ignored")
     description: Text | None = Field(None, max_length=1 << 14, description="Of the schema; ignored")
-    schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="What the answer validates against"
-    )
+    schema_: JsonObject | None = Field(None, alias="schema", description="What the answer validates against")
     strict: bool | None = Field(None, description="Ignored: the schema is always kept")
 
     @model_validator(mode="after")
@@ -138,7 +136,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         None, description="Nothing is ever cut off: an input that does not fit is a 400"
     )
     user: Name | None = Field(None, description="Ignored")
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = Field(
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
         None, description="Variables for the chat template, for example `enable_thinking`. Not in OpenAI's"
     )
     previous_response_id: Name | None = Field(None, description="Refused: this server is stateless")
