@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
@@ -13,6 +16,7 @@ import pytest
 from anthropic.types import MessageParam
 from pydantic import BaseModel
 
+from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server, wait_for
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
@@ -299,3 +303,17 @@ def test_nothing_is_left_behind(client: anthropic.Anthropic, embedded: Server) -
     ) as stream:
         next(iter(stream))
     wait_for(lambda: embedded.idle() or None)
+
+
+def test_death_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        client.messages.stream(model="any", max_tokens=3000, messages=QUESTION) as stream,
+    ):
+        next(iter(stream.text_stream))
+        os.kill(server.child("engine"), signal.SIGKILL)
+        with pytest.raises(anthropic.APIStatusError) as failure:
+            stream.until_done()
+    body: Any = failure.value.body
+    assert body["type"] == "error" and body["error"]["type"] == "api_error"
