@@ -58,7 +58,8 @@ class Bar:
     def verdict(self) -> str:
         if self.kept is None:
             return "not measured"
-        return f"met, {self.by}" if self.kept else f"MISSED by {self.by}"
+        met = f"met, {self.by}" if self.by else "met"
+        return met if self.kept else f"MISSED by {self.by}"
 
 
 @dataclass(frozen=True, slots=True)

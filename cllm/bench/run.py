@@ -60,7 +60,7 @@ class Options:
 
     @property
     def round_count(self) -> int:
-        return QUICK_ROUNDS if self.quick else self.rounds
+        return min(QUICK_ROUNDS, self.rounds) if self.quick else self.rounds
 
     def settings(self, definition: Definition) -> ServerSettings:
         return ServerSettings(
