@@ -19,6 +19,7 @@ from cllm.errors import SetupError
 COLOURS = ("#d1495b", "#30638e", "#66a182", "#8d6a9f", "#edae49", "#4a4a4a")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _PANEL_INCHES = (6.2, 3.9)
+_LEAST_GAP_MS = 0.5  # less is two pieces in one packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ def _first_token(axis: Any, comparison: Comparison, workload: str) -> None:
             linewidth=1.8,
         )
     axis.set_xscale("log")
+    _plain_numbers(axis.xaxis)
     axis.set_xlabel("first token, ms")
     axis.set_ylabel("part of the requests")
     axis.set_ylim(0, 1.02)
@@ -172,6 +174,8 @@ def _gaps(axis: Any, comparison: Comparison, workload: str) -> None:
             if each.late:
                 axis.axvline(each.started_s, color=look["color"], linewidth=1, linestyle="--")
     axis.set_yscale("log")
+    axis.set_ylim(bottom=max(axis.get_ylim()[0], _LEAST_GAP_MS))
+    _plain_numbers(axis.yaxis)
     axis.set_xlabel("time in the round, s")
     axis.set_ylabel("gap, ms")
 
@@ -217,6 +221,15 @@ def _looks(comparison: Comparison, workload: str) -> list[tuple[dict[str, Any], 
 def _servers(comparison: Comparison) -> Sequence[str]:
     names = list(dict.fromkeys(each.peer for each in comparison.rounds))
     return sorted(names, key=lambda name: (name != CLLM, name))
+
+
+def _plain_numbers(axis: Any) -> None:
+    """1, 2, 5, 10 … instead of powers of ten."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _dress(axis: Any, title: str) -> None:

@@ -108,6 +108,7 @@ class _Bench:
         with _all_running(options.servers(definition), options.logs, definition.name) as servers:
             self._warm_up(definition, servers)
             rounds = min(options.round_count, definition.most_rounds)
+            rounds = min(rounds, definition.most_quick_rounds) if options.quick else rounds
             for number in range(1, rounds + 1):
                 for condition in definition.conditions(options.quick):
                     for server in _rotated(servers, number):
@@ -142,7 +143,7 @@ class _Bench:
     ) -> None:
         plan = make_plan(
             definition,
-            number,
+            f"{number} {condition}",  # a condition must not find the other's prompts in a cache
             quick=self.options.quick,
             clients=clients_of(condition),
             tokens_per_word=self.tokens_per_word,

@@ -76,6 +76,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     concurrency: tuple[Count, ...] = ()  # each round with so many clients, two requests for each
     quick_concurrency: tuple[Count, ...] = ()
     most_rounds: Count = 1000
+    most_quick_rounds: Count = 2
     folder: str = ""  # where prompt files are looked for; set by `read_file`
 
     def __post_init__(self) -> None:

@@ -56,13 +56,13 @@ class Plan:
 
 def make_plan(
     definition: Definition,
-    salt: int,
+    salt: str | int,
     *,
     quick: bool = False,
     clients: int | None = None,
     tokens_per_word: float = 1.0,
 ) -> Plan:
-    """The requests of round `salt`: always the same for the same number, and of no use to any other round.
+    """The requests of a round: always the same for the same `salt`, of no use to any other round.
 
     `clients` replaces the definition's number, with two requests for each and at least four.
     """
@@ -96,7 +96,7 @@ def single_requests(workload: str, requests: Sequence[BenchRequest], clients: in
 def _plan_group(
     definition: Definition,
     group: Group,
-    salt: int,
+    salt: str | int,
     quick: bool,
     clients: int | None,
     tokens_per_word: float,
