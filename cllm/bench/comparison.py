@@ -123,11 +123,8 @@ class Comparison:
     def _sound(self) -> list[Bar]:
         failed = sum(len(each.load.errors) for each in self.rounds)
         asked = sum(len(each.load.completions) for each in self.rounds)
-        bars = [
-            Bar(
-                "", "every request answered in full", f"{asked - failed} of {asked}", failed == 0, f"{failed}"
-            )
-        ]
+        measured = f"{asked - failed} of {asked}"
+        bars = [Bar("", "every request answered in full", measured, failed == 0, str(failed or ""))]
         shares = [each.waiting_cpu_s / each.load.wall_s for each in self.rounds]
         if shares and len({each.peer for each in self.rounds}) > 1:
             what = f"a server that waits uses ≤ {MOST_WAITING_CORES} cores"

@@ -126,6 +126,16 @@ def _totals(loads: Sequence[LoadResult]) -> list[float]:
     return [each.total_s for load in loads for each in load.answered]
 
 
+def _token_times(loads: Sequence[LoadResult]) -> list[float]:
+    """Seconds a token in each request after its first chunk, however its tokens came in chunks."""
+    return [
+        sum(each.gaps_s) / (each.generated_tokens - each.tokens_per_chunk)
+        for load in loads
+        for each in load.answered
+        if not each.late and len(each.chunks_s) > 1
+    ]
+
+
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else NAN
 
@@ -140,6 +150,9 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "first_token_p99_s": Figure(
         "first token p99, ms", lambda loads: percentile(first_tokens(loads), 99), 1e3, 0
+    ),
+    "token_p50_s": Figure(
+        "time per token p50, ms", lambda loads: percentile(_token_times(loads), 50), 1e3, 1
     ),
     "gap_p50_s": Figure("gap p50, ms", lambda loads: percentile(gaps(loads), 50), 1e3, 1),
     "gap_p99_s": Figure("gap p99, ms", lambda loads: percentile(gaps(loads), 99), 1e3, 1),
@@ -162,6 +175,7 @@ DEFAULT_FIGURES = (
     "tokens_per_second",
     "first_token_p50_s",
     "first_token_p99_s",
+    "token_p50_s",
     "gap_p50_s",
     "gap_p99_s",
     "gap_worst_s",

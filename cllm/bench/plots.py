@@ -30,6 +30,7 @@ class _Sheet:
     caption: str
     panel: Callable[[Any, Comparison, str], None]
     workloads: tuple[str, ...]
+    legend_scale: float = 1.0
 
 
 def draw(comparison: Comparison, folder: Path) -> list[Picture]:
@@ -61,7 +62,12 @@ def draw(comparison: Comparison, folder: Path) -> list[Picture]:
             labels |= dict(zip(names, handles, strict=True))
         named = [name for name in _servers(comparison) if name in labels]
         figure.legend(
-            [labels[name] for name in named], named, loc="upper center", ncol=len(named), frameon=False
+            [labels[name] for name in named],
+            named,
+            loc="upper center",
+            ncol=len(named),
+            frameon=False,
+            markerscale=sheet.legend_scale,
         )
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / height))
         figure.savefig(folder / "plots" / f"{sheet.name}.png", dpi=110)
@@ -82,7 +88,7 @@ def _sheets() -> tuple[_Sheet, ...]:
             "first-token",
             "First-token time: the part of all requests that had theirs by then, all rounds",
             _first_token,
-            ("distinct", "shared", "chat", "stall"),
+            ("distinct", "single", "shared", "chat"),
         ),
         _Sheet(
             "gaps",
@@ -90,6 +96,7 @@ def _sheets() -> tuple[_Sheet, ...]:
             "of the long prompt",
             _gaps,
             ("distinct", "shared", "stall", "long"),
+            legend_scale=2.5,
         ),
         _Sheet(
             "throughput",
