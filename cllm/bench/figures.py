@@ -129,7 +129,7 @@ def _totals(loads: Sequence[LoadResult]) -> list[float]:
 def _token_times(loads: Sequence[LoadResult]) -> list[float]:
     """Seconds a token in each request after its first chunk, however its tokens came in chunks."""
     return [
-        sum(each.gaps_s) / (each.generated_tokens - each.tokens_per_chunk)
+        sum(each.gaps_s) / (len(each.gaps_s) * each.tokens_per_chunk)
         for load in loads
         for each in load.answered
         if not each.late and len(each.chunks_s) > 1

@@ -38,7 +38,8 @@ class Completion:
 
     @property
     def tokens_per_chunk(self) -> float:
-        return self.generated_tokens / len(self.chunks_s) if self.chunks_s else 0.0
+        """Never less than one, whatever the server says."""
+        return max(1.0, self.generated_tokens / len(self.chunks_s)) if self.chunks_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

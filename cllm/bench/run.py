@@ -93,6 +93,7 @@ class _Bench:
     references: list[ReferenceRound] = field(default_factory=list)
     libraries: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
     tokens_per_word: float = 0.0
 
     def show(self, line: str) -> None:
@@ -160,7 +161,12 @@ class _Bench:
 
     def _reference(self, definition: Definition, reference: Reference, number: int) -> None:
         time.sleep(SETTLE_S)
-        found = reference.measure()
+        try:
+            found = reference.measure()
+        except SetupError as error:  # a build that cannot run here is a finding, not the end
+            self.notes[reference.name] = str(error)
+            self.show(f"  {definition.name}, {reference.name}: {error}")
+            return
         self.references.append(ReferenceRound(definition.name, reference.name, number, found))
         self.show(f"  {definition.name}, {reference.name}: {found}")
 
@@ -188,7 +194,7 @@ def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
         rounds=tuple(bench.rounds),
         references=tuple(bench.references),
         libraries=bench.libraries,
-        facts=_facts(options, load_average, time.monotonic() - bench.started),
+        facts={**_facts(options, load_average, time.monotonic() - bench.started), **bench.notes},
         failures=tuple(bench.failures),
         quick=options.quick,
     )
