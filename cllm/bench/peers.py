@@ -39,6 +39,7 @@ class ServerSettings:
     threads: int = 0  # 0: one per core this process may use
     log_level: str = "warning"
     prompt_cache: bool = False  # llama-server's, in RAM
+    library: Path | None = None  # folder of the library, for peers that can be told
 
     @property
     def thread_count(self) -> int:
@@ -111,8 +112,8 @@ def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool 
     return Peer(f"{LLAMA_SERVER} {layout}", command, OpenAIDialect(), "/health", LLAMA_SERVER)
 
 
-def example_server_peer(settings: ServerSettings, python: Path) -> Peer:
-    """llama-cpp-python's example server, in an interpreter that has `llama-cpp-python[server]`.
+def example_server_peer(settings: ServerSettings, python: Path | None = None) -> Peer:
+    """llama-cpp-python's example server, on our library in this interpreter, on its own in another.
 
     It computes one request at a time, so it gets the context of one; it does not know `ignore_eos`.
     """
@@ -121,10 +122,13 @@ def example_server_peer(settings: ServerSettings, python: Path) -> Peer:
         "--n_ctx": settings.ctx_size // settings.parallel,
         "--n_threads": settings.thread_count,
         "--n_threads_batch": settings.thread_count,
+        "--interrupt_requests": False,  # by default a new request ends the one that runs
     }
-    command = (str(python), "-m", "llama_cpp.server", *_flat(options))
+    command = (str(python or sys.executable), "-m", "llama_cpp.server", *_flat(options))
+    ours = python is None and settings.library is not None
+    environment = (("LLAMA_CPP_LIB_PATH", str(settings.library)),) if ours else ()
     dialect = OpenAIDialect(exact=False)
-    return Peer(EXAMPLE_SERVER, command, dialect, "/v1/models", environment=(("PYTHONPATH", ""),))
+    return Peer(EXAMPLE_SERVER, command, dialect, "/v1/models", environment=environment)
 
 
 def url_peer(url: str, name: str = "", model: str = "") -> Peer:
@@ -140,12 +144,12 @@ def url_peer(url: str, name: str = "", model: str = "") -> Peer:
 
 
 def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:
-    """`llama-server=PATH`, `llama-cpp-python=PYTHON`, `URL`, `NAME=URL` or the path of a llama-server."""
+    """`llama-server=PATH`, `llama-cpp-python`, `llama-cpp-python=PYTHON`, `URL`, `NAME=URL`, or a path."""
     name, _, value = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
     if "://" in value:
         return [url_peer(value, name)]
     if name == EXAMPLE_SERVER or text == EXAMPLE_SERVER:
-        return [example_server_peer(settings, Path(value if name else sys.executable))]
+        return [example_server_peer(settings, Path(value) if name else None)]
     if name not in ("", LLAMA_SERVER):
         raise SetupError(
             f"no kind of peer {name!r}: give {LLAMA_SERVER}=PATH, {EXAMPLE_SERVER}=PYTHON or a URL"

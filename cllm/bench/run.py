@@ -53,6 +53,7 @@ class Options:
     quick: bool = False  # fewer requests, two rounds, one KV layout: mechanics, not figures
     out: Path | None = None  # folder for REPORT.md, report.html, report.json and plots/
     threads: int = 0  # of every server; 0: one per core
+    library: Path | None = None  # folder of the library that cllm uses
     llama_bench: Path | None = None
     plain_library: Path | None = None
     command: tuple[str, ...] = ()  # what to start instead of the installed `cllm`
@@ -69,6 +70,7 @@ class Options:
             ctx_size=definition.ctx_size,
             threads=self.threads,
             prompt_cache=definition.prompt_cache,
+            library=self.library,
         )
 
     def servers(self, definition: Definition) -> list[Peer]:

@@ -19,8 +19,8 @@ from cllm.errors import SetupError
 LENGTHS = st.integers(1, 60) | st.tuples(st.integers(1, 30), st.integers(30, 60))
 
 
-def prompts(definition: Definition, salt: str | int, **options: int) -> list[str]:
-    plan = make_plan(definition, salt, **options)
+def prompts(definition: Definition, salt: str | int) -> list[str]:
+    plan = make_plan(definition, salt)
     return [turn.prompt for group in plan.groups for session in group.sessions for turn in session.turns]
 
 
@@ -209,3 +209,15 @@ def test_prompts_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("[]")
     with pytest.raises(SetupError, match=r"p\.jsonl"):
         make_plan(definition, 1)
+
+
+def test_the_example_in_the_documentation_is_a_workload(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "bench" / "README.md").read_text()
+    example = readme.partition("```toml\n")[2].partition("```")[0]
+    (tmp_path / "desk.toml").write_text(example)
+    (tmp_path / "letters.txt").write_text("Dear all\n")
+    plan = make_plan(read_file(tmp_path / "desk.toml"), 1)
+    assert [(group.name, len(group.sessions), group.clients) for group in plan.groups] == [
+        ("questions", 60, 0),
+        ("letters", 4, 1),
+    ]
