@@ -92,8 +92,8 @@ def _sheets() -> tuple[_Sheet, ...]:
         ),
         _Sheet(
             "gaps",
-            "Gaps between pieces of text over the time of the last round; the lines in stall are the arrival "
-            "of the long prompt",
+            "Gaps between pieces of text over the time of the last round; in stall, before and after the "
+            "arrival of the long prompt",
             _gaps,
             ("distinct", "shared", "stall", "long"),
             legend_scale=2.5,
@@ -161,8 +161,10 @@ def _first_token(axis: Any, comparison: Comparison, workload: str) -> None:
 def _gaps(axis: Any, comparison: Comparison, workload: str) -> None:
     for look, peer in _looks(comparison, workload):
         one = comparison.select(workload, peer, comparison.conditions(workload)[0])[-1]
+        arrivals = [each.started_s for each in one.load.answered if each.late]
+        begin = min(arrivals, default=0.0)  # servers differ in when a late prompt comes: it is their zero
         points = [
-            (later, (later - earlier) * 1000)
+            (later - begin, (later - earlier) * 1000)
             for each in one.load.answered
             if not each.late
             for earlier, later in pairwise(each.chunks_s)
@@ -177,13 +179,12 @@ def _gaps(axis: Any, comparison: Comparison, workload: str) -> None:
             marker=look["marker"],
             linewidths=0,
         )
-        for each in one.load.answered:
-            if each.late:
-                axis.axvline(each.started_s, color=look["color"], linewidth=1, linestyle="--")
+        if arrivals:
+            axis.axvline(0, color="#4a4a4a", linewidth=1, linestyle="--")
     axis.set_yscale("log")
     axis.set_ylim(bottom=max(axis.get_ylim()[0], _LEAST_GAP_MS))
     _plain_numbers(axis.yaxis)
-    axis.set_xlabel("time in the round, s")
+    axis.set_xlabel("time since the late prompt was sent, s" if arrivals else "time in the round, s")
     axis.set_ylabel("gap, ms")
 
 

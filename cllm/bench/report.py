@@ -59,8 +59,9 @@ def write_report(folder: Path, name: str, markdown: str, data: object) -> tuple[
 
 
 def write_json(path: Path, data: object, indent: int | None = None) -> None:
-    """`data` may hold dataclasses and NaN (null there)."""
-    path.write_text(json.dumps(_plain(data), indent=indent, ensure_ascii=False) + "\n")
+    """`data` may hold dataclasses and NaN (null there); without `indent`, as short as can be."""
+    separators = (",", ":") if indent is None else None
+    path.write_text(json.dumps(_plain(data), indent=indent, separators=separators, ensure_ascii=False) + "\n")
 
 
 def _plain(value: object) -> object:

@@ -199,7 +199,7 @@ def _request_record(one: Completion) -> dict[str, object]:
     found = asdict(one)
     del found["text"], found["chunks_s"]
     found["first_token_s"] = one.first_token_s
-    found["chunks_ms"] = [round(at * 1000, 1) for at in one.chunks_s]
+    found["gaps_ms"] = [round(gap * 1000, 1) for gap in one.gaps_s]
     return found
 
 

@@ -123,7 +123,7 @@ def test_the_whole_report_is_written(tmp_path: Path) -> None:
     write_json(tmp_path / "report.json", record(measured))
     read = json.loads((tmp_path / "report.json").read_text())
     assert len(read["rounds"]) == len(measured.rounds)
-    assert read["rounds"][0]["requests"][0]["chunks_ms"][0] == pytest.approx(44.0)
+    assert read["rounds"][0]["requests"][0]["gaps_ms"] == [44.0] * 24
 
 
 def test_peers_are_spelled_in_these_ways(tmp_path: Path) -> None:
