@@ -166,7 +166,7 @@ class _Bench:
         try:
             found = reference.measure()
         except SetupError as error:  # a build that cannot run here is a finding, not the end
-            self.notes[reference.name] = str(error)
+            self.notes[reference.name] = "does not run here"
             self.show(f"  {definition.name}, {reference.name}: {error}")
             return
         self.references.append(ReferenceRound(definition.name, reference.name, number, found))
@@ -248,13 +248,19 @@ def measure_round(
 
 def measure_tokens_per_word(server: RunningPeer) -> float:
     """How many tokens of this model a word of ours takes; 1 if the server does not count prompts."""
-    short, long = 16, 80
-    requests = [BenchRequest(words("calibration", count), 1) for count in (short, long)]
+    short, long, samples = 16, 80, 4
+    requests = [
+        BenchRequest(words(f"calibration {number}", count), 1)
+        for count in (short, long)
+        for number in range(samples)
+    ]
     load = run_load(server.address, server.peer.dialect, single_requests("calibration", requests))
     counts = [each.prompt_tokens for each in load.answered if each.prompt_tokens is not None]
     if load.errors:
         raise SetupError(f"{server.peer.name} does not answer: {load.errors[0]}")
-    return max(0.25, (counts[1] - counts[0]) / (long - short)) if len(counts) == 2 else 1.0
+    if len(counts) < len(requests):
+        return 1.0
+    return max(0.25, (sum(counts[samples:]) - sum(counts[:samples])) / (samples * (long - short)))
 
 
 @contextmanager

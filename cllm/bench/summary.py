@@ -37,13 +37,13 @@ def make_document(comparison: Comparison, pictures: Sequence[Picture] = ()) -> D
 
 
 def record(comparison: Comparison) -> dict[str, object]:
-    """For machines: everything but the texts."""
+    """For machines: everything but the texts and the paths of this one."""
     return {
         "facts": comparison.facts,
         "libraries": comparison.libraries,
         "quick": comparison.quick,
         "failures": comparison.failures,
-        "definitions": msgspec.to_builtins(comparison.definitions),
+        "definitions": [_without_path(each) for each in comparison.definitions],
         "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in comparison.bars()],
         "references": comparison.references,
         "rounds": [_round_record(each) for each in comparison.rounds],
@@ -177,6 +177,10 @@ def _python_table(comparison: Comparison) -> Table:
                     )
                 )
     return Table(("workload", "Python with sampling, %", "sampling alone, %", "ms a step"), rows)
+
+
+def _without_path(definition: Definition) -> object:
+    return msgspec.to_builtins(msgspec.structs.replace(definition, folder=""))
 
 
 def _round_record(one: Round) -> dict[str, object]:

@@ -121,6 +121,7 @@ def test_the_whole_report_is_written(tmp_path: Path) -> None:
     assert "&lt;tiny&gt;" in page and "<tiny>" not in page
     assert 'class="missed"' in page
     write_json(tmp_path / "report.json", record(measured))
+    assert str(Path(__file__).parents[2]) not in (tmp_path / "report.json").read_text()
     read = json.loads((tmp_path / "report.json").read_text())
     assert len(read["rounds"]) == len(measured.rounds)
     assert read["rounds"][0]["requests"][0]["gaps_ms"] == [44.0] * 24
