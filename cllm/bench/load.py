@@ -1,142 +1,196 @@
-"""The load generator: a closed loop of streaming clients in one event loop.
+"""The load generator: streaming clients in one event loop, in a closed loop or at times of their own.
 
-While the clock runs it only sends bytes and stores what comes back; decoding follows afterwards.
+While the clock runs it only sends bytes and stores what comes back; decoding follows afterwards, but for the
+answers that a chat has to send back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
 
-from cllm.bench.dialects import Dialect
+from cllm.bench.dialects import Dialect, Piece
+from cllm.bench.result import Completion, LoadResult
 from cllm.bench.wire import Address, Response, post
-from cllm.bench.workloads import BenchRequest, Workload
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What became of one request. Times in seconds; `started_s` counts from the start of the load."""
-
-    index: int
-    started_s: float
-    total_s: float = 0.0
-    first_token_s: float | None = None
-    gaps_s: tuple[float, ...] = ()  # between pieces of text
-    generated_tokens: int = 0
-    prompt_tokens: int | None = None  # None where the server does not tell
-    finish_reason: str | None = None
-    text: str = ""
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """One run of a workload. `completions` are in the order of the workload's requests."""
-
-    workload: str
-    wall_s: float
-    client_cpu_s: float
-    completions: tuple[Completion, ...]
-
-    @property
-    def generated_tokens(self) -> int:
-        return sum(completion.generated_tokens for completion in self.completions)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.wall_s
-
-    @property
-    def errors(self) -> tuple[str, ...]:
-        return tuple(
-            f"request {completion.index}: {completion.error}"
-            for completion in self.completions
-            if completion.error is not None
-        )
+from cllm.bench.workloads import BenchRequest, GroupPlan, Plan, Session
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
     """A request as it went over the wire: a response, or why there is none."""
 
-    index: int
-    started_at: float
+    order: tuple[int, int, int]  # group, session, turn
+    request: BenchRequest
+    due_at: float
     ended_at: float
     outcome: Response | str
 
 
-def run_load(address: Address, dialect: Dialect, workload: Workload, timeout_s: float = 300.0) -> LoadResult:
-    """Run `workload` against a server and wait for the end. Never raises for what a server does."""
-    return asyncio.run(generate_load(address, dialect, workload, timeout_s))
+@dataclass(slots=True)
+class _Running:
+    """Tells late groups when each of `streams` others has received `chunks` packets, or all have ended."""
+
+    streams: int
+    chunks: int
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def counter(self) -> Callable[[], None]:
+        """To be called at each packet of one stream."""
+        left = self.chunks
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.streams -= 1
+                if self.streams <= 0:
+                    self.reached.set()
+
+        return count
+
+
+def run_load(address: Address, dialect: Dialect, plan: Plan, timeout_s: float = 300.0) -> LoadResult:
+    """Run `plan` against a server and wait for the end. Never raises for what a server does."""
+    return asyncio.run(generate_load(address, dialect, plan, timeout_s))
 
 
 async def generate_load(
-    address: Address, dialect: Dialect, workload: Workload, timeout_s: float = 300.0
+    address: Address, dialect: Dialect, plan: Plan, timeout_s: float = 300.0
 ) -> LoadResult:
     """`run_load` inside an event loop that is already there. `timeout_s` is for each request."""
-    todo = iter([(index, dialect.body(request)) for index, request in enumerate(workload.requests)])
-    exchanges: list[_Exchange] = []
-
-    async def client() -> None:
-        for index, body in todo:
-            started_at = time.perf_counter()
-            outcome = await _ask(address, dialect.path, body, timeout_s)
-            exchanges.append(_Exchange(index, started_at, time.perf_counter(), outcome))
-
+    generator = _Generator(address, dialect, timeout_s, plan)
     cpu_before, start = time.process_time(), time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(workload.clients)))
+    await generator.run(start)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_before
-    exchanges.sort(key=lambda each: each.index)
-    completions = (
-        replace(decode(each, dialect, workload.requests[each.index]), started_s=each.started_at - start)
-        for each in exchanges
+    exchanges = sorted(generator.exchanges, key=lambda each: each.order)
+    completions = tuple(
+        decode(each, dialect, start, index, plan.groups[each.order[0]])
+        for index, each in enumerate(exchanges)
     )
-    return LoadResult(workload.name, wall_s, cpu_s, tuple(completions))
+    return LoadResult(plan.workload, wall_s, cpu_s, completions)
 
 
-async def _ask(address: Address, path: str, body: bytes, timeout_s: float) -> Response | str:
-    try:
-        return await post(address, path, body, timeout_s)
-    except TimeoutError:
-        return f"no complete answer within {timeout_s:g} s"
-    except OSError as error:
-        return str(error)
+class _Generator:
+    """The clients of one load."""
+
+    def __init__(self, address: Address, dialect: Dialect, timeout_s: float, plan: Plan) -> None:
+        self.exchanges: list[_Exchange] = []
+        self._address, self._dialect, self._timeout_s, self._plan = address, dialect, timeout_s, plan
+        early = [group for group in plan.groups if not group.after_chunks]
+        streams = sum(group.clients or len(group.sessions) for group in early)
+        self._running = _Running(streams, max((group.after_chunks for group in plan.groups), default=0))
+
+    async def run(self, start: float) -> None:
+        early: list[Coroutine[None, None, None]] = []
+        late: list[Coroutine[None, None, None]] = []
+        for number, group in enumerate(self._plan.groups):
+            (late if group.after_chunks else early).append(self._group(number, group, start))
+
+        async def early_ones() -> None:
+            await asyncio.gather(*early)
+            self._running.reached.set()
+
+        await asyncio.gather(early_ones(), *late)
+
+    async def _group(self, number: int, group: GroupPlan, start: float) -> None:
+        if group.after_chunks:
+            await self._running.reached.wait()
+            start = time.perf_counter()
+        todo = iter(enumerate(group.sessions))
+
+        async def client() -> None:
+            for index, session in todo:
+                await self._session(number, index, session, time.perf_counter())
+
+        async def at_its_time(index: int, session: Session) -> None:
+            due_at = start + session.at_s
+            await asyncio.sleep(due_at - time.perf_counter())
+            await self._session(number, index, session, due_at)
+
+        if group.clients:
+            await asyncio.gather(*(client() for _ in range(group.clients)))
+        else:
+            await asyncio.gather(*(at_its_time(index, session) for index, session in todo))
+
+    async def _session(self, group: int, index: int, session: Session, due_at: float) -> None:
+        """All turns; one that fails ends the session, and those after it fail for its sake."""
+        said: list[str] = []
+        failed = ""
+        on_packet = self._running.counter() if self._running.chunks else None
+        for turn, request in enumerate(session.turns):
+            outcome: Response | str = failed
+            if not failed:
+                path, body = self._dialect.post(request, said if session.is_chat else None)
+                outcome = await self._ask(path, body, on_packet)
+            exchange = _Exchange((group, index, turn), request, due_at, time.perf_counter(), outcome)
+            self.exchanges.append(exchange)
+            if turn + 1 < len(session.turns):
+                answer = decode(exchange, self._dialect, due_at, 0, self._plan.groups[group])
+                failed = "an earlier turn failed" if answer.error else ""
+                said += [request.prompt, answer.text]
+            due_at = time.perf_counter()
+
+    async def _ask(self, path: str, body: bytes, on_packet: Callable[[], None] | None) -> Response | str:
+        try:
+            return await post(self._address, path, body, self._timeout_s, on_packet)
+        except TimeoutError:
+            return f"no complete answer within {self._timeout_s:g} s"
+        except OSError as error:
+            return str(error)
 
 
-def decode(exchange: _Exchange, dialect: Dialect, request: BenchRequest) -> Completion:
+def decode(exchange: _Exchange, dialect: Dialect, start: float, index: int, group: GroupPlan) -> Completion:
     """Read a recorded exchange; anything but a complete stream of the length asked for is an error."""
-    failed = Completion(exchange.index, 0.0, exchange.ended_at - exchange.started_at)
+
+    def failed(error: str) -> Completion:
+        total_s = exchange.ended_at - exchange.due_at
+        return Completion(
+            index, exchange.due_at - start, group.name, bool(group.after_chunks), total_s, error=error
+        )
+
     response = exchange.outcome
     if isinstance(response, str):
-        return replace(failed, error=response)
+        return failed(response)
     if response.head.status != 200:
         body = response.body()[:200].decode(errors="replace")
-        return replace(failed, error=f"status {response.head.status}: {body}")
+        return failed(f"status {response.head.status}: {body}")
     try:
         timed = [(event.at, dialect.read(event.payload)) for event in response.events()]
     except ValueError as error:
-        return replace(failed, error=f"cannot read the stream: {error}")
+        return failed(f"cannot read the stream: {error}")
     pieces = [piece for _, piece in timed]
-    times = [at for at, piece in timed if piece.text]
-    counts = [piece.generated_tokens for piece in pieces if piece.generated_tokens is not None]
-    prompt_counts = [piece.prompt_tokens for piece in pieces if piece.prompt_tokens is not None]
-    generated = counts[-1] if counts else len(times)
-    errors = [piece.error for piece in pieces if piece.error is not None]
-    if not errors and not any(piece.final for piece in pieces):
-        errors = ["the stream ended without its last event"]
-    if not errors and request.ignore_eos and generated != request.max_tokens:
-        errors = [f"{generated} tokens instead of {request.max_tokens}"]
+    chunks_s = tuple(at - start for at, piece in timed if piece.text)
+    generated = _last(piece.generated_tokens for piece in pieces)
+    generated = len(chunks_s) if generated is None else generated
     return Completion(
-        index=exchange.index,
-        started_s=0.0,
-        total_s=response.ended_at - response.sent_at,
-        first_token_s=times[0] - response.sent_at if times else None,
-        gaps_s=tuple(later - earlier for earlier, later in pairwise(times)),
+        index=index,
+        started_s=exchange.due_at - start,
+        group=group.name,
+        late=bool(group.after_chunks),
+        total_s=response.ended_at - exchange.due_at,
+        chunks_s=chunks_s,
         generated_tokens=generated,
-        prompt_tokens=prompt_counts[-1] if prompt_counts else None,
+        prompt_tokens=_last(piece.prompt_tokens for piece in pieces),
+        cached_tokens=_last(piece.cached_tokens for piece in pieces),
         finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason), None),
         text="".join(piece.text for piece in pieces),
-        error=errors[0] if errors else None,
+        error=_fault(pieces, generated, exchange.request, dialect),
     )
+
+
+def _fault(pieces: list[Piece], generated: int, request: BenchRequest, dialect: Dialect) -> str | None:
+    errors = [piece.error for piece in pieces if piece.error is not None]
+    if errors:
+        return errors[0]
+    if not any(piece.final for piece in pieces):
+        return "the stream ended without its last event"
+    if dialect.exact and request.ignore_eos and generated != request.max_tokens:
+        return f"{generated} tokens instead of {request.max_tokens}"
+    return None
+
+
+def _last(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return known[-1] if known else None

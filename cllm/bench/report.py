@@ -9,10 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 
-import numpy as np
-
-from cllm.bench.load import LoadResult
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -36,38 +32,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """One load in numbers; times in seconds."""
-
-    tokens_per_second: float
-    first_token_p50_s: float
-    first_token_p99_s: float
-    gap_p50_s: float
-    gap_p99_s: float
-    gap_worst_s: float
-    total_p50_s: float
-    total_p99_s: float
-
-    @classmethod
-    def of(cls, load: LoadResult) -> Figures:
-        """Of the requests that were answered; NaN where there is nothing to count."""
-        good = [completion for completion in load.completions if completion.error is None]
-        first = [each.first_token_s for each in good if each.first_token_s is not None]
-        gaps = [gap for each in good for gap in each.gaps_s]
-        total = [each.total_s for each in good]
-        return cls(
-            tokens_per_second=load.tokens_per_second,
-            first_token_p50_s=percentile(first, 50),
-            first_token_p99_s=percentile(first, 99),
-            gap_p50_s=percentile(gaps, 50),
-            gap_p99_s=percentile(gaps, 99),
-            gap_worst_s=percentile(gaps, 100),
-            total_p50_s=percentile(total, 50),
-            total_p99_s=percentile(total, 99),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """Rows of text under headings; prints as Markdown that is also readable as it stands."""
 
@@ -85,18 +49,19 @@ class Table:
         return "\n".join([heading, rule, *body])
 
 
-def percentile(values: Sequence[float], rank: float) -> float:
-    """The `rank`-th percentile, 0 to 100; NaN of nothing."""
-    return float(np.percentile(values, rank)) if len(values) else float("nan")
-
-
 def write_report(folder: Path, name: str, markdown: str, data: object) -> tuple[Path, Path]:
     """Write `folder`/`name`.md and .json; makes the folder; returns both paths."""
     folder.mkdir(parents=True, exist_ok=True)
     text, record = folder / f"{name}.md", folder / f"{name}.json"
     text.write_text(markdown.rstrip() + "\n")
-    record.write_text(json.dumps(_plain(data), indent=1, ensure_ascii=False) + "\n")
+    write_json(record, data, indent=1)
     return text, record
+
+
+def write_json(path: Path, data: object, indent: int | None = None) -> None:
+    """`data` may hold dataclasses and NaN (null there); without `indent`, as short as can be."""
+    separators = (",", ":") if indent is None else None
+    path.write_text(json.dumps(_plain(data), indent=indent, separators=separators, ensure_ascii=False) + "\n")
 
 
 def _plain(value: object) -> object:

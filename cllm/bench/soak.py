@@ -19,10 +19,11 @@ from cllm.bench.footprint import Footprint
 from cllm.bench.load import run_load
 from cllm.bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
 from cllm.bench.report import Table, write_report
-from cllm.bench.workloads import soak
+from cllm.bench.workloads import Definition, Group, make_plan
 from cllm.errors import SetupError
 
 TENTHS = 10
+CLIENTS = 16
 MOST_GROWTH = 1.02
 SETTLE_S = 1.0
 
@@ -79,8 +80,9 @@ def find_faults(samples: Sequence[Sample]) -> list[str]:
 
 
 def _tenth(server: RunningPeer, number: int, count: int) -> Sample:
-    workload = soak(number, count=count)
-    load = run_load(server.address, server.peer.dialect, workload)
+    group = Group(count=count, prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
+    workload = Definition(name="soak", about="short requests of mixed sizes", groups=(group,))
+    load = run_load(server.address, server.peer.dialect, make_plan(workload, number))
     time.sleep(SETTLE_S)
     done = (number + 1) * count
     rate = count / load.wall_s

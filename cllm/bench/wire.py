@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
@@ -110,9 +110,16 @@ class Response:
             position += 2
 
 
-async def post(address: Address, path: str, body: bytes, timeout_s: float) -> Response:
+async def post(
+    address: Address,
+    path: str,
+    body: bytes,
+    timeout_s: float,
+    on_packet: Callable[[], None] | None = None,
+) -> Response:
     """Send JSON over a connection of its own and wait for the whole answer; connecting counts as sending.
 
+    `on_packet` is called at everything that arrives.
     Every request gets a new connection because llama-server closes its own after a stream, unannounced.
     Raises OSError, or its kind TimeoutError.
     """
@@ -123,7 +130,7 @@ async def post(address: Address, path: str, body: bytes, timeout_s: float) -> Re
     ).encode() + body
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout_s):
-        transport, recorder = await loop.create_connection(_Recorder, *address)
+        transport, recorder = await loop.create_connection(lambda: _Recorder(on_packet), *address)
         try:
             transport.write(request)
             head = await recorder.ended
@@ -135,8 +142,9 @@ async def post(address: Address, path: str, body: bytes, timeout_s: float) -> Re
 class _Recorder(asyncio.Protocol):
     """Keeps every packet with its time and finds the end of the response, parsing nothing but its head."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_packet: Callable[[], None] | None) -> None:
         self.packets: list[Packet] = []
+        self._on_packet = on_packet
         self.ended: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._head: Head | None = None
         self._received = 0
@@ -144,6 +152,8 @@ class _Recorder(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.packets.append(Packet(perf_counter(), data))
+        if self._on_packet is not None:
+            self._on_packet()
         if self._is_complete(data) and self._head is not None and not self.ended.done():
             self.ended.set_result(self._head)
 

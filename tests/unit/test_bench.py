@@ -9,16 +9,17 @@ import random
 
 import pytest
 
-from cllm.bench.dialects import CllmDialect, OpenAIDialect
+from cllm.bench.dialects import CllmDialect
 from cllm.bench.drift import Drift, ratio, raw_ratio
 from cllm.bench.lease_log import LeaseLog
-from cllm.bench.load import LoadResult, generate_load
+from cllm.bench.load import generate_load
 from cllm.bench.report import Spread, Table
+from cllm.bench.result import LoadResult
 from cllm.bench.wire import Address
-from cllm.bench.workloads import WORKLOADS, BenchRequest, Workload, distinct
+from cllm.bench.workloads import BenchRequest, single_requests
 
 TOKENS = 10
-WORKLOAD = Workload("w", 1, (BenchRequest("p", TOKENS),))
+PLAN = single_requests("w", [BenchRequest("p", TOKENS)])
 
 
 def events() -> list[bytes]:
@@ -56,7 +57,7 @@ def load_from(pieces: list[bytes]) -> LoadResult:
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             address = Address(*server.sockets[0].getsockname()[:2])
-            load = await generate_load(address, CllmDialect(), WORKLOAD, 5)
+            load = await generate_load(address, CllmDialect(), PLAN, 5)
             await answered.wait()
             return load
 
@@ -86,15 +87,6 @@ def test_a_stream_is_read_right_wherever_the_packets_are_cut(kind: str, seed: in
 def test_what_went_wrong_is_an_error_and_not_a_figure(raw: bytes, words: str) -> None:
     load = load_from([raw])
     assert len(load.errors) == 1 and words in load.errors[0]
-
-
-def test_workloads_are_the_same_again_and_share_no_beginning() -> None:
-    for make in WORKLOADS.values():
-        assert make(3) == make(3) != make(4)
-    firsts = [request.prompt.split()[0] for variant in range(6) for request in distinct(variant).requests]
-    assert len(set(firsts)) == len(firsts)
-    for dialect in (CllmDialect(), OpenAIDialect()):
-        assert json.loads(dialect.body(distinct().requests[0]))["ignore_eos"] is True
 
 
 def test_the_log_audit_finds_a_shared_id_a_missing_clear_and_a_bad_position() -> None:
