@@ -82,7 +82,7 @@ def cllm_peer(
     options = {
         "--parallel": settings.parallel,
         "--ctx-size": settings.ctx_size,
-        "--threads": settings.thread_count,
+        "--threads": settings.threads,
         "--log-level": settings.log_level,
     }
     arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options)]
