@@ -155,6 +155,9 @@ class LlamaBackend(Backend):
             results[row.sequence_id] = RowResult((token,), logprobs)
         return tuple(results.get(row.sequence_id, RowResult()) for row in rows)
 
+    def interrupt(self, stop: bool) -> None:
+        self._context.abort_switch.set(stop)
+
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
         if not params.greedy:

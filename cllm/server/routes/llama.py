@@ -103,6 +103,7 @@ async def to_request(engine: Engine, body: LlamaCompletionBody) -> Request:
         stop=tuple(body.stop),
         logprobs=body.n_probs,
         constraint=await constraint_of(engine, body),
+        **body.scheduling(),
     )
 
 

@@ -74,6 +74,7 @@ class Job:
                         stop=self.body.stops,
                         logprobs=logprobs,
                         constraint=self.constraint,
+                        **self.body.scheduling(),
                     )
                     streams.append(self.engine.submit(request, AsyncStream))
         except CllmError:
