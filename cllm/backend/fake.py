@@ -161,7 +161,7 @@ class FakeBackend(Backend):
         assert not self.closed
         self._check(batch)
         status = self._native("forward")
-        if self.step_s and self._interrupted.wait(self.step_s):
+        if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
             status = StepStatus.ABORTED
         if status is None and self._over_full(batch):
             status = StepStatus.NO_ROOM

@@ -22,9 +22,9 @@ class Admission:
     While one tenant is alone, the engine is given a few more than it can run, so that a freed sequence has
     a successor in the very next step. With several, it is given as many as it can run: whoever is in the
     engine cannot be overtaken any more. Of those places a tenant keeps, for some seconds after its last
-    request, as many as it used lately, up to its share by weight: its next request need not wait until one
-    of somebody else's has ended. Everybody else waits here, where order can still change, and where they
-    can be cancelled, refused and replayed.
+    request, as many as it used lately, up to its share by weight and unless it has had more than the
+    others: its next request need not wait until one of somebody else's has ended. Everybody else waits
+    here, where order can still change, and where they can be cancelled, refused and replayed.
 
     The queue is bounded by requests and by prompt tokens. What may be generated is not counted: it is
     rarely generated, and a client that asks for "as much as fits" would close the queue by itself.
@@ -109,7 +109,7 @@ class Admission:
         return limits.unified and sum(each.tokens for each in self._engine.values()) >= limits.cells
 
     def _gate(self, limits: Limits, now: float) -> _Gate:
-        return _Gate(self.tenants.active(now), limits.sequences, len(self._engine), now)
+        return _Gate(self.tenants, limits.sequences, len(self._engine), now)
 
     def _enter(self, ticket: Ticket, now: float) -> None:
         ticket.place = Place.ENGINE
@@ -177,19 +177,24 @@ def window(sequences: int) -> int:
 class _Gate:
     """Whether one more request of a tenant may go into the engine now."""
 
-    def __init__(self, active: list[Tenant], sequences: int, inside: int, now: float) -> None:
+    def __init__(self, tenants: Tenants, sequences: int, inside: int, now: float) -> None:
+        self._tenants = tenants
+        active = tenants.active(now)
         self._room = (window(sequences) if len(active) == 1 else sequences) - inside
         weight = sum(tenant.limits.weight for tenant in active)
-        self._kept = {
-            tenant: kept
-            for tenant in active
-            if len(active) > 1
-            and (
-                kept := min(int(sequences * tenant.limits.weight / weight), tenant.peak(now)) - tenant.running
-            )
-            > 0
-        }
-        self._kept_in_all = sum(self._kept.values())
+        self._kept: list[tuple[Tenant, int]] = []  # places that are free, but somebody's
+        for tenant in active if len(active) > 1 else ():
+            share = int(sequences * tenant.limits.weight / weight)
+            if (kept := min(share, tenant.peak(now)) - tenant.running) > 0:
+                self._kept.append((tenant, kept))
 
     def __call__(self, tenant: Tenant) -> bool:
-        return self._room > self._kept_in_all - self._kept.get(tenant, 0)
+        # Places are kept only from those who have had at least as much: else many small requests would
+        # keep theirs while few large ones take the machine.
+        tag = self._tenants.start_tag(tenant)
+        kept = sum(
+            kept
+            for other, kept in self._kept
+            if other is not tenant and self._tenants.start_tag(other) <= tag
+        )
+        return self._room > kept
