@@ -76,15 +76,20 @@ def test_a_long_prefill_is_stopped_by_its_deadline_and_the_neighbour_is_whole() 
     engine.stop()
 
 
-def test_on_an_event_loop_the_end_comes_on_its_thread() -> None:
+def test_on_an_event_loop_the_end_comes_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> list[int]:
         engine = Engine(ScriptedHost())
         engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
         engine.start()
         stream = engine.submit(request("r0", 0.05), AsyncStream)
         threads: list[int] = []
-        push = stream.push
-        stream.push = lambda delta: (threads.append(threading.get_ident()), push(delta))[1]  # type: ignore[method-assign,func-returns-value,assignment]
+        wake = stream._wake
+
+        def noted() -> None:
+            threads.append(threading.get_ident())
+            wake()
+
+        monkeypatch.setattr(stream, "_wake", noted)
         deltas = [delta async for delta in stream]
         assert deltas[-1].error is not None and deltas[-1].error.code == "deadline_exceeded"
         engine.stop()
