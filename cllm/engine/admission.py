@@ -65,14 +65,15 @@ class Admission:
         tenant = self.tenants.find(request.tenant)
         now = time.monotonic()
         tenant.check(request, now)
-        self._refuse_if_full(len(request.prompt))
+        self.refuse_if_full(len(request.prompt))
         ticket = Ticket(request, stream, tenant)
         tenant.admitted(now)
         self._tickets[request.id] = ticket
         self._queue.push(ticket, now)
         return ticket
 
-    def _refuse_if_full(self, tokens: int) -> None:
+    def refuse_if_full(self, tokens: int) -> None:
+        """Raise QueueFull if a prompt of so many tokens may not wait."""
         waiting, waiting_tokens = len(self._queue), self._queue.tokens
         retry_after_s = self.drain_rate.seconds_for(waiting, waiting_tokens)
         if waiting >= self.queue_size:

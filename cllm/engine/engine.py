@@ -154,6 +154,16 @@ class Engine:
 
     # Requests --------------------------------------------------------------------------------------
 
+    def check_room(self) -> None:
+        """Raise what `submit` would raise for any request: before a prompt is even tokenised."""
+        try:
+            with self._lock:
+                self._refuse_unless_open()
+                self._admission.refuse_if_full(1)
+        except CllmError as error:
+            self.metrics.refused.labels(error.code).inc()
+            raise
+
     def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
