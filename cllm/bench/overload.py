@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cllm.bench.dialects import Dialect
-from cllm.bench.load import Completion, _ask, _Exchange, decode, run_load
+from cllm.bench.load import run_load
 from cllm.bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
 from cllm.bench.report import Table, percentile, write_report
-from cllm.bench.wire import Address, Response
+from cllm.bench.wire import Address, Response, post
 from cllm.bench.workloads import BenchRequest, Workload, words
 from cllm.errors import SetupError
 
@@ -29,6 +29,12 @@ LEAST_GOODPUT = 0.9
 REFUSED_WITHIN_S = 0.05
 QUEUE_SIZE = 16
 PROMPT_WORDS, GENERATED = 31, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    first_token_s: float
+    generated_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Overload:
     capacity_tokens_per_s: float
     sent: int
     wall_s: float
-    answered: tuple[Completion, ...]
+    answered: tuple[Answer, ...]
     refusals: tuple[Refusal, ...]
     errors: tuple[str, ...]
     parallel: int
@@ -108,17 +114,16 @@ def run_overload(server: RunningPeer, seconds: float, parallel: int) -> Overload
     capacity = _rate(load.wall_s, len(good))
     sent = requests(max(8, int(OVERLOAD * capacity * seconds)), 100_000)
     started = time.perf_counter()
-    exchanges = asyncio.run(_open_loop(server.address, dialect, sent, OVERLOAD * capacity))
+    outcomes = asyncio.run(_open_loop(server.address, dialect, sent, OVERLOAD * capacity))
     wall_s = time.perf_counter() - started
-    answered, refusals, errors = _sort_out(exchanges, dialect, sent)
     return Overload(
         capacity_per_s=capacity,
         capacity_tokens_per_s=load.tokens_per_second,
         sent=len(sent),
         wall_s=wall_s,
-        answered=tuple(answered),
-        refusals=tuple(refusals),
-        errors=(*load.errors, *errors),
+        answered=tuple(each for each in outcomes if isinstance(each, Answer)),
+        refusals=tuple(each for each in outcomes if isinstance(each, Refusal)),
+        errors=(*load.errors, *(each for each in outcomes if isinstance(each, str))),
         parallel=parallel,
     )
 
@@ -129,44 +134,48 @@ def _rate(wall_s: float, count: int) -> float:
 
 async def _open_loop(
     address: Address, dialect: Dialect, asked: Sequence[BenchRequest], rate: float
-) -> list[_Exchange]:
+) -> list[Answer | Refusal | str]:
     """Send at `rate` with random (exponential) gaps, come what may; wait for all of them at the end."""
     gaps = random.Random("overload")
     bodies = [dialect.body(request) for request in asked]
 
-    async def one(index: int) -> _Exchange:
-        started_at = time.perf_counter()
-        outcome = await _ask(address, dialect.path, bodies[index], 300.0)
-        return _Exchange(index, started_at, time.perf_counter(), outcome)
+    async def one(body: bytes) -> Response | str:
+        try:
+            return await post(address, dialect.path, body, 300.0)
+        except OSError as error:
+            return str(error) or type(error).__name__
 
     tasks = []
     due = time.perf_counter()
-    for index in range(len(bodies)):
+    for body in bodies:
         due += gaps.expovariate(rate)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        tasks.append(asyncio.ensure_future(one(index)))
-    return list(await asyncio.gather(*tasks))
+        tasks.append(asyncio.ensure_future(one(body)))
+    return [read(response, dialect) for response in await asyncio.gather(*tasks)]
 
 
-def _sort_out(
-    exchanges: Sequence[_Exchange], dialect: Dialect, asked: Sequence[BenchRequest]
-) -> tuple[list[Completion], list[Refusal], list[str]]:
-    answered: list[Completion] = []
-    refusals: list[Refusal] = []
-    errors: list[str] = []
-    for each in exchanges:
-        response = each.outcome
-        if isinstance(response, Response) and response.head.status in (429, 503):
-            head = b"".join(packet.data for packet in response.packets).partition(b"\r\n\r\n")[0].lower()
-            seconds = response.ended_at - response.sent_at
-            refusals.append(Refusal(response.head.status, seconds, b"\r\nretry-after:" in head))
-            continue
-        completion = decode(each, dialect, asked[each.index])
-        if completion.error is None:
-            answered.append(completion)
-        else:
-            errors.append(completion.error)
-    return answered, refusals, errors
+def read(response: Response | str, dialect: Dialect) -> Answer | Refusal | str:
+    """What became of one request; text says what went wrong."""
+    if isinstance(response, str):
+        return response
+    status = response.head.status
+    if status in (429, 503):
+        head = b"".join(packet.data for packet in response.packets).partition(b"\r\n\r\n")[0].lower()
+        return Refusal(status, response.ended_at - response.sent_at, b"\r\nretry-after:" in head)
+    if status != 200:
+        return f"status {status}: {response.body()[:200].decode(errors='replace')}"
+    first: float | None = None
+    generated = 0
+    for event in response.events():
+        piece = dialect.read(event.payload)
+        if piece.error is not None:
+            return piece.error
+        if piece.text and first is None:
+            first = event.at - response.sent_at
+        generated = piece.generated_tokens or generated
+    if first is None or generated != GENERATED:
+        return f"{generated} tokens instead of {GENERATED}"
+    return Answer(first, generated)
 
 
 def table(found: Overload) -> Table:

@@ -30,9 +30,10 @@ class Admission:
     rarely generated, and a client that asks for "as much as fits" would close the queue by itself.
     """
 
-    def __init__(self, queue_size: int, queue_tokens: int = 0) -> None:
+    def __init__(self, queue_size: int, queue_tokens: int = 0, max_timeout_s: float = 0.0) -> None:
         self.queue_size = queue_size
         self.queue_tokens = queue_tokens  # 0: no limit
+        self.max_timeout_s = max_timeout_s  # 0: no limit
         self.drain_rate = DrainRate()
         self.tenants = Tenants()
         self._queue = FairQueue(self.tenants)
@@ -67,6 +68,8 @@ class Admission:
         tenant.check(request, now)
         self.refuse_if_full(len(request.prompt))
         ticket = Ticket(request, stream, tenant)
+        timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
+        ticket.timeout_s = min(timeouts, default=None)
         tenant.admitted(now)
         self._tickets[request.id] = ticket
         self._queue.push(ticket, now)

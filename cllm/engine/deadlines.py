@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 
 class Deadlines:
@@ -54,7 +57,11 @@ class Deadlines:
     def _run(self) -> None:
         while (due := self._next_due()) is not None:
             for request_id in due:
-                self._expired(request_id)
+                try:
+                    self._expired(request_id)
+                except Exception:  # an event loop that is gone, at the end; the others must still be told
+                    if not self._stopped:
+                        log.exception("the end of request %s could not be told", request_id)
 
     def _next_due(self) -> list[str] | None:
         """Wait for the next ones whose time is up; None when stopped."""

@@ -5,7 +5,6 @@ Lives in the parent. It keeps the ledger, feeds the host, hands deltas to stream
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -81,8 +80,7 @@ class Engine:
         self.deliver = deliver
         self._host = host
         self._on_loading = on_loading
-        self._admission = Admission(queue_size, queue_tokens)
-        self._max_timeout_s = max_timeout_s
+        self._admission = Admission(queue_size, queue_tokens, max_timeout_s)
         self._deadlines = Deadlines(self._due)
         self._lock = threading.RLock()
         self._epoch = 0  # of the host's run; reports of an earlier one are stale
@@ -156,29 +154,21 @@ class Engine:
 
     def check_room(self) -> None:
         """Raise what `submit` would raise for any request: before a prompt is even tokenised."""
-        try:
-            with self._lock:
-                self._refuse_unless_open()
-                self._admission.refuse_if_full(1)
-        except CllmError as error:
-            self.metrics.refused.labels(error.code).inc()
-            raise
+        with self._lock, self.metrics.refusals():
+            self._refuse_unless_open()
+            self._admission.refuse_if_full(1)
 
     def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
-        try:
-            with self._lock:
-                self._refuse_unless_open()
-                ticket = self._admission.admit(request, stream, self.limits)
-                self.metrics.accepted.inc()
-                if (timeout_s := self._timeout_s(request)) is not None:
-                    self._deadlines.add(request.id, ticket.arrived + timeout_s)
-                self._feed()
-                stream.queue_position = self._admission.position(ticket)
-        except CllmError as error:
-            self.metrics.refused.labels(error.code).inc()
-            raise
+        with self._lock, self.metrics.refusals():
+            self._refuse_unless_open()
+            ticket = self._admission.admit(request, stream, self.limits)
+            self.metrics.accepted.inc()
+            if ticket.timeout_s is not None:
+                self._deadlines.add(request.id, ticket.arrived + ticket.timeout_s)
+            self._feed()
+            stream.queue_position = self._admission.position(ticket)
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -198,14 +188,9 @@ class Engine:
         with self._lock:
             self._admission.set_tenants(limits)
 
-    def _timeout_s(self, request: Request) -> float | None:
-        limits = [each for each in (request.timeout_s, self._max_timeout_s or None) if each is not None]
-        return min(limits, default=None)
-
     def _due(self, request_id: str) -> None:
         """A deadline has passed. On the timer's thread, so it is brought to the one that handles reports."""
-        with contextlib.suppress(RuntimeError):  # the event loop is gone: so is everybody who waits
-            self.deliver(self._expire, request_id)
+        self.deliver(self._expire, request_id)
 
     def _expire(self, request_id: str) -> None:
         """End a request whose time is up: the client hears of it now, not when the step is over."""
@@ -214,10 +199,8 @@ class Engine:
             if ticket is None or ticket.cancelled:
                 return
             self.metrics.deadlines.labels(ticket.place.value).inc()
-            timeout_s = self._timeout_s(ticket.request)
-            assert timeout_s is not None
             where = "still waiting" if ticket.place is Place.QUEUED else "still being computed"
-            self._drop(ticket, DeadlineExceeded(timeout_s, where))
+            self._drop(ticket, DeadlineExceeded(ticket.timeout_s or 0.0, where))
             self._feed()
 
     def _drop(self, ticket: Ticket, error: CllmError) -> None:

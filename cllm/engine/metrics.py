@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cllm.engine.admission import Admission
 from cllm.engine.messages import StepStats
 from cllm.engine.ticket import Ticket
+from cllm.errors import CllmError
 from cllm.types import Delta, Limits
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -78,6 +81,15 @@ class EngineMetrics:
         self.kv_cells_used.set(stats.cells_used)
         self.interrupted.set(stats.interrupted)
         self.integrity_failures.set(stats.integrity_failures)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Counts what is raised inside."""
+        try:
+            yield
+        except CllmError as error:
+            self.refused.labels(error.code).inc()
+            raise
 
     def queued(self, admission: Admission) -> None:
         self.queue.set(admission.waiting_count)

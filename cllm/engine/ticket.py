@@ -28,6 +28,7 @@ class Ticket:
         self.deaths = 0  # how often the engine died while this was in it and had sent nothing
         self.charged = False  # its prompt counts for its tenant; a replay is not charged again
         self.arrived = time.monotonic()
+        self.timeout_s: float | None = None  # from arrival to the last token
         self.dispatched: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
