@@ -143,4 +143,5 @@ class EventStream(Response):
             self._stuck_since = time.monotonic()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._stuck_since = None
+        self._stuck_since = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
