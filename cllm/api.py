@@ -98,12 +98,15 @@ class _Base:
         sampling: SamplingParams | None,
         max_tokens: int,
         stop: Sequence[str],
+        timeout: float | None,
     ) -> Request:
         assert isinstance(answer, Tokens)
         if max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1", field="max_tokens")
         if not all(stop):
             raise InvalidRequest("stop: a stop string may not be empty", field="stop")
+        if timeout is not None and not timeout > 0:
+            raise InvalidRequest(f"timeout is {timeout}: it must be above 0 seconds", field="timeout")
         if sampling is None:
             sampling = SamplingParams(seed=secrets.randbelow(2**32 - 1))
         return Request(
@@ -112,6 +115,7 @@ class _Base:
             max_tokens=max_tokens,
             sampling=sampling,
             stop=tuple(stop),
+            timeout_s=timeout,
         )
 
     def _text(self, task: TextTask) -> Future[TextAnswer]:
@@ -140,11 +144,17 @@ class LLM(_Base):
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> list[Completion]:
-        """Complete raw prompts, all together; the answers come in the order of the prompts."""
+        """Complete raw prompts, all together; the answers come in the order of the prompts.
+
+        What is not done `timeout` seconds after it was accepted raises DeadlineExceeded, here as elsewhere.
+        """
         if isinstance(prompts, str):
             prompts = [prompts]
-        return self._complete([TokenizeText(prompt) for prompt in prompts], sampling, max_tokens, stop)
+        return self._complete(
+            [TokenizeText(prompt) for prompt in prompts], sampling, max_tokens, stop, timeout
+        )
 
     def chat(
         self,
@@ -153,9 +163,10 @@ class LLM(_Base):
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> Completion:
         """Answer a conversation (`[{"role": "user", "content": "…"}]`) with the model's own template."""
-        return self._complete([_chat(messages)], sampling, max_tokens, stop)[0]
+        return self._complete([_chat(messages)], sampling, max_tokens, stop, timeout)[0]
 
     def stream(
         self,
@@ -164,9 +175,10 @@ class LLM(_Base):
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> Iterator[str]:
         """The answer to a prompt or a conversation, piece by piece. Leaving the loop cancels it."""
-        stream = self._submit(_task(prompt), sampling, max_tokens, stop)
+        stream = self._submit(_task(prompt), sampling, max_tokens, stop, timeout)
         try:
             for delta in stream:
                 _raise_error(delta)
@@ -176,9 +188,14 @@ class LLM(_Base):
             self._engine.cancel(stream.request_id)
 
     def _complete(
-        self, tasks: Sequence[TextTask], sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+        self,
+        tasks: Sequence[TextTask],
+        sampling: SamplingParams | None,
+        max_tokens: int,
+        stop: Sequence[str],
+        timeout: float | None,
     ) -> list[Completion]:
-        streams = [self._submit(task, sampling, max_tokens, stop) for task in tasks]
+        streams = [self._submit(task, sampling, max_tokens, stop, timeout) for task in tasks]
         try:
             return [_completion(list(stream)) for stream in streams]
         finally:
@@ -186,9 +203,14 @@ class LLM(_Base):
                 self._engine.cancel(stream.request_id)
 
     def _submit(
-        self, task: TextTask, sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+        self,
+        task: TextTask,
+        sampling: SamplingParams | None,
+        max_tokens: int,
+        stop: Sequence[str],
+        timeout: float | None,
     ) -> BlockingStream:
-        request = self._request(self._text(task).result(), sampling, max_tokens, stop)
+        request = self._request(self._text(task).result(), sampling, max_tokens, stop, timeout)
         return self._engine.submit(request, BlockingStream)
 
 
@@ -215,11 +237,14 @@ class AsyncLLM(_Base):
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> list[Completion]:
         """See `LLM.generate`."""
         if isinstance(prompts, str):
             prompts = [prompts]
-        calls = (self._complete(TokenizeText(prompt), sampling, max_tokens, stop) for prompt in prompts)
+        calls = (
+            self._complete(TokenizeText(prompt), sampling, max_tokens, stop, timeout) for prompt in prompts
+        )
         return list(await asyncio.gather(*calls))
 
     async def chat(
@@ -229,9 +254,10 @@ class AsyncLLM(_Base):
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> Completion:
         """See `LLM.chat`."""
-        return await self._complete(_chat(messages), sampling, max_tokens, stop)
+        return await self._complete(_chat(messages), sampling, max_tokens, stop, timeout)
 
     async def stream(
         self,
@@ -240,9 +266,10 @@ class AsyncLLM(_Base):
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
+        timeout: float | None = None,
     ) -> AsyncIterator[str]:
         """See `LLM.stream`."""
-        stream = await self._submit(_task(prompt), sampling, max_tokens, stop)
+        stream = await self._submit(_task(prompt), sampling, max_tokens, stop, timeout)
         try:
             async for delta in stream:
                 _raise_error(delta)
@@ -252,19 +279,29 @@ class AsyncLLM(_Base):
             self._engine.cancel(stream.request_id)
 
     async def _complete(
-        self, task: TextTask, sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+        self,
+        task: TextTask,
+        sampling: SamplingParams | None,
+        max_tokens: int,
+        stop: Sequence[str],
+        timeout: float | None,
     ) -> Completion:
-        stream = await self._submit(task, sampling, max_tokens, stop)
+        stream = await self._submit(task, sampling, max_tokens, stop, timeout)
         try:
             return _completion([delta async for delta in stream])
         finally:
             self._engine.cancel(stream.request_id)
 
     async def _submit(
-        self, task: TextTask, sampling: SamplingParams | None, max_tokens: int, stop: Sequence[str]
+        self,
+        task: TextTask,
+        sampling: SamplingParams | None,
+        max_tokens: int,
+        stop: Sequence[str],
+        timeout: float | None,
     ) -> AsyncStream:
         answer = await asyncio.wrap_future(self._text(task))
-        return self._engine.submit(self._request(answer, sampling, max_tokens, stop), AsyncStream)
+        return self._engine.submit(self._request(answer, sampling, max_tokens, stop, timeout), AsyncStream)
 
 
 def _chat(messages: Sequence[Message]) -> TokenizeChat:

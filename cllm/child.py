@@ -61,7 +61,7 @@ class EngineChild:
         decoder = msgspec.msgpack.Decoder(Command)
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
-            loop.inbox.put(command)
+            loop.post(command)
             if isinstance(command, Stop):
                 return
         os._exit(0)  # EOF: nobody is left to compute for

@@ -63,6 +63,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_size: Annotated[int, Meta(ge=1, description="Requests that may wait; one more is answered 429")] = (
         1024
     )
+    queue_tokens: Annotated[
+        int, Meta(ge=0, description="Prompt tokens that may wait; beyond them 429; 0: no limit")
+    ] = 1 << 20
+    max_timeout_s: Annotated[
+        float,
+        Meta(ge=0, description="Most seconds of one request from acceptance to its last token; 0: no limit"),
+    ] = 600.0
+    slow_reader_s: Annotated[
+        float, Meta(gt=0, description="A stream whose client takes nothing for this long is ended, seconds")
+    ] = 30.0
     max_body_mb: Annotated[int, Meta(ge=1, description="Largest request body, MiB")] = 8
     drain_s: Annotated[
         float, Meta(ge=0, description="How long running requests may finish after SIGTERM, seconds")

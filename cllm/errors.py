@@ -5,9 +5,12 @@
     │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
     │   ├── PayloadTooLarge        the body is over the limit                               413
+    │   ├── SlowReader             the client does not read its stream                      408
     │   └── NotFound               no such model, route or request                          404
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
+    │   ├── RateLimited            this tenant has had what it may have for now             429
+    │   ├── DeadlineExceeded       the request's time was up                                504
     │   ├── EngineNotReady         loading or restarting                                    503
     │   └── ShuttingDown           draining                                                 503
     ├── EngineError            our fault, or llama.cpp's                                    500
@@ -27,6 +30,8 @@ The table that maps them to HTTP is in `cllm.server.errors`.
 """
 
 from __future__ import annotations
+
+import math
 
 
 class CllmError(Exception):
@@ -71,6 +76,10 @@ class PayloadTooLarge(ClientError):
     code = "payload_too_large"
 
 
+class SlowReader(ClientError):
+    code = "slow_reader"
+
+
 class NotFound(ClientError):
     code = "not_found"
 
@@ -83,11 +92,26 @@ class CapacityError(CllmError):
 class QueueFull(CapacityError):
     code = "queue_full"
 
-    def __init__(self, waiting: int, limit: int, retry_after_s: float) -> None:
+    def __init__(self, waiting: int, limit: int, retry_after_s: float, *, what: str = "requests") -> None:
         super().__init__(
-            f"{waiting} requests are waiting and the queue holds {limit}; try again in {retry_after_s:.0f} s"
+            f"{waiting} {what} are waiting and the queue holds {limit}; try again in {retry_after_s:.0f} s"
         )
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(CapacityError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, retry_after_s: float) -> None:
+        super().__init__(f"this key is limited to {limit}; try again in {max(1, math.ceil(retry_after_s))} s")
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(CapacityError):
+    code = "deadline_exceeded"
+
+    def __init__(self, timeout_s: float, where: str) -> None:
+        super().__init__(f"the request was not done within its {timeout_s:g} s: it was {where}")
 
 
 class EngineNotReady(CapacityError):

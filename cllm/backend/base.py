@@ -93,7 +93,7 @@ class StepResult(NamedTuple):
 
 
 class Backend(Protocol):
-    """A model and its KV memory. Every method but `vocabulary`'s belongs to the owner thread."""
+    """A model and its KV memory. The owner thread's, but for `interrupt` and `vocabulary`."""
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -106,6 +106,13 @@ class Backend(Protocol):
 
     def forward(self, batch: Batch) -> StepResult:
         """Compute the rows, sample where asked. Raises nothing for what a status can say."""
+
+    def interrupt(self, stop: bool) -> None:
+        """From any thread: let the forward that runs end early, ABORTED (True), or no more of them (False).
+
+        A backend that cannot stop in the middle ignores it.
+        """
+        return
 
     def create_sampler(self, params: SamplingParams) -> Sampler: ...
 

@@ -6,7 +6,7 @@ proves that memory held exactly the right tokens: a leaked cell, a shared id or 
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Sequence
 
 from cllm.backend.base import Backend, Batch, RowResult, Sampler, StepResult, StepStatus
@@ -134,6 +134,7 @@ class FakeBackend(Backend):
         self.memory: list[list[int]] = [[] for _ in range(sequences)]
         self.trimmable = trimmable
         self.step_s = step_s
+        self._interrupted = threading.Event()
         self.fail = fail
         self.calls = 0
         self.open_samplers = 0
@@ -162,8 +163,8 @@ class FakeBackend(Backend):
         assert not self.closed
         self._check(batch)
         status = self._native("forward")
-        if self.step_s:
-            time.sleep(self.step_s)
+        if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
+            status = StepStatus.ABORTED
         if status is None and self._over_full(batch):
             status = StepStatus.NO_ROOM
         if status not in (None, StepStatus.DONE):
@@ -202,6 +203,12 @@ class FakeBackend(Backend):
     def _over_full(self, batch: Batch) -> bool:
         held = sum(len(memory) for memory in self.memory)
         return self._limits.unified and held + batch.token_count > self._limits.cells
+
+    def interrupt(self, stop: bool) -> None:
+        if stop:
+            self._interrupted.set()
+        else:
+            self._interrupted.clear()
 
     def create_sampler(self, params: SamplingParams) -> Sampler:
         self._native("create_sampler")

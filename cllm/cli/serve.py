@@ -44,6 +44,8 @@ def run(config: Config) -> None:
             engine = Engine(
                 ChildHost(engine_config, log_level=config.server.log_level),
                 queue_size=config.server.queue_size,
+                queue_tokens=config.server.queue_tokens,
+                max_timeout_s=config.server.max_timeout_s,
                 on_loading=lambda fraction: progress.update(task, completed=fraction),
             )
 

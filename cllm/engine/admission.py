@@ -6,74 +6,38 @@ Law 8: because it is here, a refusal never waits for a step and the engine's dea
 from __future__ import annotations
 
 import time
-from collections import deque
-from enum import Enum
+from collections.abc import Mapping
 
+from cllm.engine.fairness import FairQueue
 from cllm.engine.stream import Stream
+from cllm.engine.tenants import DrainRate, Tenant, TenantLimits, Tenants
+from cllm.engine.ticket import Place, Ticket
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.types import Limits, Request
 
 
-class Place(Enum):
-    QUEUED = "queued"
-    ENGINE = "engine"
-    DONE = "done"
-
-
-class Ticket:
-    """One accepted request in the ledger, with its times (monotonic)."""
-
-    def __init__(self, request: Request, stream: Stream) -> None:
-        self.request = request
-        self.stream = stream
-        self.place = Place.QUEUED
-        self.cancelled = False
-        self.deaths = 0  # how often the engine died while this was in it and had sent nothing
-        self.arrived = time.monotonic()
-        self.dispatched: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.generated = 0
-
-    @property
-    def begun(self) -> bool:
-        """The client may have seen something: no replay any more."""
-        return self.first_token is not None
-
-    @property
-    def alone(self) -> bool:
-        """Was there when the engine died twice: runs by itself now, so that the poison is told."""
-        return self.deaths > 1
-
-
-class DrainRate:
-    """Requests finished per second, over the last ones: what a refused client's wait is computed from."""
-
-    def __init__(self, remembered: int = 64) -> None:
-        self._times: deque[float] = deque(maxlen=remembered)
-
-    def note(self) -> None:
-        self._times.append(time.monotonic())
-
-    def seconds_for(self, count: int) -> float:
-        """How long `count` requests take to drain; between 1 s and 60 s."""
-        if len(self._times) < 2:
-            return 1.0
-        elapsed = time.monotonic() - self._times[0]
-        return min(60.0, max(1.0, count * elapsed / len(self._times)))
-
-
 class Admission:
-    """A bounded queue in front of the engine, first come first served.
+    """A bounded queue in front of the engine. `FairQueue` says who is next, this says when.
 
-    The engine is given a few more than it can run, so that a freed sequence has a successor in the very
-    next step; the rest wait here, where they can be cancelled, refused and replayed.
+    While one tenant is alone, the engine is given a few more than it can run, so that a freed sequence has
+    a successor in the very next step. With several, it is given as many as it can run: whoever is in the
+    engine cannot be overtaken any more. Of those places a tenant keeps, for some seconds after its last
+    request, as many as it used lately, up to its share by weight and unless it has had more than the
+    others: its next request need not wait until one of somebody else's has ended. Everybody else waits
+    here, where order can still change, and where they can be cancelled, refused and replayed.
+
+    The queue is bounded by requests and by prompt tokens. What may be generated is not counted: it is
+    rarely generated, and a client that asks for "as much as fits" would close the queue by itself.
     """
 
-    def __init__(self, queue_size: int) -> None:
+    def __init__(self, queue_size: int, queue_tokens: int = 0, max_timeout_s: float = 0.0) -> None:
         self.queue_size = queue_size
+        self.queue_tokens = queue_tokens  # 0: no limit
+        self.max_timeout_s = max_timeout_s  # 0: no limit
         self.drain_rate = DrainRate()
-        self._queue: deque[Ticket] = deque()
+        self.tenants = Tenants()
+        self._queue = FairQueue(self.tenants)
+        self._tickets: dict[str, Ticket] = {}
         self._engine: dict[str, Ticket] = {}
 
     @property
@@ -81,9 +45,16 @@ class Admission:
         return len(self._queue)
 
     @property
+    def waiting_tokens(self) -> int:
+        return self._queue.tokens
+
+    @property
     def tickets(self) -> tuple[Ticket, ...]:
         """Everybody, those in the engine first."""
         return (*self._engine.values(), *self._queue)
+
+    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
+        self.tenants.register(limits)
 
     def admit(self, request: Request, stream: Stream, limits: Limits | None) -> Ticket:
         """Take a request into the queue, or raise at once why not."""
@@ -91,42 +62,94 @@ class Admission:
             raise InvalidRequest("the prompt is empty: give at least one token", field="prompt")
         if limits is not None and len(request.prompt) >= limits.request_tokens:
             raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
-        if len(self._queue) >= self.queue_size:
-            raise QueueFull(len(self._queue), self.queue_size, self.drain_rate.seconds_for(len(self._queue)))
-        ticket = Ticket(request, stream)
-        self._queue.append(ticket)
+        assert request.id not in self._tickets, f"request {request.id} is here already"
+        tenant = self.tenants.find(request.tenant)
+        now = time.monotonic()
+        tenant.check(request, now)
+        self.refuse_if_full(len(request.prompt))
+        ticket = Ticket(request, stream, tenant)
+        timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
+        ticket.timeout_s = min(timeouts, default=None)
+        tenant.admitted(now)
+        self._tickets[request.id] = ticket
+        self._queue.push(ticket, now)
         return ticket
+
+    def refuse_if_full(self, tokens: int) -> None:
+        """Raise QueueFull if a prompt of so many tokens may not wait."""
+        waiting, waiting_tokens = len(self._queue), self._queue.tokens
+        retry_after_s = self.drain_rate.seconds_for(waiting, waiting_tokens)
+        if waiting >= self.queue_size:
+            raise QueueFull(waiting, self.queue_size, retry_after_s)
+        # A prompt larger than the whole queue may wait alone: it could never come in otherwise.
+        if self.queue_tokens and waiting and waiting_tokens + tokens > self.queue_tokens:
+            raise QueueFull(waiting_tokens, self.queue_tokens, retry_after_s, what="prompt tokens")
+
+    def position(self, ticket: Ticket) -> int:
+        """0 for who is in the engine, else the place in the queue."""
+        return self._queue.position(ticket) if ticket.place is Place.QUEUED else 0
 
     def next_for_engine(self, limits: Limits) -> list[Ticket]:
         """Whom to send now; they count as being in the engine from here on."""
-        window = limits.sequences + max(2, limits.sequences // 2)
+        now = time.monotonic()
         sent: list[Ticket] = []
-        while self._queue and len(self._engine) < window:
-            if any(ticket.alone for ticket in self._engine.values()):
+        while self._queue and not any(ticket.alone for ticket in self._engine.values()):
+            if (first := self._queue.replayed) is not None:
+                if (first.alone and self._engine) or len(self._engine) >= window(limits.sequences):
+                    break
+                ticket = self._queue.pop_replayed()
+            elif self._cells_taken(limits):
                 break
-            if self._queue[0].alone and self._engine:
+            elif (found := self._queue.pop(self._gate(limits, now), now)) is not None:
+                ticket = found
+            else:
                 break
-            ticket = self._queue.popleft()
-            ticket.place = Place.ENGINE
-            ticket.dispatched = time.monotonic()
-            self._engine[ticket.request.id] = ticket
+            self._enter(ticket, now)
             sent.append(ticket)
         return sent
 
+    def _cells_taken(self, limits: Limits) -> bool:
+        """With one pool of cells: what those inside hold by now fills it, so one more would only wait."""
+        return limits.unified and sum(each.tokens for each in self._engine.values()) >= limits.cells
+
+    def _gate(self, limits: Limits, now: float) -> _Gate:
+        return _Gate(self.tenants, limits.sequences, len(self._engine), now)
+
+    def _enter(self, ticket: Ticket, now: float) -> None:
+        ticket.place = Place.ENGINE
+        ticket.dispatched = now
+        self._engine[ticket.request.id] = ticket
+        tenant = ticket.tenant
+        tenant.waiting -= 1
+        tenant.running += 1
+        tenant.peak(now)
+        if not ticket.charged:
+            ticket.charged = True
+            tenant.charge(len(ticket.request.prompt), now)
+
+    def generated(self, ticket: Ticket, tokens: int, now: float) -> None:
+        """A running request got tokens: its tenant is charged."""
+        ticket.generated += tokens
+        ticket.tenant.charge(tokens, now)
+
     def find(self, request_id: str) -> Ticket | None:
-        if (ticket := self._engine.get(request_id)) is not None:
-            return ticket
-        return next((ticket for ticket in self._queue if ticket.request.id == request_id), None)
+        return self._tickets.get(request_id)
 
     def close(self, ticket: Ticket) -> None:
         """The request has ended: out of the ledger. Exactly once."""
         assert ticket.place is not Place.DONE
         if ticket.place is Place.QUEUED:
             self._queue.remove(ticket)
+            ticket.tenant.waiting -= 1
         else:
             del self._engine[ticket.request.id]
-            self.drain_rate.note()
+            ticket.tenant.running -= 1
+            ticket.tenant.drain_rate.note()
+            self.drain_rate.note(len(ticket.request.prompt))
+        del self._tickets[ticket.request.id]
         ticket.place = Place.DONE
+        if not self._tickets:
+            self.tenants.settle()
 
     def engine_died(self) -> tuple[list[Ticket], list[Ticket]]:
         """Sort out whom the death concerns: (lost, kept). The kept are back at the head of the queue.
@@ -140,9 +163,42 @@ class Admission:
             was_alone = ticket.alone
             ticket.deaths += 1
             (lost if ticket.begun or ticket.cancelled or was_alone else kept).append(ticket)
-        for ticket in reversed(kept):
+        for ticket in kept:
             del self._engine[ticket.request.id]
             ticket.place = Place.QUEUED
             ticket.dispatched = None
-            self._queue.appendleft(ticket)
+            ticket.tenant.waiting += 1
+            ticket.tenant.running -= 1
+        self._queue.push_back(kept)
         return lost, kept
+
+
+def window(sequences: int) -> int:
+    """How many the engine is given when order does not matter."""
+    return sequences + max(2, sequences // 2)
+
+
+class _Gate:
+    """Whether one more request of a tenant may go into the engine now."""
+
+    def __init__(self, tenants: Tenants, sequences: int, inside: int, now: float) -> None:
+        self._tenants = tenants
+        active = tenants.active(now)
+        self._room = (window(sequences) if len(active) == 1 else sequences) - inside
+        weight = sum(tenant.limits.weight for tenant in active)
+        self._kept: list[tuple[Tenant, int]] = []  # places that are free, but somebody's
+        for tenant in active if len(active) > 1 else ():
+            share = int(sequences * tenant.limits.weight / weight)
+            if (kept := min(share, tenant.peak(now)) - tenant.running) > 0:
+                self._kept.append((tenant, kept))
+
+    def __call__(self, tenant: Tenant) -> bool:
+        # Places are kept only from those who have had at least as much: else many small requests would
+        # keep theirs while few large ones take the machine.
+        tag = self._tenants.start_tag(tenant)
+        kept = sum(
+            kept
+            for other, kept in self._kept
+            if other is not tenant and self._tenants.start_tag(other) <= tag
+        )
+        return self._room > kept

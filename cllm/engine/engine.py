@@ -9,20 +9,33 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
-from cllm.engine.admission import Admission, Place, Ticket
+from cllm.engine.admission import Admission
+from cllm.engine.deadlines import Deadlines
+from cllm.engine.endings import log_end, with_usage
 from cllm.engine.host import Host
 from cllm.engine.messages import Cancel, Died, Inspect, Inspection, Loading, Ready, Report, StepReport, Submit
 from cllm.engine.metrics import EngineMetrics
 from cllm.engine.stream import Stream
+from cllm.engine.tenants import TenantLimits
 from cllm.engine.text_host import TextHost
-from cllm.errors import CllmError, EngineDied, EngineNotReady, PoisonRequest, ShuttingDown, from_code
-from cllm.types import Delta, Failure, FinishReason, Limits, ModelFacts, Request, Snapshot, Usage
+from cllm.engine.ticket import Place, Ticket
+from cllm.errors import (
+    CllmError,
+    DeadlineExceeded,
+    EngineDied,
+    EngineNotReady,
+    PoisonRequest,
+    ShuttingDown,
+    SlowReader,
+    from_code,
+)
+from cllm.types import Delta, Failure, FinishReason, Limits, ModelFacts, Request, Snapshot
 
 log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=Stream)
@@ -55,6 +68,8 @@ class Engine:
         host: Host,
         *,
         queue_size: int = 1024,
+        queue_tokens: int = 0,
+        max_timeout_s: float = 0.0,
         deliver: Callable[..., Any] = _at_once,
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
@@ -65,7 +80,8 @@ class Engine:
         self.deliver = deliver
         self._host = host
         self._on_loading = on_loading
-        self._admission = Admission(queue_size)
+        self._admission = Admission(queue_size, queue_tokens, max_timeout_s)
+        self._deadlines = Deadlines(self._due)
         self._lock = threading.RLock()
         self._epoch = 0  # of the host's run; reports of an earlier one are stale
         self._restarts = 0
@@ -99,6 +115,7 @@ class Engine:
             self._epoch += 1
             self._error = ShuttingDown("the server is shutting down")
             self._end_all(self._error)
+        self._deadlines.stop()
         self._host.stop()
 
     def end_all(self) -> None:
@@ -108,9 +125,7 @@ class Engine:
 
     def _end_all(self, error: CllmError) -> None:
         for ticket in self._admission.tickets:
-            if ticket.place is Place.ENGINE:
-                self._host.send(Cancel(ticket.request.id))
-            self._end_with(ticket, error)
+            self._drop(ticket, error)
         self._fail_inspections(error)
 
     @property
@@ -137,18 +152,23 @@ class Engine:
 
     # Requests --------------------------------------------------------------------------------------
 
+    def check_room(self) -> None:
+        """Raise what `submit` would raise for any request: before a prompt is even tokenised."""
+        with self._lock, self.metrics.refusals():
+            self._refuse_unless_open()
+            self._admission.refuse_if_full(1)
+
     def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
-        try:
-            with self._lock:
-                self._refuse_unless_open()
-                self._admission.admit(request, stream, self.limits)
-                self.metrics.accepted.inc()
-                self._feed()
-        except CllmError as error:
-            self.metrics.refused.labels(error.code).inc()
-            raise
+        with self._lock, self.metrics.refusals():
+            self._refuse_unless_open()
+            ticket = self._admission.admit(request, stream, self.limits)
+            self.metrics.accepted.inc()
+            if ticket.timeout_s is not None:
+                self._deadlines.add(request.id, ticket.arrived + ticket.timeout_s)
+            self._feed()
+            stream.queue_position = self._admission.position(ticket)
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -162,6 +182,32 @@ class Engine:
                 self._end(ticket, Delta(request_id=request_id, finish_reason=FinishReason.CANCELLED))
             else:
                 self._host.send(Cancel(request_id))
+
+    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
+        """Who may have how much, by `Request.tenant`; replaces what was set. Others have no limits."""
+        with self._lock:
+            self._admission.set_tenants(limits)
+
+    def _due(self, request_id: str) -> None:
+        """A deadline has passed. On the timer's thread, so it is brought to the one that handles reports."""
+        self.deliver(self._expire, request_id)
+
+    def _expire(self, request_id: str) -> None:
+        """End a request whose time is up: the client hears of it now, not when the step is over."""
+        with self._lock:
+            ticket = self._admission.find(request_id)
+            if ticket is None or ticket.cancelled:
+                return
+            self.metrics.deadlines.labels(ticket.place.value).inc()
+            where = "still waiting" if ticket.place is Place.QUEUED else "still being computed"
+            self._drop(ticket, DeadlineExceeded(ticket.timeout_s or 0.0, where))
+            self._feed()
+
+    def _drop(self, ticket: Ticket, error: CllmError) -> None:
+        """End a request from this side; the engine frees what it holds as after a cancel."""
+        if ticket.place is Place.ENGINE:
+            self._host.send(Cancel(ticket.request.id))
+        self._end_with(ticket, error)
 
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""
@@ -193,7 +239,7 @@ class Engine:
             return
         for ticket in self._admission.next_for_engine(self.limits):
             self._host.send(Submit(ticket.request))
-        self.metrics.queue.set(self._admission.waiting_count)
+        self.metrics.queued(self._admission)
 
     # Reports ---------------------------------------------------------------------------------------
 
@@ -236,9 +282,13 @@ class Engine:
             if delta.tokens:
                 ticket.first_token = ticket.first_token or now
                 ticket.last_token = now
-                ticket.generated += len(delta.tokens)
+                self._admission.generated(ticket, len(delta.tokens), now)
             if delta.finish_reason is None:
                 ticket.stream.push(delta)
+                if ticket.stream.overfull:  # FAULTS 34: nobody reads
+                    ended = True
+                    self.metrics.slow_readers.inc()
+                    self._drop(ticket, SlowReader("the answer was not read: too much of it was waiting"))
             else:
                 ended = True
                 self._end(ticket, delta)
@@ -306,31 +356,11 @@ class Engine:
     def _end(self, ticket: Ticket, delta: Delta) -> None:
         """The one place where a request leaves the ledger."""
         now = time.monotonic()
-        if delta.usage is None:
-            usage = Usage(prompt_tokens=len(ticket.request.prompt), completion_tokens=ticket.generated)
-            delta = Delta(
-                request_id=delta.request_id,
-                finish_reason=delta.finish_reason,
-                error=delta.error,
-                usage=usage,
-            )
+        delta = with_usage(ticket, delta)
         self._admission.close(ticket)
+        self._deadlines.remove(delta.request_id)
         self.metrics.closed(ticket, delta)
-        self.metrics.queue.set(self._admission.waiting_count)
-        dispatched = ticket.dispatched or now
-        self.metrics.queue_time.observe(dispatched - ticket.arrived)
-        assert delta.usage is not None and delta.finish_reason is not None
-        log.info(
-            "request %s: %s%s, %d prompt tokens (%d cached), %d generated, "
-            "queued %.3f s, first token %s, total %.3f s",
-            delta.request_id,
-            delta.finish_reason.value,
-            f" ({delta.error.code})" if delta.error else "",
-            delta.usage.prompt_tokens,
-            delta.usage.cached_tokens,
-            delta.usage.completion_tokens,
-            dispatched - ticket.arrived,
-            f"{ticket.first_token - ticket.arrived:.3f} s" if ticket.first_token else "never",
-            now - ticket.arrived,
-        )
+        self.metrics.queued(self._admission)
+        self.metrics.queue_time.observe((ticket.dispatched or now) - ticket.arrived)
+        log_end(ticket, delta, now)
         ticket.stream.push(delta)

@@ -83,7 +83,7 @@ class ThreadHost:
 
     def send(self, command: Command) -> None:
         if self._loop is not None:
-            self._loop.inbox.put(command)
+            self._loop.post(command)
 
     def stop(self) -> None:
         self.send(Stop())

@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from cllm.backend.base import Backend, Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.engine.budget import StepBudget
+from cllm.engine.interrupt import StepInterrupt
 from cllm.engine.messages import (
     Cancel,
     Command,
@@ -41,8 +42,18 @@ class StepLoop:
             StepBudget(backend.limits.batch_tokens, config.target_itl_ms / 1000),
             park_bytes=config.park_mb << 20,
         )
+        self._interrupt = StepInterrupt(backend)
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
+
+    def post(self, command: Command) -> None:
+        """Hand in a command, from any thread. One that ends a request ends the step of its prompt, too."""
+        self.inbox.put(command)
+        match command:
+            case Cancel(request_id):
+                self._interrupt.cancelled(request_id)
+            case Stop():
+                self._interrupt.cancelled(None)
 
     def run(self) -> None:
         """Run until told to stop. Whatever ends it, everybody still here gets a terminal delta."""
@@ -95,8 +106,10 @@ class StepLoop:
 
     def _forward(self, batch: Batch) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is halved until the culprit stands alone."""
+        names = {lease.sequence_id: lease.request_id for lease in self.scheduler.pool.leases}
         try:
-            result = self.backend.forward(batch)
+            with self._interrupt.around(batch, names):
+                result = self.backend.forward(batch)
         except Exception as exception:
             log.error("forward raised", exc_info=exception)
             result = StepResult(StepStatus.FAILED, code=-99)
@@ -165,4 +178,5 @@ class StepLoop:
             leases=len(self.scheduler.pool.leases),
             cells_used=self.scheduler.cells_used,
             integrity_failures=self.scheduler.integrity_failures,
+            interrupted=self._interrupt.count,
         )

@@ -40,6 +40,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     leases: int = 0
     cells_used: int = 0
     integrity_failures: int = 0
+    interrupted: int = 0  # steps ended early since the start, because somebody in them had gone
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):

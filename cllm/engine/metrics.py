@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from cllm.engine.admission import Ticket
+from cllm.engine.admission import Admission
 from cllm.engine.messages import StepStats
+from cllm.engine.ticket import Ticket
+from cllm.errors import CllmError
 from cllm.types import Delta, Limits
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -31,7 +35,18 @@ class EngineMetrics:
         self.accepted = counter("requests_accepted", "Requests taken into the queue")
         self.finished = counter("requests_finished", "Requests ended, by outcome", "outcome")
         self.refused = counter("requests_refused", "Requests refused before the queue, by reason", "reason")
+        self.failed = counter(
+            "requests_failed", "Accepted requests that ended with an error, by reason", "reason"
+        )
+        self.deadlines = counter(
+            "deadlines_exceeded", "Requests whose time was up, by where they were", "place"
+        )
+        self.slow_readers = counter("slow_readers", "Streams ended because their client did not read")
         self.queue = gauge("queue_requests", "Requests waiting in the parent")
+        self.queue_tokens = gauge("queue_tokens", "Prompt tokens waiting in the parent")
+        self.interrupted = gauge(
+            "steps_interrupted", "Steps ended early since the engine started: their client left"
+        )
         self.running = gauge("running_requests", "Requests being computed")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
@@ -64,7 +79,21 @@ class EngineMetrics:
         self.running.set(stats.running)
         self.leases.set(stats.leases)
         self.kv_cells_used.set(stats.cells_used)
+        self.interrupted.set(stats.interrupted)
         self.integrity_failures.set(stats.integrity_failures)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Counts what is raised inside."""
+        try:
+            yield
+        except CllmError as error:
+            self.refused.labels(error.code).inc()
+            raise
+
+    def queued(self, admission: Admission) -> None:
+        self.queue.set(admission.waiting_count)
+        self.queue_tokens.set(admission.waiting_tokens)
 
     def delta(self, ticket: Ticket, delta: Delta, now: float) -> None:
         """Token times, as the parent sees them: the clients' view, not the engine's."""
@@ -79,6 +108,8 @@ class EngineMetrics:
     def closed(self, ticket: Ticket, delta: Delta) -> None:
         assert delta.finish_reason is not None
         self.finished.labels(delta.finish_reason.value).inc()
+        if delta.error is not None:
+            self.failed.labels(delta.error.code).inc()
         self.request_time.observe(time.monotonic() - ticket.arrived)
         if delta.usage is not None:
             self.prompt_tokens.inc(delta.usage.prompt_tokens)

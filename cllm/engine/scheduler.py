@@ -320,8 +320,9 @@ class Scheduler:
     # KV pressure -----------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """No cells left: park the youngest. A lone sequence that cannot go on has reached its length."""
-        youngest = max(self._running.values(), key=lambda sequence: self._arrivals[sequence.id])
+        """No cells left: park the youngest of lowest priority. A lone one that cannot go on is done."""
+        order = {one: (-one.request.priority, self._arrivals[one.id]) for one in self._running.values()}
+        youngest = max(order, key=lambda sequence: order[sequence])
         if len(self._running) == 1:
             self._finish(youngest, FinishReason.LENGTH, text=youngest.assembler.finish())
         else:

@@ -6,18 +6,23 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 
-from cllm.types import Delta
+from cllm.types import Delta, Failure
 
 
 class Stream:
     """A request's answer as it comes. The producer never blocks; a slow reader gets merged deltas.
 
     Whatever is unread is one delta: so what waits is bounded by the answer itself, not by how many steps
-    it took. The last delta has a `finish_reason`; after it there is nothing.
+    it took, and where `unread_limit` is set by that: then the stream is `overfull` and is to be ended.
+    The last delta has a `finish_reason`; after it there is nothing.
     """
+
+    unread_limit: int | None = None  # bytes, about; None: the answer's own length is limit enough
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.queue_position = 0  # when it was accepted; 0: went to the engine at once
+        self._unread_bytes = 0
         self._unread: list[Delta] = []
         self.finished = False  # the last delta has been pushed
 
@@ -25,12 +30,23 @@ class Stream:
         """Add a delta and wake the reader. Nothing may follow the last one."""
         assert not self.finished, f"request {self.request_id} has ended already"
         self._unread.append(delta)
+        self._unread_bytes += _size(delta)
         self.finished = delta.finish_reason is not None
         self._wake()
+
+    @property
+    def overfull(self) -> bool:
+        return self.unread_limit is not None and self._unread_bytes > self.unread_limit
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed, if it did before anything of it was read or is there to be read."""
+        return self._unread[0].error if self._unread else None
 
     def _take(self) -> Delta | None:
         """Everything unread as one delta, or None."""
         unread, self._unread = self._unread, []
+        self._unread_bytes = 0
         if len(unread) <= 1:
             return unread[0] if unread else None
         last = unread[-1]
@@ -49,8 +65,16 @@ class Stream:
         raise NotImplementedError
 
 
+def _size(delta: Delta) -> int:
+    """About how many bytes a delta waits with."""
+    logprobs = sum(1 + len(entry.top) for entry in delta.logprobs)
+    return len(delta.text) + 8 * len(delta.tokens) + 64 * logprobs
+
+
 class AsyncStream(Stream):
     """Read with `async for`, on the event loop that pushes."""
+
+    unread_limit = 1 << 20
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
@@ -58,6 +82,10 @@ class AsyncStream(Stream):
 
     def _wake(self) -> None:
         self._ready.set()
+
+    async def begun(self) -> None:
+        """Return when there is something to read. Takes nothing."""
+        await self._ready.wait()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:

@@ -12,6 +12,7 @@ from cllm.engine.engine import Engine
 from cllm.server import errors
 from cllm.server.anthropic.request_ids import RequestIds
 from cllm.server.limits import RequestLimits
+from cllm.server.position import QueuePosition
 from cllm.server.routes import admin, generate, llama, messages, openai, responses
 
 
@@ -23,6 +24,7 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
         version=__version__,
         description="GGUF models for many users at once, on llama.cpp.",
     )
+    app.state.slow_reader_s = config.slow_reader_s
     errors.install(app)
     app.include_router(generate.routes(engine))
     app.include_router(openai.routes(engine))
@@ -30,6 +32,7 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     app.include_router(messages.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
+    app.add_middleware(QueuePosition)
     app.add_middleware(RequestLimits, most_bytes=config.max_body_mb << 20)
     app.add_middleware(RequestIds)
     return app

@@ -174,6 +174,7 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
 
     Raises InvalidRequest for what the template or the grammar cannot do.
     """
+    engine.check_room()
     facts, limits = loaded(engine)
     dialect = dialect_of(facts.chat_template)
     constraint = request.constraint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,11 +16,14 @@ from cllm.errors import (
     CapacityError,
     ClientError,
     CllmError,
+    DeadlineExceeded,
     EngineError,
     InvalidRequest,
     NotFound,
     PayloadTooLarge,
     QueueFull,
+    RateLimited,
+    SlowReader,
 )
 from cllm.types import Failure
 
@@ -31,6 +35,9 @@ STATUS: dict[type[Exception], int] = {
     NotFound: 404,
     CapacityError: 503,
     QueueFull: 429,
+    RateLimited: 429,
+    DeadlineExceeded: 504,
+    SlowReader: 408,
     EngineError: 500,
     CllmError: 500,
 }
@@ -87,7 +94,7 @@ def respond(request: Request, error: Exception) -> JSONResponse:
     status = status_of(error)
     headers = {}
     if isinstance(error, CapacityError):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     field = error.field if isinstance(error, InvalidRequest) else None
     return JSONResponse(error_body(path, status, error.code, error.message, field), status, headers)
 

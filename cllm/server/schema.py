@@ -64,7 +64,26 @@ class Body(BaseModel):
         return value
 
 
-class SamplingBody(Body):
+class SchedulingBody(Body):
+    """When a request is computed, shared by every route that generates."""
+
+    timeout: float | None = Field(
+        None,
+        gt=0,
+        le=86400,
+        description="Seconds from acceptance to the last token, at most the server's own limit; then 504",
+    )
+    priority: int = Field(0, ge=-100, le=100, description="Higher goes first; who waits long goes too")
+    cache_prompt: bool = Field(
+        True, description="May reuse, and leave behind, computed beginnings of prompts"
+    )
+
+    def scheduling(self) -> dict[str, Any]:
+        """These fields as those of `Request`."""
+        return {"timeout_s": self.timeout, "priority": self.priority, "reuse": self.cache_prompt}
+
+
+class SamplingBody(SchedulingBody):
     """The sampling fields, shared by every route that generates. Defaults: see `SamplingParams`."""
 
     temperature: float = Field(0.8, ge=0, le=10, description="0 is greedy")

@@ -25,6 +25,10 @@ def bind(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Connections inherit it. The kernel takes megabytes before we notice that nobody reads; it knows.
+        limit_ms = int(1000 * config.slow_reader_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
     try:
         listener.bind((config.host, config.port))
         # Two listeners may bind the same port with SO_REUSEADDR until one of them listens.

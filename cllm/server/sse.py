@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
 from cllm.errors import from_code
-from cllm.types import Delta
+from cllm.server.errors import respond
+from cllm.server.position import tell_position
+from cllm.types import Delta, Failure
 
 _encoder = msgspec.json.Encoder()
 
@@ -49,6 +53,7 @@ async def collect(
             raise from_code(failure.code, failure.message)
         return deltas
 
+    tell_position(streams)
     reader = asyncio.gather(*map(read, streams))
     watcher = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
@@ -86,8 +91,23 @@ async def merged(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Del
             task.cancel()
 
 
+async def first_failure(streams: Sequence[AsyncStream]) -> Failure | None:
+    """Wait until one of the streams has something; why it failed, if that is all it has."""
+    waiting = [asyncio.ensure_future(stream.begun()) for stream in streams]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+    return next((stream.failure for stream in streams if stream.failure is not None), None)
+
+
 class EventStream(Response):
-    """Requests' deltas as events. However it ends, the requests are cancelled if they still run."""
+    """Requests' deltas as events. However it ends, the requests are cancelled if they still run.
+
+    The head is sent with the first event: what fails before that is an answer with its own status, not an
+    event. A client that takes nothing for `slow_reader_s` (of the app's state) is left.
+    """
 
     media_type = "text/event-stream"
 
@@ -97,24 +117,36 @@ class EventStream(Response):
         self._engine = engine
         self._streams = streams
         self._events = events
+        self._stuck_since: float | None = None  # the client has taken nothing since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tell_position(self._streams)
+        sender = asyncio.ensure_future(self._send(scope, receive, send))
+        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            sender = asyncio.ensure_future(self._send_events(send))
-            watcher = asyncio.ensure_future(wait_for_disconnect(receive))
-            try:
-                await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                watcher.cancel()
-                sender.cancel()
-                with suppress(asyncio.CancelledError, OSError):
-                    await sender
+            limit_s: float = scope["app"].state.slow_reader_s
+            both = {sender, watcher}
+            while not (await asyncio.wait(both, timeout=limit_s / 4, return_when=asyncio.FIRST_COMPLETED))[0]:
+                if self._stuck_since is not None and time.monotonic() - self._stuck_since > limit_s:
+                    self._engine.metrics.slow_readers.inc()
+                    break
         finally:
+            watcher.cancel()
+            sender.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await sender
             for stream in self._streams:
                 self._engine.cancel(stream.request_id)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (failure := await first_failure(self._streams)) is not None:
+            answer = respond(Request(scope), from_code(failure.code, failure.message))
+            await answer(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for chunk in self._events:
+            self._stuck_since = time.monotonic()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._stuck_since = None
+        self._stuck_since = time.monotonic()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -83,5 +83,6 @@ async def to_tokens(engine: Engine, task: TextTask) -> tuple[int, ...]:
 
 
 async def prompt_tokens(engine: Engine, text: str) -> tuple[int, ...]:
-    """The tokens of a prompt; one that cannot fit raises ContextLengthExceeded."""
+    """The tokens of a prompt; one that cannot fit raises ContextLengthExceeded, a full queue QueueFull."""
+    engine.check_room()
     return await to_tokens(engine, TokenizeText(text, loaded(engine)[1].request_tokens))

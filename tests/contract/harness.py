@@ -67,6 +67,9 @@ class Watched(Backend):
         failed = self.fail(len(self.batches) - 1, batch)
         return self.inner.forward(batch) if failed is None else failed
 
+    def interrupt(self, stop: bool) -> None:
+        self.inner.interrupt(stop)
+
     def create_sampler(self, params: SamplingParams) -> Sampler:
         self.samplers.append(self.inner.create_sampler(params))
         return self.samplers[-1]

@@ -139,6 +139,9 @@ class LlamaBackend(Backend):
             return (RowResult(),) * len(rows)
         return self.chooser.choose(rows, self._context.logits(outputs))
 
+    def interrupt(self, stop: bool) -> None:
+        self._context.abort_switch.set(stop)
+
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
         if not params.greedy:

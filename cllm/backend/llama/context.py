@@ -29,6 +29,25 @@ class Threadpool(Owned):
         super().__init__(library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard)
 
 
+class AbortSwitch:
+    """llama.cpp's abort callback without Python in it.
+
+    The callback is asked at every node of a graph, thousands of times a step; in Python each would take the
+    GIL. So it is the C library's `strlen`, asked for the length of a text that is empty or has one character:
+    0 or 1, which is false or true whichever part of the register the caller looks at.
+    """
+
+    def __init__(self, api: Any, context: Any) -> None:
+        self._text = ctypes.create_string_buffer(b"\0\0", 2)
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
+        self._callback = api.ggml_abort_callback(strlen)
+        api.llama_set_abort_callback(context, self._callback, ctypes.addressof(self._text))
+
+    def set(self, stop: bool) -> None:
+        """From any thread: one byte is written at once."""
+        self._text[0] = b"\1" if stop else b"\0"
+
+
 class LlamaContext(Owned):
     """Owns a `llama_context` and the threadpool that works for it."""
 
@@ -74,6 +93,7 @@ class LlamaContext(Owned):
         self._use_threads(threads)
         # A number that was asked for is kept; our own default makes room for neighbours.
         self._governor = None if config.threads else ThreadGovernor(threads, default_threads())
+        self.abort_switch = AbortSwitch(api, pointer)
 
     @property
     def memory(self) -> Any:

@@ -41,6 +41,7 @@ async def to_request(engine: Engine, body: GenerateBody) -> Request:
         sampling=sampling,
         stop=body.stops,
         constraint=await constraint_of(engine, body),
+        **body.scheduling(),
     )
 
 

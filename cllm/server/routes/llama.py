@@ -91,6 +91,7 @@ def probabilities(entries: Sequence[Any]) -> list[dict[str, Any]]:
 async def to_request(engine: Engine, body: LlamaCompletionBody) -> Request:
     """A validated body as the engine's own request."""
     facts, limits = loaded(engine)
+    engine.check_room()
     if isinstance(body.prompt, str):
         task = TokenizeText(body.prompt, limits.request_tokens, parse_special=True)
         prompt = await to_tokens(engine, task)
@@ -105,6 +106,7 @@ async def to_request(engine: Engine, body: LlamaCompletionBody) -> Request:
         stop=tuple(body.stop),
         logprobs=body.n_probs,
         constraint=await constraint_of(engine, body),
+        **body.scheduling(),
     )
 
 

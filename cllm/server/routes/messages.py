@@ -35,6 +35,7 @@ def routes(engine: Engine) -> APIRouter:
             sampling=sampling_of(body, facts.vocabulary_size),
             stop=tuple(body.stop_sequences or ()),
             constraint=await constraint_as(engine, body, "output_config"),
+            **body.scheduling(),
         )
         job = await open_chat(engine, body.conversation(), request)
         job.submit()

@@ -69,6 +69,7 @@ class Job:
                 stop=self.body.stops,
                 logprobs=logprobs,
                 constraint=self.constraint,
+                **self.body.scheduling(),
             )
             for number, prompt in enumerate(self.prompts)
         )
@@ -192,6 +193,7 @@ def routes(engine: Engine) -> APIRouter:
             stop=body.stops,
             logprobs=max(1, body.top_logprobs or 0) if body.logprobs else 0,
             constraint=await constraint_of(engine, body),
+            **body.scheduling(),
         )
         job = await open_chat(engine, body.conversation(), request)
         job.submit(body.n)

@@ -37,6 +37,7 @@ def routes(engine: Engine) -> APIRouter:
             stop=body.stops,
             logprobs=max(1, body.top) if body.top is not None else 0,
             constraint=await constraint_as(engine, body, "text"),
+            **body.scheduling(),
         )
         job = await open_chat(engine, body.to_conversation(), request)
         job.submit()

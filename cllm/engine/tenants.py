@@ -1,0 +1,181 @@
+"""Tenants: who a request is counted for, what each may ask for, and what each has had so far."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from cllm.errors import InvalidRequest, RateLimited
+from cllm.types import Request
+
+
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant may ask for. 0 means no limit; the defaults limit nothing."""
+
+    weight: float = 1.0  # of its share when several want the machine
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # prompt and generated together
+    concurrent: int = 0  # waiting and running together
+    max_priority: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0 or min(self.requests_per_s, self.tokens_per_s, self.concurrent) < 0:
+            raise ValueError("a tenant's weight must be above 0, its limits not below")
+
+
+class TokenBucket:
+    """Fills at `rate` a second up to one second's worth; may be overdrawn, and is then paid back first."""
+
+    def __init__(self, rate: float, now: float) -> None:
+        self.rate = rate
+        self._level = max(1.0, rate)
+        self._at = now
+
+    def seconds_until(self, level: float, now: float) -> float:
+        """How long until it holds `level`; 0 when it does. No more than fits is waited for."""
+        self._fill(now)
+        return max(0.0, (min(level, max(1.0, self.rate)) - self._level) / self.rate)
+
+    def take(self, amount: float, now: float) -> None:
+        self._fill(now)
+        self._level -= amount
+
+    def _fill(self, now: float) -> None:
+        self._level = min(max(1.0, self.rate), self._level + (now - self._at) * self.rate)
+        self._at = now
+
+
+class DrainRate:
+    """Requests and tokens that went by lately: what a refused client's wait is computed from."""
+
+    REMEMBERED_S = 60.0  # older ones say nothing about now
+
+    def __init__(self, remembered: int = 64) -> None:
+        self._times: deque[tuple[float, int]] = deque(maxlen=remembered)
+
+    def note(self, tokens: int = 0) -> None:
+        self._times.append((time.monotonic(), tokens))
+
+    def seconds_for(self, count: int, tokens: int = 0) -> float:
+        """How long `count` requests, or `tokens` tokens if that is longer, take; between 1 s and 60 s."""
+        now = time.monotonic()
+        while self._times and now - self._times[0][0] > self.REMEMBERED_S:
+            self._times.popleft()
+        if len(self._times) < 2:
+            return 1.0
+        elapsed = now - self._times[0][0]
+        seconds = count * elapsed / len(self._times)
+        if passed := sum(each for _, each in self._times):
+            seconds = max(seconds, tokens * elapsed / passed)
+        return min(60.0, max(1.0, seconds))
+
+
+class Tenant:
+    """One tenant's account. `virtual` is its virtual time: tokens had, divided by weight."""
+
+    HOLD_S = 2.0  # how long a tenant's places are kept for its next request
+
+    def __init__(self, name: str, limits: TenantLimits) -> None:
+        self.name = name
+        self.virtual = 0.0
+        self.waiting = 0
+        self.running = 0
+        self.drain_rate = DrainRate()
+        self._period = time.monotonic()
+        self._peaks = (0, 0)  # most at once in the engine: of the last period, of this one
+        self.limit(limits)
+
+    def limit(self, limits: TenantLimits) -> None:
+        """Put it under (new) limits."""
+        self.limits = limits
+        now = time.monotonic()
+        self._requests = TokenBucket(limits.requests_per_s, now) if limits.requests_per_s else None
+        self._tokens = TokenBucket(limits.tokens_per_s, now) if limits.tokens_per_s else None
+
+    def check(self, request: Request, now: float) -> None:
+        """Raise why this request may not come now. Changes nothing."""
+        limits = self.limits
+        if request.priority > limits.max_priority:
+            raise InvalidRequest(
+                f"priority is {request.priority}: this key may use at most {limits.max_priority}",
+                field="priority",
+            )
+        if limits.concurrent and self.waiting + self.running >= limits.concurrent:
+            raise RateLimited(
+                f"{limits.concurrent} requests at the same time", self.drain_rate.seconds_for(1)
+            )
+        if self._requests is not None and (wait := self._requests.seconds_until(1.0, now)) > 0:
+            raise RateLimited(f"{limits.requests_per_s:g} requests a second", wait)
+        if self._tokens is not None and (wait := self._tokens.seconds_until(0.0, now)) > 0:
+            raise RateLimited(f"{limits.tokens_per_s:g} tokens a second", wait)
+
+    def admitted(self, now: float) -> None:
+        self.waiting += 1
+        if self._requests is not None:
+            self._requests.take(1.0, now)
+
+    def charge(self, tokens: int, now: float) -> None:
+        """It has had tokens: they count for its share and against its limit."""
+        self.virtual += tokens / self.limits.weight
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
+
+    def peak(self, now: float) -> int:
+        """Most of its requests in the engine at once, lately."""
+        elapsed = now - self._period
+        if elapsed >= self.HOLD_S:
+            self._peaks = (self._peaks[1] if elapsed < 2 * self.HOLD_S else 0, self.running)
+            self._period = now
+        elif self.running > self._peaks[1]:
+            self._peaks = (self._peaks[0], self.running)
+        return max(*self._peaks, self.running)
+
+
+class Tenants:
+    """Every tenant known. Names that are not registered are tenants too, without limits."""
+
+    MOST_UNKNOWN = 256  # accounts of unregistered names that are kept
+
+    def __init__(self) -> None:
+        self._limits: dict[str, TenantLimits] = {}
+        self._tenants: dict[str, Tenant] = {}
+        self.virtual_time = 0.0  # start tag of whoever was let in last
+
+    def register(self, limits: Mapping[str, TenantLimits]) -> None:
+        """Replace the register. Accounts go on; changed limits count from now."""
+        self._limits = dict(limits)
+        for tenant in self._tenants.values():
+            if (new := self._limits.get(tenant.name, TenantLimits())) != tenant.limits:
+                tenant.limit(new)
+
+    def find(self, name: str) -> Tenant:
+        """The account of a tenant, opened if it is new."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= len(self._limits) + self.MOST_UNKNOWN:
+                self._forget()
+            tenant = self._tenants[name] = Tenant(name, self._limits.get(name, TenantLimits()))
+        return tenant
+
+    def active(self, now: float) -> list[Tenant]:
+        """Whoever has something here, or had a moment ago."""
+        return [tenant for tenant in self._tenants.values() if tenant.waiting or tenant.peak(now)]
+
+    def start_tag(self, tenant: Tenant) -> float:
+        """Its place in virtual time; whoever was idle starts now, without credit for the past."""
+        return max(self.virtual_time, tenant.virtual)
+
+    def settle(self) -> None:
+        """Nobody is here any more: what somebody had while alone is no debt."""
+        self.virtual_time = max([self.virtual_time, *(each.virtual for each in self._tenants.values())])
+
+    def _forget(self) -> None:
+        busy = {tenant.name for tenant in self.active(time.monotonic())}
+        self._tenants = {
+            name: tenant
+            for name, tenant in self._tenants.items()
+            if name in busy or name in self._limits or tenant.virtual > self.virtual_time
+        }
