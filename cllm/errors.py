@@ -5,6 +5,8 @@
     │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
     │   ├── PayloadTooLarge        the body is over the limit                               413
+    │   ├── Unauthorized           no key, or one nobody has                                401
+    │   ├── Forbidden              the key (or the name the server was called by) is not enough 403
     │   └── NotFound               no such model, route or request                          404
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
@@ -69,6 +71,14 @@ class ContextLengthExceeded(InvalidRequest):
 
 class PayloadTooLarge(ClientError):
     code = "payload_too_large"
+
+
+class Unauthorized(ClientError):
+    code = "invalid_api_key"
+
+
+class Forbidden(ClientError):
+    code = "forbidden"
 
 
 class NotFound(ClientError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -14,7 +16,18 @@ from cllm.config import EngineConfig
 from cllm.engine.child import ChildProcess
 from cllm.engine.messages import Died
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
-from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, TextWorker
+from cllm.text.template import GUARD_LIMIT_S
+from cllm.text.work import (
+    CheckConstraint,
+    Detokenize,
+    Numbered,
+    NumberedAnswer,
+    Refused,
+    TextAnswer,
+    TextTask,
+    TextWorker,
+    TokenizeText,
+)
 from cllm.types import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -74,6 +87,11 @@ class _Pending:
         self.future: Future[TextAnswer] = Future()
         self.deaths = 0
 
+    @property
+    def renders(self) -> bool:
+        """True when the model's chat template takes part."""
+        return not isinstance(self.task, TokenizeText | Detokenize | CheckConstraint)
+
 
 class ChildText:
     """Text work in a process of its own, replaced whenever it dies. A task that kills it twice is refused."""
@@ -85,6 +103,7 @@ class ChildText:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._closed = False
+        self._given_up = False  # the process is being killed for somebody who has gone: nobody else's fault
         self._child: ChildProcess | None = self._start()
 
     def _start(self) -> ChildProcess:
@@ -111,6 +130,7 @@ class ChildText:
                 if pending.future is future:
                     del self._pending[number]
                     if self._child is not None:
+                        self._given_up = True
                         self._child.kill()  # it may hang in native code; the others are replayed
 
     def _read(self, child: ChildProcess) -> None:
@@ -128,24 +148,35 @@ class ChildText:
 
     def _on_death(self, child: ChildProcess) -> None:
         failed: list[_Pending] = []
+        error: CllmError = EngineDied("this text could not be processed: the text process died of it")
         with self._lock:
             if self._closed:
                 failed, self._pending = list(self._pending.values()), {}
             else:
                 log.warning("the text process ended (%s): starting another", child.obituary())
-                for number, pending in list(self._pending.items()):
-                    pending.deaths += 1
-                    if pending.deaths > 1:
-                        failed.append(self._pending.pop(number))
+                if child.ended_by is signal.SIGPROF:
+                    # The template's own guard. It is the same for every conversation: none is tried again.
+                    failed = self._take(lambda pending: pending.renders)
+                    message = f"the model's chat template was stopped: it took more than {GUARD_LIMIT_S:g} s"
+                    error = InvalidRequest(message, field="messages")
+                elif not self._given_up:
+                    for pending in self._pending.values():
+                        pending.deaths += 1
+                    failed = self._take(lambda pending: pending.deaths > 1)
+                self._given_up = False
                 # With nobody waiting, the next task starts it: one that cannot start must not spin.
                 self._child = self._start() if self._pending else None
                 for number, pending in self._pending.items():
                     assert self._child is not None
                     self._child.send(msgspec.msgpack.encode(Numbered(number, pending.task)))
-        error: CllmError = EngineDied("this text could not be processed: the text process died of it")
         for pending in failed:
             if pending.future.set_running_or_notify_cancel():
                 pending.future.set_exception(error)
+
+    def _take(self, which: Callable[[_Pending], bool]) -> list[_Pending]:
+        """Those of the pending tasks, taken out."""
+        numbers = [number for number, pending in self._pending.items() if which(pending)]
+        return [self._pending.pop(number) for number in numbers]
 
     def close(self) -> None:
         with self._lock:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.server import errors
+from cllm.server.auth import Gate
+from cllm.server.keys import KeyRing
 from cllm.server.limits import RequestLimits
+from cllm.server.origin import HostCheck, listed
 from cllm.server.routes import admin, generate, llama, openai
 
 
-def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
+def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRing | None = None) -> FastAPI:
     """The ASGI application. The engines are started and stopped by the caller."""
     (engine,) = engines.values()  # several models: later; the signature is ready for it
     app = FastAPI(
@@ -27,5 +31,22 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     app.include_router(openai.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
-    app.add_middleware(RequestLimits, most_bytes=config.max_body_mb << 20)
+    _guard(app, engine, config, keys or KeyRing(config.api_keys, config.api_key))
     return app
+
+
+def _guard(app: FastAPI, engine: Engine, config: ServerConfig, keys: KeyRing) -> None:
+    """What a request passes before its route, the last added first."""
+
+    def refused(code: str) -> None:
+        engine.metrics.refused.labels(code).inc()
+
+    app.add_middleware(
+        RequestLimits, most_bytes=config.max_body_mb << 20, most_header_bytes=config.max_header_kb << 10
+    )
+    app.add_middleware(Gate, keys=keys, host=config.host, refused=refused)
+    if origins := listed(config.cors_origins):
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.add_middleware(HostCheck, host=config.host, allowed_hosts=config.allowed_hosts, refused=refused)

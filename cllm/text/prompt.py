@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from cllm.errors import InvalidRequest
+from cllm.text.template import ChatTemplate, Guard
 from cllm.types import Vocabulary
 
 
 class PromptBuilder:
     """Makes prompts for one model. Control tokens come from its template, never from a user's text."""
 
-    MOST_RENDERED = 8 << 20  # characters
-
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: str | None, guard: Guard = nullcontext) -> None:
         self._vocabulary = vocabulary
-        self._template = _compile(template) if template else None
+        self._template = ChatTemplate(template, guard) if template else None
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
@@ -61,32 +56,7 @@ class PromptBuilder:
             raise InvalidRequest(
                 "this model has no chat template: send a plain prompt instead", field="messages"
             )
-        try:
-            rendered = self._template.render(messages=messages, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error.message}", field="messages"
-            ) from error
-        if len(rendered) > self.MOST_RENDERED:
-            raise InvalidRequest(
-                f"the rendered conversation has {len(rendered)} characters, "
-                f"over the limit of {self.MOST_RENDERED}",
-                field="messages",
-            )
-        return rendered
-
-
-def _compile(source: str) -> jinja2.Template:
-    """A template in a sandbox, with the helpers that published templates expect."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: time.strftime(form)
-    return environment.from_string(source)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+        return self._template.render(messages=messages, add_generation_prompt=True)
 
 
 def _mapped(value: Any, change: Any) -> Any:
