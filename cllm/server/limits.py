@@ -47,11 +47,9 @@ def _refusal(scope: Scope, most_header_bytes: int) -> JSONResponse | None:
     if target + sum(len(name) + len(value) for name, value in headers) > most_header_bytes:
         message = f"the headers are over the limit of {most_header_bytes} bytes"
         return JSONResponse(error_body(scope["path"], 431, "headers_too_large", message), 431)
-    named = dict(headers)
-    kind = named.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    # A page of any origin may send a POST without a type, and no browser would ask us first.
-    accepted = (b"application/json",) if b"origin" in named else (b"", b"application/json")
-    if scope["method"] == "POST" and kind not in accepted:
+    kind = dict(headers).get(b"content-type", b"").partition(b";")[0].strip().lower()
+    # Without a type a body is not parsed at all: a page of any origin may send one, no browser asks first.
+    if scope["method"] == "POST" and kind not in (b"", b"application/json"):
         message = "the body must be JSON: send it with 'Content-Type: application/json'"
         return JSONResponse(error_body(scope["path"], 415, "unsupported_media_type", message), 415)
     return None
