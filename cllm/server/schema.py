@@ -29,7 +29,14 @@ def _stop(value: str) -> str:
     return _text(value)
 
 
+def _source(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("may not hold NUL")
+    return _text(value)
+
+
 Text = Annotated[str, AfterValidator(_text)]
+SourceText = Annotated[str, AfterValidator(_source)]
 StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_stop)]
 
 
@@ -114,8 +121,8 @@ def _token(key: str, vocabulary_size: int) -> int:
 class ConstrainedBody(SamplingBody):
     """Fields that say what an answer must look like; at most one of them."""
 
-    grammar: Text | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
-    regex: Text | None = Field(None, min_length=1, description="Regular expression the whole answer matches")
+    grammar: SourceText | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
+    regex: SourceText | None = Field(None, min_length=1, description="Regular expression of the whole answer")
     choice: list[StopText] | None = Field(None, min_length=1, max_length=256, description="One of these")
     json_schema: dict[str, Any] | None = Field(None, description="JSON schema of the answer")
 

@@ -37,7 +37,7 @@ class Keyed:
         return done.stdout.strip()
 
     def get(self, path: str, key: str | None, scheme: str = "Bearer") -> httpx.Response:
-        headers = {"authorization": f"{scheme} {key}".strip().encode()} if key is not None else {}
+        headers = {b"authorization": f"{scheme} {key}".strip().encode()} if key is not None else {}
         return httpx.get(self.server.url + path, headers=headers, trust_env=False, timeout=PATIENCE_S)
 
 

@@ -103,8 +103,8 @@ class CompletionBody(OpenAIBody):
             raise ValueError(f"best_of must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of above n cannot be streamed: the best is known at the end")
-        if self.n * len(self.prompts) > MOST_PROMPTS:
-            raise ValueError(f"n times prompts must be at most {MOST_PROMPTS}")
+        if (self.best_of or self.n) * len(self.prompts) > MOST_PROMPTS:
+            raise ValueError(f"n (or best_of) times prompts must be at most {MOST_PROMPTS}")
         return self
 
     @property
@@ -120,6 +120,14 @@ class CompletionBody(OpenAIBody):
 class TextPart(Body):
     type: Literal["text"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"this model reads text and has no eyes for {kind[:32]!r}; nothing was fetched")
+        return value
 
 
 class MessageBody(Body):
