@@ -149,7 +149,7 @@ class ChildText:
             for number, pending in list(self._pending.items()):
                 if pending.future is future:
                     del self._pending[number]
-                    if self._child is not None:
+                    if self._child is not None and pending.sent:
                         self._given_up = True
                         self._child.kill()  # it may hang in native code; the others are replayed
 

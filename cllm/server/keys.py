@@ -55,7 +55,7 @@ _OWN = ("hash", "role")
 
 
 def digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def read_keys(path: Path) -> dict[bytes, Tenant]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
@@ -15,32 +14,13 @@ import uvicorn
 
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
-from cllm.errors import ConfigError, PortInUse
+from cllm.errors import ConfigError
 from cllm.server.app import create_app
 from cllm.server.auth import is_loopback
 from cllm.server.connection import GuardedConnection, limits_of
 from cllm.server.keys import KeyRing
 
 log = logging.getLogger(__name__)
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """Take the port before anything is loaded. Raises PortInUse."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        # Two listeners may bind the same port with SO_REUSEADDR until one of them listens.
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"port {config.port} on {config.host} is in use: stop what listens there or choose --port"
-            ) from None
-        raise PortInUse(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
-    return listener
 
 
 def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
