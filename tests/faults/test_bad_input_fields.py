@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,40 @@ def test_fault_10_what_is_no_number(tiny: Server, route: str, field: str, values
 @pytest.mark.parametrize("route", ROUTES)
 def test_fault_10_true_where_an_integer_belongs(tiny: Server, route: str) -> None:
     field_refused(tiny, route, "n_predict" if route == LLAMA else "max_tokens", "true")
+
+
+def test_fault_10_a_number_of_thousands_of_digits(tiny: Server) -> None:
+    for route in ROUTES:
+        body = f'{{"prompt": "x", "messages": [], "seed": {"9" * 5000}}}'
+        refusal(tiny.client.post(route, content=body.encode(), headers=JSON))
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/decode", {"tokens": [""] * 1_000_000}),
+        ("/detokenize", {"tokens": [-1] * 1_000_000}),
+        (LLAMA, {"prompt": [""] * 1_000_000}),
+        (COMPLETIONS, {"prompt": [{}] * 1_000_000}),
+        (COMPLETIONS, {"prompt": [[""]] * 1_000_000}),
+        (CHAT, {"messages": [{}] * 1_000_000}),
+        (GENERATE, {"prompt": "x", "stop": [1] * 1_000_000}),
+        (GENERATE, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(400_000)), "")}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_fault_10_a_million_wrong_items_cost_as_much_as_one(tiny: Server, route: str, body: Any) -> None:
+    """The first one ends it; a million errors would take seconds of everybody's and gigabytes."""
+    before = peak_mib(tiny.process.pid)
+    refusal(tiny.post(route, body))
+    assert peak_mib(tiny.process.pid) - before < 400
+
+
+def peak_mib(pid: int) -> int:
+    """The most memory a process has ever had resident."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) // 1024
 
 
 RANGES = {
