@@ -112,7 +112,6 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float = 0.0
     tokens_per_s: float = 0.0
     concurrent: int = 0
-    min_priority: int = -100
     max_priority: int = 100
 
 

@@ -43,7 +43,6 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
     tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
     concurrent: Annotated[int, Meta(ge=0)] = 0
-    min_priority: Annotated[int, Meta(ge=-100, le=100)] = -100
     max_priority: Annotated[int, Meta(ge=-100, le=100)] = 100
 
     def tenant(self, name: str) -> Tenant:
@@ -64,17 +63,17 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
         document = tomllib.loads(path.read_text())
         entries = msgspec.convert(document, dict[Name, KeyEntry])
     except OSError as error:
-        raise ConfigError(f"the keys file {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"the keys file {path.name} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"the keys file {path} is wrong: {error}") from None
+        raise ConfigError(f"the keys file {path.name} is wrong: {error}") from None
     if not entries:
-        raise ConfigError(f"the keys file {path} holds no key: `cllm keys new NAME --file {path}` makes one")
+        raise ConfigError(f"the keys file {path.name} holds no key: `cllm keys new` makes one")
     tenants = {
         bytes.fromhex(entry.hash.removeprefix("sha256:")): entry.tenant(name)
         for name, entry in entries.items()
     }
     if len(tenants) != len(entries):
-        raise ConfigError(f"the keys file {path} holds the same key twice")
+        raise ConfigError(f"the keys file {path.name} holds the same key twice")
     return tenants
 
 
@@ -121,6 +120,10 @@ class KeyRing:
         """True when a key is needed."""
         return bool(self._tenants)
 
+    @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        return tuple(self._tenants.values())
+
     def find(self, key: str) -> Tenant | None:
         """Whose key it is. Takes as long for a wrong key as for any right one."""
         wanted, found = digest(key), None
@@ -129,14 +132,15 @@ class KeyRing:
                 found = tenant
         return found
 
-    def reload(self) -> None:
-        """Read the file again; one that is wrong changes nothing and is told in the log."""
+    def reload(self) -> bool:
+        """Read the file again; a wrong one changes nothing and is told in the log. True: it was read."""
         if self._file is None:
             log.info("SIGHUP: there is no keys file to read")
-            return
+            return False
         try:
             self._tenants = self._read()
         except ConfigError as error:
             log.error("SIGHUP: the old keys stay: %s", error)
-        else:
-            log.info("SIGHUP: %d keys are in force", len(self._tenants))
+            return False
+        log.info("SIGHUP: %d keys are in force", len(self._tenants))
+        return True

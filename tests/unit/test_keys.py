@@ -88,11 +88,14 @@ def test_reloading_a_wrong_file_keeps_the_old_keys(tmp_path: Path, caplog: pytes
     key = add_key(file, "alice", admin=False)
     ring = KeyRing(str(file), "")
     file.write_text("[broken")
-    ring.reload()
+    assert not ring.reload()
     assert ring.find(key) is not None and "old keys stay" in caplog.text
     file.unlink()
-    ring.reload()
+    assert not ring.reload()
     assert ring.find(key) is not None and ring.closed
+    other = add_key(file, "bob", admin=False)
+    assert ring.reload() and ring.find(key) is None and ring.find(other) is not None
+    assert [tenant.name for tenant in ring.tenants] == ["bob"]
 
 
 @pytest.mark.parametrize("name", ["alice", "", "a b", "x" * 65, "a]\n[b", "../x"])
