@@ -78,6 +78,33 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(ge=0, description="How long running requests may finish after SIGTERM, seconds")
     ] = 30.0
     log_level: Annotated[str, Meta(description="debug, info, warning or error")] = "info"
+    api_keys: Annotated[
+        str, Meta(description="TOML file of API keys (`cllm keys new` writes it); SIGHUP reads it again")
+    ] = ""
+    api_key: Annotated[
+        str, Meta(description="API key, or several with commas between; better by CLLM_API_KEY than here")
+    ] = ""
+    allowed_hosts: Annotated[
+        str, Meta(description="Host names clients may use, with commas between; '*.lan' and '*' work too")
+    ] = ""
+    cors_origins: Annotated[
+        str, Meta(description="Web origins whose pages may call this server, with commas between; '*': all")
+    ] = ""
+    tls_cert: Annotated[str, Meta(description="Certificate chain (PEM); with --tls-key: serve HTTPS")] = ""
+    tls_key: Annotated[str, Meta(description="Private key of the certificate (PEM)")] = ""
+    header_timeout_s: Annotated[
+        float, Meta(ge=0.1, description="How long a client may take to send a request's header, seconds")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, Meta(ge=0.1, description="How long a client may take to send a request's body, seconds")
+    ] = 30.0
+    keep_alive_s: Annotated[
+        float, Meta(ge=0, description="How long a connection may stay open between two requests, seconds")
+    ] = 30.0
+    max_header_kb: Annotated[int, Meta(ge=1, le=1024, description="Largest request header, KiB")] = 32
+    max_connections: Annotated[
+        int, Meta(ge=1, description="Connections at a time, as far as file descriptors allow; one more: 503")
+    ] = 4096
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
     │   ├── PayloadTooLarge        the body is over the limit                               413
     │   ├── SlowReader             the client does not read its stream                      408
+    │   ├── Unauthorized           no key, or one nobody has                                401
+    │   ├── Forbidden              the key (or the name the server was called by) is not enough 403
     │   └── NotFound               no such model, route or request                          404
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
@@ -78,6 +80,14 @@ class PayloadTooLarge(ClientError):
 
 class SlowReader(ClientError):
     code = "slow_reader"
+
+
+class Unauthorized(ClientError):
+    code = "invalid_api_key"
+
+
+class Forbidden(ClientError):
+    code = "forbidden"
 
 
 class NotFound(ClientError):

@@ -104,6 +104,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     reuse: bool = True  # may take over, and leave behind, computed prefixes
 
 
+class Tenant(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose key a request came with, and what it may do. Zero means no limit."""
+
+    name: str = ""  # empty: no keys are set, everybody is this one
+    admin: bool = False
+    weight: float = 1.0  # its share when the server is full
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    concurrent: int = 0
+    max_priority: int = 100
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """The log-probability of a token under the model's own distribution (before any sampler)."""
 

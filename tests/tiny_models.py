@@ -76,9 +76,16 @@ def make_all(directory: Path) -> dict[str, Path]:
     }
 
 
-def make_dense(path: Path, *, vocabulary: int = VOCABULARY, context: int = CONTEXT, seed: int = 0) -> Path:
+def make_dense(
+    path: Path,
+    *,
+    vocabulary: int = VOCABULARY,
+    context: int = CONTEXT,
+    seed: int = 0,
+    template: str = CHAT_TEMPLATE,
+) -> Path:
     """Write a llama model with full attention; the same arguments give the same bytes. Returns ``path``."""
-    writer = _writer(path, "llama", vocabulary, context)
+    writer = _writer(path, "llama", vocabulary, context, template)
     _attention_metadata(writer)
     random = np.random.default_rng(seed)
     _ends(writer, random, vocabulary)
@@ -134,7 +141,9 @@ def make_recurrent(
     return _finish(writer, path)
 
 
-def _writer(path: Path, architecture: str, vocabulary: int, context: int) -> gguf.GGUFWriter:
+def _writer(
+    path: Path, architecture: str, vocabulary: int, context: int, template: str = CHAT_TEMPLATE
+) -> gguf.GGUFWriter:
     """A writer that holds what every model needs besides its tensors and its own hyperparameters."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {architecture}")
@@ -144,6 +153,7 @@ def _writer(path: Path, architecture: str, vocabulary: int, context: int) -> ggu
     writer.add_block_count(LAYERS)
     writer.add_layer_norm_rms_eps(NORM_EPSILON)
     _tokenizer(writer, vocabulary)
+    writer.add_chat_template(template)
     return writer
 
 
@@ -178,7 +188,6 @@ def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
     writer.add_eos_token_id(END_OF_TEXT)
     writer.add_eot_token_id(TURN_END)
     writer.add_add_bos_token(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _byte_spelling() -> list[str]:

@@ -8,6 +8,7 @@ from cllm import __version__
 from cllm.cli.bench import bench_command
 from cllm.cli.build import build_command
 from cllm.cli.doctor import doctor_command
+from cllm.cli.keys import keys_app
 from cllm.cli.run import run_command
 from cllm.cli.serve import serve_command
 
@@ -35,6 +36,7 @@ app.command("run")(run_command)
 app.command("bench")(bench_command)
 app.command("doctor")(doctor_command)
 app.command("build")(build_command)
+app.add_typer(keys_app, name="keys")
 
 
 def main() -> None:

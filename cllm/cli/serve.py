@@ -17,7 +17,7 @@ from cllm.engine.engine import Engine
 from cllm.engine.host import ChildHost
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
-from cllm.server.serve import bind, serve
+from cllm.server.listener import bind
 
 
 @with_options(EngineConfig, ServerConfig)
@@ -35,10 +35,10 @@ def serve_command(config: Config) -> None:
 def run(config: Config) -> None:
     """Check everything that needs no model first; then load and serve until told to stop."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    engine_config = prepare(config.engine)
-    listener = bind(config.server)
-    with contextlib.closing(listener):
-        engine_config = find_working(engine_config, console.print)
+    with contextlib.closing(bind(config.server)) as listener:
+        from cllm.server.serve import serve  # takes half a second: a port in use is told before
+
+        engine_config = find_working(prepare(config.engine), console.print)
         with _loading_bar(console) as progress:
             task = progress.add_task("loading the model", total=1.0)
             engine = Engine(

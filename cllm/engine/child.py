@@ -113,6 +113,12 @@ class ChildProcess:
             return f"the {self.role} process was ended by {signal.Signals(-code).name}"
         return f"the {self.role} process exited with code {code}"
 
+    @property
+    def ended_by(self) -> signal.Signals | None:
+        """The signal that ended it, if one did. Waits for the end."""
+        code = self._process.wait()
+        return signal.Signals(-code) if code < 0 else None
+
     def close(self) -> None:
         """End it: EOF first, SIGKILL if that does not do. Returns when it is gone."""
         self._channel.close()

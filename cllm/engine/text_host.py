@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -14,7 +16,19 @@ from cllm.config import EngineConfig
 from cllm.engine.child import ChildProcess
 from cllm.engine.messages import Died
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
-from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, TextWorker
+from cllm.text.constraint import FIELDS
+from cllm.text.template import GUARD_LIMIT_S
+from cllm.text.work import (
+    CheckConstraint,
+    Detokenize,
+    Numbered,
+    NumberedAnswer,
+    Refused,
+    TextAnswer,
+    TextTask,
+    TextWorker,
+    TokenizeText,
+)
 from cllm.types import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -72,7 +86,21 @@ class _Pending:
     def __init__(self, task: TextTask) -> None:
         self.task = task
         self.future: Future[TextAnswer] = Future()
-        self.deaths = 0
+        self.sent = False
+        self.deaths = 0  # of the process while it had the task
+
+    @property
+    def death_sentence(self) -> CllmError:
+        """What is said when the process has died of it twice, the second time of it alone."""
+        if isinstance(self.task, CheckConstraint):
+            field = FIELDS[self.task.spec.kind]
+            return InvalidRequest(f"{field}: it is too complex to be compiled", field=field)
+        return EngineDied("this text could not be processed: the text process died of it")
+
+    @property
+    def renders(self) -> bool:
+        """True when the model's chat template takes part."""
+        return not isinstance(self.task, TokenizeText | Detokenize | CheckConstraint)
 
 
 class ChildText:
@@ -85,6 +113,7 @@ class ChildText:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._closed = False
+        self._given_up = False  # the process is being killed for somebody who has gone: nobody else's fault
         self._child: ChildProcess | None = self._start()
 
     def _start(self) -> ChildProcess:
@@ -98,19 +127,30 @@ class ChildText:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
             pending = _Pending(task)
-            number = next(self._numbers)
-            self._pending[number] = pending
+            self._pending[next(self._numbers)] = pending
             if self._child is None:
                 self._child = self._start()
-            self._child.send(msgspec.msgpack.encode(Numbered(number, task)))
+            self._send_waiting()
             return pending.future
+
+    def _send_waiting(self) -> None:
+        """Send what is not sent yet; of those a process has died with, one at a time, to know of whom."""
+        assert self._child is not None
+        trial = any(pending.sent and pending.deaths for pending in self._pending.values())
+        for number, pending in self._pending.items():
+            if pending.sent or (pending.deaths and trial):
+                continue
+            trial = trial or pending.deaths > 0
+            pending.sent = True
+            self._child.send(msgspec.msgpack.encode(Numbered(number, pending.task)))
 
     def abort(self, future: Future[TextAnswer]) -> None:
         with self._lock:
             for number, pending in list(self._pending.items()):
                 if pending.future is future:
                     del self._pending[number]
-                    if self._child is not None:
+                    if self._child is not None and pending.sent:
+                        self._given_up = True
                         self._child.kill()  # it may hang in native code; the others are replayed
 
     def _read(self, child: ChildProcess) -> None:
@@ -122,30 +162,54 @@ class ChildText:
                 continue
             with self._lock:
                 pending = self._pending.pop(answer.number, None)
+                if pending is not None and pending.deaths and child is self._child:
+                    self._send_waiting()
             if pending is not None:
                 _settle(pending.future, answer.answer)
         self._on_death(child)
 
     def _on_death(self, child: ChildProcess) -> None:
-        failed: list[_Pending] = []
+        failed: list[tuple[_Pending, CllmError]]
         with self._lock:
             if self._closed:
-                failed, self._pending = list(self._pending.values()), {}
+                failed = [(pending, pending.death_sentence) for pending in self._take(lambda _: True)]
             else:
                 log.warning("the text process ended (%s): starting another", child.obituary())
-                for number, pending in list(self._pending.items()):
-                    pending.deaths += 1
-                    if pending.deaths > 1:
-                        failed.append(self._pending.pop(number))
+                failed = self._judge(child)
                 # With nobody waiting, the next task starts it: one that cannot start must not spin.
                 self._child = self._start() if self._pending else None
-                for number, pending in self._pending.items():
-                    assert self._child is not None
-                    self._child.send(msgspec.msgpack.encode(Numbered(number, pending.task)))
-        error: CllmError = EngineDied("this text could not be processed: the text process died of it")
-        for pending in failed:
+                if self._child is not None:
+                    self._send_waiting()
+        for pending, error in failed:
             if pending.future.set_running_or_notify_cancel():
                 pending.future.set_exception(error)
+
+    def _judge(self, child: ChildProcess) -> list[tuple[_Pending, CllmError]]:
+        """Who has to answer for the death; all others are to be sent again."""
+        guilty: list[tuple[_Pending, CllmError]] = []
+        if child.ended_by is signal.SIGPROF:
+            # The template's own guard. It is the same for every conversation: none is tried again.
+            message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
+            guilty = [
+                (pending, InvalidRequest(message, field="messages"))
+                for pending in self._take(lambda pending: pending.sent and pending.renders)
+            ]
+        elif not self._given_up:
+            for pending in self._pending.values():
+                pending.deaths += pending.sent
+            guilty = [
+                (pending, pending.death_sentence)
+                for pending in self._take(lambda pending: pending.deaths > 1)
+            ]
+        self._given_up = False
+        for pending in self._pending.values():
+            pending.sent = False
+        return guilty
+
+    def _take(self, which: Callable[[_Pending], bool]) -> list[_Pending]:
+        """Those of the pending tasks, taken out."""
+        numbers = [number for number, pending in self._pending.items() if which(pending)]
+        return [self._pending.pop(number) for number in numbers]
 
     def close(self) -> None:
         with self._lock:

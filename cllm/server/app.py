@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.server import errors
 from cllm.server.anthropic.request_ids import RequestIds
+from cllm.server.auth import Gate
+from cllm.server.keys import KeyRing
 from cllm.server.limits import RequestLimits
+from cllm.server.origin import HostCheck, listed
 from cllm.server.position import QueuePosition
 from cllm.server.routes import admin, generate, llama, messages, openai, responses
 
 
-def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
+def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRing | None = None) -> FastAPI:
     """The ASGI application. The engines are started and stopped by the caller."""
     (engine,) = engines.values()  # several models: later; the signature is ready for it
     app = FastAPI(
@@ -33,6 +37,23 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
     app.add_middleware(QueuePosition)
-    app.add_middleware(RequestLimits, most_bytes=config.max_body_mb << 20)
+    _guard(app, engine, config, keys or KeyRing(config.api_keys, config.api_key))
     app.add_middleware(RequestIds)
     return app
+
+
+def _guard(app: FastAPI, engine: Engine, config: ServerConfig, keys: KeyRing) -> None:
+    """What a request passes before its route, the last added first."""
+
+    def refused(code: str) -> None:
+        engine.metrics.refused.labels(code).inc()
+
+    app.add_middleware(
+        RequestLimits, most_bytes=config.max_body_mb << 20, most_header_bytes=config.max_header_kb << 10
+    )
+    app.add_middleware(Gate, keys=keys, host=config.host, refused=refused)
+    if origins := listed(config.cors_origins):
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.add_middleware(HostCheck, host=config.host, allowed_hosts=config.allowed_hosts, refused=refused)

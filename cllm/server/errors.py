@@ -18,12 +18,14 @@ from cllm.errors import (
     CllmError,
     DeadlineExceeded,
     EngineError,
+    Forbidden,
     InvalidRequest,
     NotFound,
     PayloadTooLarge,
     QueueFull,
     RateLimited,
     SlowReader,
+    Unauthorized,
 )
 from cllm.types import Failure
 
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 STATUS: dict[type[Exception], int] = {
     ClientError: 400,
     PayloadTooLarge: 413,
+    Unauthorized: 401,
+    Forbidden: 403,
     NotFound: 404,
     CapacityError: 503,
     QueueFull: 429,
@@ -88,7 +92,7 @@ def respond(request: Request, error: Exception) -> JSONResponse:
     """Any error as a response; what we did not foresee is logged and told without details."""
     path = request.url.path
     if not isinstance(error, CllmError):
-        log.exception("unforeseen error in %s", path, exc_info=error)
+        log.exception("unforeseen error in %r", path, exc_info=error)
         body = error_body(path, 500, "internal_error", "an internal error occurred; the log has the details")
         return JSONResponse(body, 500)
     status = status_of(error)

@@ -8,8 +8,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.server.errors import error_body
 
-MOST_HEADER_BYTES = 32 << 10
-
 
 class RequestLimits:
     """Refuses large headers (431), bodies that are not JSON (415), and bodies over the limit (413).
@@ -17,15 +15,16 @@ class RequestLimits:
     A body is counted as it streams in, before anything parses it.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: int, most_header_bytes: int) -> None:
         self._app = app
         self._most = most_bytes
+        self._most_header = most_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (refusal := _refusal(scope)) is not None:
+        if (refusal := _refusal(scope, self._most_header)) is not None:
             await refusal(scope, receive, send)
             return
         seen = 0
@@ -42,12 +41,14 @@ class RequestLimits:
         await self._app(scope, counted, send)
 
 
-def _refusal(scope: Scope) -> JSONResponse | None:
+def _refusal(scope: Scope, most_header_bytes: int) -> JSONResponse | None:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
-    if sum(len(name) + len(value) for name, value in headers) > MOST_HEADER_BYTES:
-        message = f"the headers are over the limit of {MOST_HEADER_BYTES} bytes"
+    target = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+    if target + sum(len(name) + len(value) for name, value in headers) > most_header_bytes:
+        message = f"the headers are over the limit of {most_header_bytes} bytes"
         return JSONResponse(error_body(scope["path"], 431, "headers_too_large", message), 431)
     kind = dict(headers).get(b"content-type", b"").partition(b";")[0].strip().lower()
+    # Without a type a body is not parsed at all: a page of any origin may send one, no browser asks first.
     if scope["method"] == "POST" and kind not in (b"", b"application/json"):
         message = "the body must be JSON: send it with 'Content-Type: application/json'"
         return JSONResponse(error_body(scope["path"], 415, "unsupported_media_type", message), 415)

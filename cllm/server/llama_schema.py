@@ -6,15 +6,13 @@ from typing import Annotated
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from cllm.server.schema import Body, ConstrainedBody, StopText, Text
-
-TokenId = Annotated[int, Field(ge=0)]
+from cllm.server.schema import Body, ConstrainedBody, StopText, Text, TokenIds
 
 
 class LlamaCompletionBody(ConstrainedBody):
     """`POST /completion`. Here -1 tokens means no limit, and the prompt may hold control tokens."""
 
-    prompt: Text | Annotated[list[TokenId], Field(min_length=1)] = Field(description="Text or tokens")
+    prompt: Text | Annotated[TokenIds, Field(min_length=1)] = Field(description="Text or tokens")
     n_predict: int = Field(
         -1, ge=-1, validation_alias=AliasChoices("n_predict", "max_tokens"), description="-1: as many as fit"
     )
@@ -42,4 +40,4 @@ class LlamaTokenizeBody(Body):
 class LlamaDetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId] = Field(max_length=1_000_000)
+    tokens: TokenIds = Field(max_length=1_000_000)

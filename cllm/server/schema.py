@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
 
 MOST_DEPTH = 64
+MOST_BIASES = 1024
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 
 
@@ -29,7 +30,14 @@ def _stop(value: str) -> str:
     return _text(value)
 
 
+def _source(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("may not hold NUL")
+    return _text(value)
+
+
 Text = Annotated[str, AfterValidator(_text)]
+SourceText = Annotated[str, AfterValidator(_source)]
 StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_stop)]
 
 
@@ -40,6 +48,17 @@ def _object(value: dict[str, Any]) -> dict[str, Any]:
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_object)]
 """Anything, as long as it can be written as text."""
+
+
+TokenId = Annotated[int, Field(ge=0)]
+# The first wrong one ends it: a million of them would be a million errors, seconds and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise ValueError(f"has {len(value)} entries, over the limit of {MOST_BIASES}")
+    return value
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -108,8 +127,8 @@ class SamplingBody(SchedulingBody):
     mirostat: int = Field(0, ge=0, le=2, description="0: off, 1 or 2: that version")
     mirostat_tau: float = Field(5.0, ge=0, le=100)
     mirostat_eta: float = Field(0.1, ge=0, le=1)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
-        default={}, max_length=1024, description="Token id (as text) → added to its logit"
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] = Field(
+        default={}, max_length=MOST_BIASES, description="Token id (as text) → added to its logit"
     )
     seed: int | None = Field(
         None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random"
@@ -142,8 +161,8 @@ def _token(key: str, vocabulary_size: int) -> int:
 class ConstrainedBody(SamplingBody):
     """Fields that say what an answer must look like; at most one of them."""
 
-    grammar: Text | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
-    regex: Text | None = Field(None, min_length=1, description="Regular expression the whole answer matches")
+    grammar: SourceText | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
+    regex: SourceText | None = Field(None, min_length=1, description="Regular expression of the whole answer")
     choice: list[StopText] | None = Field(None, min_length=1, max_length=256, description="One of these")
     json_schema: dict[str, Any] | None = Field(None, description="JSON schema of the answer")
 
@@ -186,4 +205,4 @@ class EncodeBody(Body):
 
 
 class DecodeBody(Body):
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=1_000_000)
+    tokens: TokenIds = Field(max_length=1_000_000)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from types import FrameType
 
@@ -14,42 +14,62 @@ import uvicorn
 
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
-from cllm.errors import PortInUse
+from cllm.engine.tenants import TenantLimits
+from cllm.errors import ConfigError
 from cllm.server.app import create_app
+from cllm.server.auth import is_loopback
+from cllm.server.connection import GuardedConnection, limits_of
+from cllm.server.keys import KeyRing
 
 log = logging.getLogger(__name__)
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Take the port before anything is loaded. Raises PortInUse."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Connections inherit it. The kernel takes megabytes before we notice that nobody reads; it knows.
-        limit_ms = int(1000 * config.slow_reader_s)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
+    """The certificate, if there is one to show. Raises ConfigError."""
+    if not (config.tls_cert or config.tls_key):
+        return None
+    if not (config.tls_cert and config.tls_key):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        listener.bind((config.host, config.port))
-        # Two listeners may bind the same port with SO_REUSEADDR until one of them listens.
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(
-                f"port {config.port} on {config.host} is in use: stop what listens there or choose --port"
-            ) from None
-        raise PortInUse(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
-    return listener
+        # With a password that fits nothing: the library would ask the terminal for one.
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    except (OSError, ssl.SSLError) as error:
+        reason = getattr(error, "reason", None) or error.strerror or type(error).__name__
+        raise ConfigError(f"--tls-cert and --tls-key cannot be used: {reason}") from None
+    return context
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, whose exit signal drains the engine first and ends what is left when the time is up."""
+    """uvicorn with bounded connections, whose exit signal drains the engine first and ends what is left when
+    the time is up."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, drain_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: Engine, settings: ServerConfig, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config)
         self._engine = engine
-        self._drain_s = drain_s
+        self._drain_s = settings.drain_s
+        self._tls = tls
+        self._limits = limits_of(settings)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, with our connections, and a limit on the time of a TLS handshake."""
+        assert sockets is not None
+        await self.lifespan.startup()
+
+        def connection() -> GuardedConnection:
+            return GuardedConnection(self._limits, self.config, self.server_state, self.lifespan.state)
+
+        handshake_s = self._limits.header_s if self._tls is not None else None
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connection, sock=listener, ssl=self._tls, backlog=1024, ssl_handshake_timeout=handshake_s
+            )
+            for listener in sockets
+        ]
+        self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
@@ -62,26 +82,58 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
+def limits_by_tenant(keys: KeyRing) -> dict[str, TenantLimits]:
+    """What each key's owner may have, as the engine takes it."""
+    return {
+        tenant.name: TenantLimits(
+            weight=tenant.weight,
+            requests_per_s=tenant.requests_per_s,
+            tokens_per_s=tenant.tokens_per_s,
+            concurrent=tenant.concurrent,
+            max_priority=tenant.max_priority,
+        )
+        for tenant in keys.tenants
+    }
+
+
+def _reload_keys(keys: KeyRing, engine: Engine) -> None:
+    if keys.reload():
+        engine.set_tenants(limits_by_tenant(keys))
+
+
 async def serve(
     engine: Engine, config: ServerConfig, listener: socket.socket, announce: Callable[[str], None]
 ) -> None:
     """Load and serve until told to stop. Raises what keeps the model from loading."""
-    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+    keys, tls = KeyRing(config.api_keys, config.api_key), tls_of(config)
+    if not keys.closed and not is_loopback(config.host):
+        log.warning(
+            "ANYBODY who can reach %s can use this server: no API key is set (--api-keys; see SECURITY.md)",
+            config.host,
+        )
+    loop = asyncio.get_running_loop()
+    engine.deliver = loop.call_soon_threadsafe
+    engine.set_tenants(limits_by_tenant(keys))
     engine.start()
     try:
         await asyncio.wrap_future(engine.loaded)
         settings = uvicorn.Config(
-            create_app({"default": engine}, config),
+            create_app({"default": engine}, config, keys),
             log_config=None,
-            log_level=logging.WARNING,
+            log_level=logging.ERROR,  # its warnings tell what a client did wrong, one line each
             access_log=False,
             lifespan="off",
+            ws="none",
+            server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=int(config.drain_s) + 2,
-            h11_max_incomplete_event_size=32 << 10,
+            timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]
         )
-        server = DrainingServer(settings, engine, config.drain_s)
+        server = DrainingServer(settings, engine, config, tls)
+        loop.add_signal_handler(signal.SIGHUP, _reload_keys, keys, engine)
         host, port = listener.getsockname()[:2]
-        announce(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        scheme = "http" if tls is None else "https"
+        announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         await server.serve(sockets=[listener])
     finally:
-        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
+        await loop.run_in_executor(None, engine.stop)

@@ -16,6 +16,8 @@ from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 
 MOST_SOURCE = 256 << 10  # characters
 MOST_DEPTH = 64  # of a schema or grammar: deeper ones are refused before native code sees them
+MOST_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
+_DRY = "the grammar allows nothing more, but the answer is not complete"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
 )
@@ -34,7 +36,7 @@ class Constraint:
         self._check()
         mask: TokenMask = np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_)
         if not mask.any():
-            raise InvalidRequest("the grammar allows nothing more, but the answer is not complete")
+            raise InvalidRequest(_DRY)
         return mask
 
     def accept(self, token: int) -> None:
@@ -61,7 +63,8 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+            reason = _first_line(self._matcher.get_error())
+            raise InvalidRequest(_DRY if "NoExtension" in reason else f"the grammar failed: {reason}")
 
 
 class ConstraintCompiler:
@@ -83,6 +86,7 @@ class ConstraintCompiler:
             if matcher.is_error():
                 field = FIELDS[spec.kind]
                 raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
+            _check_satisfiable(matcher, FIELDS[spec.kind])
             self._compiled[spec] = matcher
             if len(self._compiled) > self.REMEMBERED:
                 self._compiled.popitem(last=False)
@@ -108,6 +112,8 @@ def grammar_of(spec: ConstraintSpec) -> str:
         )
     if _depth(spec.source) > MOST_DEPTH:
         raise InvalidRequest(f"{field}: nested deeper than {MOST_DEPTH}", field)
+    if (rules := _rules(spec)) > MOST_RULES:
+        raise InvalidRequest(f"{field}: {rules} rules or references, over the limit of {MOST_RULES}", field)
     try:
         match spec.kind:
             case ConstraintKind.JSON_SCHEMA:
@@ -144,6 +150,23 @@ def _depth(source: str) -> int:
         elif character in ")]}":
             depth -= 1
     return deepest
+
+
+def _rules(spec: ConstraintSpec) -> int:
+    """How many rules a grammar defines, or references a schema makes; never too few."""
+    if spec.kind is ConstraintKind.JSON_SCHEMA:
+        return spec.source.count('"$ref"') + spec.source.count('"$dynamicRef"')
+    if spec.kind is ConstraintKind.GRAMMAR:
+        bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
+        return bare.count("::=") + bare.replace("::=", "").count(":")
+    return 0
+
+
+def _check_satisfiable(matcher: LLMatcher, field: str) -> None:
+    """Raises InvalidRequest when nothing can be said at all: a circle of references, say."""
+    copy = matcher.deep_copy()
+    if not any(copy.compute_bitmask()) or copy.is_error():
+        raise InvalidRequest(f"{field}: there is no text that fits it", field)
 
 
 def _first_line(text: str) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from cllm.errors import InvalidRequest
+from cllm.text.template import ChatTemplate, Guard
 from cllm.types import Vocabulary
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -29,11 +26,9 @@ class ChatPrompt(NamedTuple):
 class PromptBuilder:
     """Makes prompts for one model. Control tokens come from its template, never from a user's text."""
 
-    MOST_RENDERED = 8 << 20  # characters
-
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: str | None, guard: Guard = nullcontext) -> None:
         self._vocabulary = vocabulary
-        self._template = _compile(template) if template else None
+        self._template = ChatTemplate(template, guard) if template else None
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
@@ -101,37 +96,7 @@ class PromptBuilder:
             "bos_token": self._vocabulary.begin_text,
             "eos_token": self._vocabulary.end_text,
         }
-        try:
-            rendered = self._template.render({**(options or {}), **own})
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error.message}", field="messages"
-            ) from error
-        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise InvalidRequest(
-                f"the model's chat template cannot render these messages ({type(error).__name__})",
-                field="messages",
-            ) from error
-        if len(rendered) > self.MOST_RENDERED:
-            raise InvalidRequest(
-                f"the rendered conversation has {len(rendered)} characters, "
-                f"over the limit of {self.MOST_RENDERED}",
-                field="messages",
-            )
-        return rendered
-
-
-def _compile(source: str) -> jinja2.Template:
-    """A template in a sandbox, with the helpers that published templates expect."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: time.strftime(form)
-    return environment.from_string(source)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+        return self._template.render(**{**(options or {}), **own})
 
 
 def _mapped(value: Any, change: Any) -> Any:

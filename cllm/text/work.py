@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.constraint import ConstraintCompiler
 from cllm.text.prompt import PromptBuilder
+from cllm.text.template import Guard
 from cllm.types import ConstraintSpec, Vocabulary
 
 
@@ -93,9 +95,9 @@ class NumberedAnswer(msgspec.Struct, frozen=True, tag=True):
 class TextWorker:
     """Does text tasks for one model. Safe from several threads."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: str | None, guard: Guard = nullcontext) -> None:
         self._vocabulary = vocabulary
-        self._prompts = PromptBuilder(vocabulary, template)
+        self._prompts = PromptBuilder(vocabulary, template, guard)
         self._lock = threading.Lock()
 
     @cached_property

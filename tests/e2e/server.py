@@ -118,7 +118,7 @@ class Server:
 
     def _announced(self) -> str | None:
         assert self.process.poll() is None, f"exit code {self.process.returncode}: {self.log_tail}"
-        found = re.search(r"^cllm serves .* at (http://\S+)$", self.log_text, re.MULTILINE)
+        found = re.search(r"^cllm serves .* at (https?://\S+)$", self.log_text, re.MULTILINE)
         return found.group(1) if found else None
 
     @property

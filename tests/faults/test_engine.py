@@ -134,7 +134,7 @@ def test_fault_34_a_reader_that_never_reads_loses_its_stream_alone(four: Server)
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", four.port))
-        head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
         reader.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         wait_for(lambda: places(four) == ["engine"])
         assert four.generate("somebody else", 8)["generated_tokens"] == 8

@@ -22,6 +22,15 @@ MOST_ARRAY = 20_000_000
 MOST_STRING = 64 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_SIZES = (
+    "context_length",
+    "block_count",
+    "embedding_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+)
 _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 
 
@@ -45,9 +54,9 @@ class GgufHeader:
             raise ModelFileError(f"{path} is a folder; give the path of a .gguf file") from None
         except OSError as error:
             raise ModelFileError(f"{path.name} cannot be read: {error.strerror}") from None
-        except (struct.error, IndexError):
+        except (struct.error, IndexError, OverflowError):
             raise ModelFileError(f"{path.name} is truncated: its header ends in the middle") from None
-        except (KeyError, UnicodeDecodeError, ValueError) as error:
+        except (KeyError, UnicodeDecodeError, ValueError, TypeError) as error:
             raise ModelFileError(f"{path.name} is corrupt: {error}") from None
 
     def _read(self, cursor: _Cursor) -> None:
@@ -68,9 +77,13 @@ class GgufHeader:
         end_of_data = 0
         for _ in range(self.tensor_count):
             end_of_data = max(end_of_data, self._tensor_end(cursor))
-        alignment = int(self.metadata.get("general.alignment", 32))
-        if alignment <= 0:
-            raise ValueError(f"alignment {alignment}")
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= MOST_STRING:
+            raise ValueError(f"alignment {alignment!r:.20}")
+        for name in _SIZES:
+            value = self.metadata.get(f"{self.architecture}.{name}", 0)
+            if not all(0 <= number < 2**40 for number in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"its {name} is {value!r:.40}")
         data_begin = -(-cursor.offset // alignment) * alignment
         if data_begin + end_of_data > self.file_bytes:
             raise ModelFileError(

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -28,6 +29,7 @@ _LEVELS = {
     3: logging.WARNING,
     4: logging.ERROR,
 }  # debug, info, warn, error
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # a log may travel further than paths should
 
 
 class ThreadpoolParams(ctypes.Structure):
@@ -144,4 +146,4 @@ def _open(directory: Path, name: str) -> Any:
 def _log_line(level: int, text: bytes, _: Any) -> None:
     line = text.decode("utf-8", "replace").rstrip()
     if line:
-        log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+        log.log(_LEVELS.get(level, logging.DEBUG), "%s", _FOLDERS.sub("…/", line))

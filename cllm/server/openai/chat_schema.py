@@ -20,6 +20,14 @@ class TextPart(Body):
     type: Literal["text"] = Field(description="Only text: the model has no eyes or ears")
     text: Text = Field(description="The text of this part")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"this model reads text and has no eyes for {kind[:32]!r}; nothing was fetched")
+        return value
+
 
 class CalledFunction(Body):
     name: FunctionName = Field(description="The tool that was called")

@@ -7,13 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.schema import Body, ConstrainedBody, StopText, Text
+from cllm.server.schema import Body, ConstrainedBody, StopText, Text, TokenIds
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MOST_CHOICES = 64
 MOST_PROMPTS = 256
 
-TokenId = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -81,9 +80,9 @@ class CompletionBody(OpenAIBody):
 
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     ) = Field(description="Text, texts, tokens, or lists of tokens")
     max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
     best_of: int | None = Field(
@@ -102,8 +101,8 @@ class CompletionBody(OpenAIBody):
             raise ValueError(f"best_of must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of above n cannot be streamed: the best is known at the end")
-        if self.n * len(self.prompts) > MOST_PROMPTS:
-            raise ValueError(f"n times prompts must be at most {MOST_PROMPTS}")
+        if (self.best_of or self.n) * len(self.prompts) > MOST_PROMPTS:
+            raise ValueError(f"n (or best_of) times prompts must be at most {MOST_PROMPTS}")
         return self
 
     @property

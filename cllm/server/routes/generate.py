@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
+from cllm.server.auth import scheduling_of
 from cllm.server.errors import failure_event
 from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import EventStream, collect, encode
@@ -30,7 +31,7 @@ from cllm.text.work import Detokenize, Text, TokenizeText
 from cllm.types import Delta, Request
 
 
-async def to_request(engine: Engine, body: GenerateBody) -> Request:
+async def to_request(engine: Engine, body: GenerateBody, http: HttpRequest) -> Request:
     """A validated body as the engine's own request."""
     facts, limits = loaded(engine)
     sampling = sampling_of(body, facts.vocabulary_size)
@@ -41,7 +42,7 @@ async def to_request(engine: Engine, body: GenerateBody) -> Request:
         sampling=sampling,
         stop=body.stops,
         constraint=await constraint_of(engine, body),
-        **body.scheduling(),
+        **scheduling_of(http, body),
     )
 
 
@@ -90,8 +91,8 @@ def routes(engine: Engine) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["cLLM"])
 
-    async def generate_events(body: GenerateBody) -> Response:
-        request = await to_request(engine, body)
+    async def generate_events(body: GenerateBody, http: HttpRequest) -> Response:
+        request = await to_request(engine, body, http)
         stream = engine.submit(request, AsyncStream)
         return EventStream(engine, [stream], events(stream))
 
@@ -99,9 +100,9 @@ def routes(engine: Engine) -> APIRouter:
     async def generate(body: GenerateBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
         if body.stream:
-            return await generate_events(body)
+            return await generate_events(body, http)
         started = time.perf_counter()
-        request = await to_request(engine, body)
+        request = await to_request(engine, body, http)
         stream = engine.submit(request, AsyncStream)
         collected = await collect(engine, [stream], http.receive)
         if collected is None:
@@ -109,9 +110,9 @@ def routes(engine: Engine) -> APIRouter:
         return answer(collected[0], request.max_tokens, time.perf_counter() - started)
 
     @router.post("/generate_stream", response_model=None)
-    async def generate_stream(body: GenerateBody) -> Response:
+    async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
         """Complete a prompt as server-sent events."""
-        return await generate_events(body)
+        return await generate_events(body, http)
 
     @router.post("/encode")
     async def encode_text(body: EncodeBody) -> dict[str, Any]:

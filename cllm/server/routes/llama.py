@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cllm import __version__
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
+from cllm.server.auth import scheduling_of
 from cllm.server.errors import error_body
 from cllm.server.llama_schema import LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.openai import render
@@ -88,7 +89,7 @@ def probabilities(entries: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def to_request(engine: Engine, body: LlamaCompletionBody) -> Request:
+async def to_request(engine: Engine, body: LlamaCompletionBody, http: HttpRequest) -> Request:
     """A validated body as the engine's own request."""
     facts, limits = loaded(engine)
     engine.check_room()
@@ -106,7 +107,7 @@ async def to_request(engine: Engine, body: LlamaCompletionBody) -> Request:
         stop=tuple(body.stop),
         logprobs=body.n_probs,
         constraint=await constraint_of(engine, body),
-        **body.scheduling(),
+        **scheduling_of(http, body),
     )
 
 
@@ -129,7 +130,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/completions", response_model=None, include_in_schema=False)
     async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete a prompt."""
-        job = LlamaJob(engine, await to_request(engine, body))
+        job = LlamaJob(engine, await to_request(engine, body, http))
         stream = engine.submit(job.request, AsyncStream)
         if body.stream:
             return EventStream(engine, [stream], events(job, stream))

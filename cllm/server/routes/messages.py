@@ -12,6 +12,7 @@ from starlette.responses import Response
 from cllm.engine.engine import Engine
 from cllm.server.anthropic.render import MessageAnswer
 from cllm.server.anthropic.schema import CountBody, MessagesBody
+from cllm.server.auth import scheduling_of
 from cllm.server.chat import count_tokens, open_chat
 from cllm.server.routes.openai import check_model
 from cllm.server.sse import EventStream
@@ -35,7 +36,7 @@ def routes(engine: Engine) -> APIRouter:
             sampling=sampling_of(body, facts.vocabulary_size),
             stop=tuple(body.stop_sequences or ()),
             constraint=await constraint_as(engine, body, "output_config"),
-            **body.scheduling(),
+            **scheduling_of(http, body),
         )
         job = await open_chat(engine, body.conversation(), request)
         job.submit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
 from cllm.errors import NotFound
+from cllm.server.auth import scheduling_of
 from cllm.server.chat import open_chat
 from cllm.server.openai import render
 from cllm.server.openai.chat import DONE, ChatAnswer
@@ -45,6 +46,7 @@ class Job:
         body: CompletionBody,
         prompts: Sequence[tuple[int, ...]],
         constraint: ConstraintSpec | None,
+        scheduling: Mapping[str, Any],
     ) -> None:
         self.engine = engine
         self.body = body
@@ -52,6 +54,7 @@ class Job:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.constraint = constraint
+        self.scheduling = scheduling
         facts, self.limits = loaded(engine)
         self.model = body.model or facts.name
         self.sampling = sampling_of(body, facts.vocabulary_size)
@@ -69,7 +72,7 @@ class Job:
                 stop=self.body.stops,
                 logprobs=logprobs,
                 constraint=self.constraint,
-                **self.body.scheduling(),
+                **self.scheduling,
             )
             for number, prompt in enumerate(self.prompts)
         )
@@ -134,7 +137,7 @@ def routes(engine: Engine) -> APIRouter:
         """Complete prompts."""
         check_model(body.model)
         constraint = await constraint_of(engine, body)
-        job = Job(engine, body, await _prompts(engine, body), constraint)
+        job = Job(engine, body, await _prompts(engine, body), constraint, scheduling_of(http, body))
         echoes = await _echoes(engine, body, job.prompts)
         best_of = body.best_of or body.n
         logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
@@ -193,7 +196,7 @@ def routes(engine: Engine) -> APIRouter:
             stop=body.stops,
             logprobs=max(1, body.top_logprobs or 0) if body.logprobs else 0,
             constraint=await constraint_of(engine, body),
-            **body.scheduling(),
+            **scheduling_of(http, body),
         )
         job = await open_chat(engine, body.conversation(), request)
         job.submit(body.n)

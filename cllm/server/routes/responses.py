@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.errors import NotFound
+from cllm.server.auth import scheduling_of
 from cllm.server.chat import count_tokens, open_chat
 from cllm.server.openai.responses import ResponseAnswer, echo
 from cllm.server.openai.responses_schema import ResponsesBody
@@ -37,7 +38,7 @@ def routes(engine: Engine) -> APIRouter:
             stop=body.stops,
             logprobs=max(1, body.top) if body.top is not None else 0,
             constraint=await constraint_as(engine, body, "text"),
-            **body.scheduling(),
+            **scheduling_of(http, body),
         )
         job = await open_chat(engine, body.to_conversation(), request)
         job.submit()

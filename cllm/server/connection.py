@@ -1,0 +1,186 @@
+"""One client's connection, bounded: in time while it sends, in bytes of header, in number of its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from cllm.config import ServerConfig
+from cllm.server.errors import error_body
+
+log = logging.getLogger(__name__)
+
+SPARE_DESCRIPTORS = 32  # for child processes that must be replaced, and for files
+LINGER_S = 1.0  # hanging up on a client that still sends would take the answer from it too
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """What a connection may take."""
+
+    header_s: float
+    body_s: float
+    header_bytes: int
+    connections: int
+
+
+def limits_of(config: ServerConfig) -> ConnectionLimits:
+    """The limits asked for, and no more connections than there can be descriptors for them."""
+    return ConnectionLimits(
+        config.header_timeout_s,
+        config.body_timeout_s,
+        config.max_header_kb << 10,
+        min(config.max_connections, _descriptors_left(config.max_connections)),
+    )
+
+
+def _descriptors_left(wanted: int) -> int:
+    """How many connections can be open at a time. Raises the soft limit as far as it may and must."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = sum(1 for _ in Path("/dev/fd").iterdir())
+    except OSError:
+        used = 64
+    needed = used + SPARE_DESCRIPTORS + wanted
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+        except (OSError, ValueError):
+            pass  # then it stays what it is
+    left = wanted if soft == resource.RLIM_INFINITY else max(1, soft - used - SPARE_DESCRIPTORS)
+    if left < wanted:
+        log.warning("file descriptors allow %d connections at a time, not %d (ulimit -n)", left, wanted)
+    return left
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """uvicorn's connection, which is patient for ever, with an end to its patience.
+
+    A header must be complete `header_s` after the connection is made, or after the first byte that follows
+    an answer; a body `body_s` after its header: however steadily it drips. Whoever is late gets a 408.
+    """
+
+    def __init__(
+        self, limits: ConnectionLimits, config: Config, server_state: ServerState, app_state: dict[str, Any]
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self._in_header = True
+        self._header_bytes = 0
+        self._hung_up = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            message = f"{self._limits.connections} connections are open, which is the limit; try again"
+            transport.write(_answer("/", 503, "too_many_connections", message))
+            transport.close()
+            return
+        self._within(self._limits.header_s, "header")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._settle()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._hung_up:
+            return
+        if self._in_header:
+            if not self._answering:
+                self._expect_header()
+            self._header_bytes += len(data)
+        super().data_received(data)
+        # A complete header is measured by the application; this one may never be complete.
+        if self._in_header and self._header_bytes > self._limits.header_bytes:
+            message = f"the headers are over the limit of {self._limits.header_bytes} bytes"
+            self._hang_up(431, "headers_too_large", message)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_header:  # what comes after the body is dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._settle()
+        self._in_header = False
+        super().on_headers_complete()
+        self._within(self._limits.body_s, "body")
+
+    def on_message_complete(self) -> None:
+        self._settle()
+        self._in_header, self._header_bytes = True, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_header and self._header_bytes and not self._answering:
+            self._expect_header()  # the beginning of the next request is here already
+
+    # Its patience ------------------------------------------------------------------------------------
+
+    @property
+    def _answering(self) -> bool:
+        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
+
+    def _expect_header(self) -> None:
+        if self._deadline is None:
+            self._within(self._limits.header_s, "header")
+
+    def _within(self, seconds: float, part: str) -> None:
+        self._settle()
+        self._deadline = self.loop.call_later(seconds, self._late, seconds, part)
+
+    def _settle(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _late(self, seconds: float, part: str) -> None:
+        if self.pipeline:
+            self._within(seconds, part)  # nothing is read while the request before it is answered
+            return
+        self._hang_up(408, "request_timeout", f"the {part} was not complete within {seconds:g} s")
+
+    def _hang_up(self, status: int, code: str, message: str) -> None:
+        """Say why, if nothing has been said yet, and end. The application sees a disconnect."""
+        self._settle()
+        if self._hung_up or self.transport.is_closing():
+            return
+        self._hung_up = True
+        cycle = self.cycle
+        answering = cycle is not None and not cycle.response_complete
+        if not (answering and cycle.response_started):
+            path = self.scope["path"] if self.scope is not None and "path" in self.scope else "/"
+            self.transport.write(_answer(path, status, code, message))
+        if answering:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _answer(path: str, status: int, code: str, message: str) -> bytes:
+    body = msgspec.json.encode(error_body(path, status, code, message))
+    head = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+        *(["retry-after: 1"] if status == 503 else []),
+        "\r\n",
+    ]
+    return "\r\n".join(head).encode() + body

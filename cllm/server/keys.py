@@ -1,0 +1,146 @@
+"""API keys: a TOML file that holds only their hashes.
+
+    [alice]
+    hash = "sha256:…"
+    role = "user"            # or "admin"
+    weight = 2.0             # the rest is optional: see `Tenant`
+    concurrent = 4
+
+A key is 256 random bits, so a plain SHA-256 cannot be turned round; a slow hash would only slow the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cllm.errors import ConfigError
+from cllm.types import Tenant
+
+log = logging.getLogger(__name__)
+
+PREFIX = "cllm-"
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table of the file."""
+
+    hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
+    role: Literal["user", "admin"] = "user"
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    concurrent: Annotated[int, Meta(ge=0)] = 0
+    max_priority: Annotated[int, Meta(ge=-100, le=100)] = 100
+
+    def tenant(self, name: str) -> Tenant:
+        shared = {field: getattr(self, field) for field in self.__struct_fields__ if field not in _OWN}
+        return Tenant(name=name, admin=self.role == "admin", **shared)
+
+
+_OWN = ("hash", "role")
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def read_keys(path: Path) -> dict[bytes, Tenant]:
+    """The tenants of a keys file, by the hash of their key. Raises ConfigError."""
+    try:
+        document = tomllib.loads(path.read_text())
+        entries = msgspec.convert(document, dict[Name, KeyEntry])
+    except OSError as error:
+        raise ConfigError(f"the keys file {path.name} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"the keys file {path.name} is wrong: {error}") from None
+    if not entries:
+        raise ConfigError(f"the keys file {path.name} holds no key: `cllm keys new` makes one")
+    tenants = {
+        bytes.fromhex(entry.hash.removeprefix("sha256:")): entry.tenant(name)
+        for name, entry in entries.items()
+    }
+    if len(tenants) != len(entries):
+        raise ConfigError(f"the keys file {path.name} holds the same key twice")
+    return tenants
+
+
+def add_key(path: Path, name: str, *, admin: bool) -> str:
+    """Make a key, append its hash to the file (made if missing, readable by its owner alone), return the key.
+
+    Raises ConfigError for a name that is taken or cannot be one.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise ConfigError(f"{name!r} is no name of a key: up to 64 letters, digits, '-' and '_'")
+    if path.exists() and path.stat().st_size and name in {one.name for one in read_keys(path).values()}:
+        raise ConfigError(f"there is a key named {name!r} in {path} already: remove it there first")
+    key = PREFIX + secrets.token_urlsafe(32)
+    table = f'[{name}]\nhash = "sha256:{digest(key).hex()}"\nrole = "{"admin" if admin else "user"}"\n\n'
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "a") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(table)
+    except OSError as error:
+        raise ConfigError(f"the keys file {path} cannot be written: {error.strerror}") from None
+    return key
+
+
+class KeyRing:
+    """Who may come in. Without any key, everybody may."""
+
+    def __init__(self, file: str, keys: str) -> None:
+        """Raises ConfigError for a file that is wrong."""
+        self._file = Path(file) if file else None
+        given = [key.strip() for key in keys.split(",") if key.strip()]
+        # A lone key is the owner's own: it may do everything.
+        self._given = {
+            digest(key): Tenant(name="default" if len(given) == 1 else f"key{number}", admin=True)
+            for number, key in enumerate(given, 1)
+        }
+        self._tenants: Mapping[bytes, Tenant] = self._read()
+
+    def _read(self) -> Mapping[bytes, Tenant]:
+        return {**self._given, **(read_keys(self._file) if self._file is not None else {})}
+
+    @property
+    def closed(self) -> bool:
+        """True when a key is needed."""
+        return bool(self._tenants)
+
+    @property
+    def tenants(self) -> tuple[Tenant, ...]:
+        return tuple(self._tenants.values())
+
+    def find(self, key: str) -> Tenant | None:
+        """Whose key it is. Takes as long for a wrong key as for any right one."""
+        wanted, found = digest(key), None
+        for hashed, tenant in self._tenants.items():
+            if hmac.compare_digest(hashed, wanted):
+                found = tenant
+        return found
+
+    def reload(self) -> bool:
+        """Read the file again; a wrong one changes nothing and is told in the log. True: it was read."""
+        if self._file is None:
+            log.info("SIGHUP: there is no keys file to read")
+            return False
+        try:
+            self._tenants = self._read()
+        except ConfigError as error:
+            log.error("SIGHUP: the old keys stay: %s", error)
+            return False
+        log.info("SIGHUP: %d keys are in force", len(self._tenants))
+        return True

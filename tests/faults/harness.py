@@ -1,0 +1,90 @@
+"""What tests of faults have in common: the shape of a refusal, bare sockets, and the end of every test."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from typing import Any
+
+import httpx
+
+from tests.e2e.server import PATIENCE_S, Server, wait_for
+
+JSON = {"content-type": "application/json"}
+LEAKS = ("/work", "/home", "/root", "/tmp", "Traceback", ".py", ".gguf", "pydantic", 'File "', "canary")
+
+
+def unharmed(server: Server) -> None:
+    """FAULTS' own end of every fault: alive, and empty when idle."""
+    assert server.client.get("/health").status_code == 200
+    wait_for(server.idle, 20, "it is not empty after the fault")
+
+
+def refusal(answer: httpx.Response, status: int = 400, code: str | None = None) -> str:
+    """The message of an error in the shape of its route; it leaks nothing."""
+    assert answer.status_code == status, answer.text[:500]
+    body = answer.json()
+    if answer.request.url.path.startswith("/v1/"):
+        assert set(body) == {"error"}
+        error: dict[str, Any] = body["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        message, given = error["message"], error["code"]
+        assert isinstance(error["type"], str)
+    else:
+        assert set(body) == {"success", "error", "message"} and body["success"] is False
+        message, given = body["message"], body["error"]
+    assert re.fullmatch("[a-z_]+", given) and (code is None or given == code)
+    assert isinstance(message, str) and message
+    assert not [leak for leak in LEAKS if leak in message]
+    return str(message)
+
+
+def field_refused(server: Server, path: str, field: str, value: str, status: int = 400) -> str:
+    """Send JSON text as a field beside what the route needs; it must be refused and named."""
+    needed = {
+        "/generate": '"prompt": "x"',
+        "/completion": '"prompt": "x"',
+        "/v1/completions": '"prompt": "x"',
+        "/v1/chat/completions": '"messages": [{"role": "user", "content": "x"}]',
+    }[path]
+    kept = "" if needed.startswith(f'"{field}"') else needed + ", "
+    body = f'{{{kept}"{field}": {value}}}'.encode()
+    answer = server.client.post(path, content=body, headers=JSON)
+    message = refusal(answer, status)
+    assert field in message
+    if path.startswith("/v1/"):
+        assert answer.json()["error"]["param"] == field
+    return message
+
+
+def dial(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All that comes until the other side hangs up."""
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def drip(connection: socket.socket, data: bytes, every_s: float, limit_s: float = 30.0) -> bytes:
+    """Send a byte at a time until the other side has had enough; its answer."""
+    connection.settimeout(every_s)
+    end = time.monotonic() + limit_s
+    for byte in data:
+        assert time.monotonic() < end, "it was never refused"
+        try:
+            connection.sendall(bytes([byte]))
+            answer = connection.recv(65536)
+            return answer + read_all(connection)
+        except TimeoutError:
+            continue
+        except (ConnectionResetError, BrokenPipeError):
+            return b""
+    raise AssertionError("all of it was read")

@@ -1,0 +1,34 @@
+"""A text process that does what it is told, dying included: `python -m tests.unit.mortal_text FD …`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+
+from cllm.engine.child import Channel
+from cllm.text.work import Chat, CheckConstraint, Numbered, NumberedAnswer, RenderChat, Text, TokenizeText
+
+
+def main() -> None:
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel.receive()  # the configuration
+    while (frame := channel.receive()) is not None:
+        numbered = msgspec.msgpack.decode(frame, type=Numbered)
+        time.sleep(0.02)  # so that the others are here too when it dies
+        match numbered.task:
+            case TokenizeText(text="die") | CheckConstraint():
+                os.kill(os.getpid(), signal.SIGKILL)
+            case TokenizeText(text="hang"):
+                time.sleep(600)
+            case RenderChat(Chat(({"content": "endless"},))):
+                os.kill(os.getpid(), signal.SIGPROF)
+            case TokenizeText(text=text):
+                channel.send(msgspec.msgpack.encode(NumberedAnswer(numbered.number, Text(text))))
+
+
+main()
