@@ -20,7 +20,8 @@ WORKERS = 2  # a long prompt must not hold up the short ones behind it
 def serve_text(channel: Channel, config: EngineConfig) -> None:
     """Answer text tasks until the parent closes its end."""
     model = LlamaModel(load(), Path(config.model), Graveyard(), vocabulary_only=True)
-    worker = TextWorker(model.vocabulary, model.facts().chat_template)
+    facts = model.facts(config.chat_template)
+    worker = TextWorker(model.vocabulary, facts.chat_template, tool_template=facts.tool_template)
     decoder = msgspec.msgpack.Decoder(Numbered)
 
     def answer(numbered: Numbered) -> None:

@@ -162,7 +162,7 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
     Raises InvalidRequest for what the template or the grammar cannot do.
     """
     facts, limits = loaded(engine)
-    dialect = dialect_of(facts.chat_template)
+    dialect = dialect_of(facts.template_for(tools=bool(conversation.tools)))
     constraint = request.constraint
     if conversation.forced:
         if constraint is not None:

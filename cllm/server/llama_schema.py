@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AliasChoices, ConfigDict, Field
 
 from cllm.server.schema import Body, ConstrainedBody, StopText, Text
+from cllm.text.infill import Gap, Snippet
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -29,6 +30,36 @@ class LlamaCompletionBody(ConstrainedBody):
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "1+1=", "n_predict": 8}})
+
+
+class SnippetBody(Body):
+    text: Text = Field(description="A piece of another file")
+    filename: Text = Field("tmp", max_length=4096, description="Where it comes from", examples=["util.py"])
+
+
+class InfillBody(LlamaCompletionBody):
+    """`POST /infill`: everything of `/completion`, and what stands around the gap."""
+
+    input_prefix: Text = Field(description="What stands before the gap; the end of it is kept if it is long")
+    input_suffix: Text = Field(description="What stands after the gap; the beginning of it is kept")
+    input_extra: list[SnippetBody] = Field(
+        default=[], max_length=1024, description="Pieces of other files, for the model to know"
+    )
+    prompt: Text = Field("", description="The beginning of what goes into the gap; may hold control tokens")
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "input_prefix": "def add(a, b):\n    return ",
+                "input_suffix": "\n\nprint(add(1, 2))\n",
+                "n_predict": 16,
+            }
+        }
+    )
+
+    def gap(self) -> Gap:
+        snippets = tuple(Snippet(extra.text, extra.filename) for extra in self.input_extra)
+        return Gap(prefix=self.input_prefix, suffix=self.input_suffix, prompt=self.prompt, snippets=snippets)
 
 
 class LlamaTokenizeBody(Body):

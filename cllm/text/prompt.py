@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
@@ -14,6 +13,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import InvalidRequest
+from cllm.text.jinja import EXTENSIONS, tojson
 from cllm.types import Vocabulary
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -31,9 +31,13 @@ class PromptBuilder:
 
     MOST_RENDERED = 8 << 20  # characters
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, template: str | None, *, tool_template: str | None = None
+    ) -> None:
+        """`tool_template` is the one for conversations with tools, where the model has two."""
         self._vocabulary = vocabulary
-        self._template = _compile(template) if template else None
+        self._template = ChatTemplate(template) if template else None
+        self._tool_template = ChatTemplate(tool_template) if tool_template else self._template
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
@@ -90,7 +94,8 @@ class PromptBuilder:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """What the template makes of a conversation. Raises InvalidRequest."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template: send a plain prompt instead", field="messages"
             )
@@ -101,17 +106,15 @@ class PromptBuilder:
             "bos_token": self._vocabulary.begin_text,
             "eos_token": self._vocabulary.end_text,
         }
+        variables = {**(options or {}), **own}
         try:
-            rendered = self._template.render({**(options or {}), **own})
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"the model's chat template refuses these messages: {error.message}", field="messages"
-            ) from error
-        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise InvalidRequest(
-                f"the model's chat template cannot render these messages ({type(error).__name__})",
-                field="messages",
-            ) from error
+            rendered = template.render(**variables)
+        except InvalidRequest as error:
+            if len(messages) > 1 and messages[0].get("role") == "system":
+                template.render(**{**variables, "messages": messages[1:]})  # or the fault lies elsewhere
+                hint = "it takes no system message: put that text into the first user message"
+                raise InvalidRequest(f"{error.message} ({hint})", field="messages") from None
+            raise
         if len(rendered) > self.MOST_RENDERED:
             raise InvalidRequest(
                 f"the rendered conversation has {len(rendered)} characters, "
@@ -121,10 +124,33 @@ class PromptBuilder:
         return rendered
 
 
-def _compile(source: str) -> jinja2.Template:
-    """A template in a sandbox, with the helpers that published templates expect."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+class ChatTemplate:
+    """One template. Compiled when it is first needed: a bad one harms nobody who does not chat."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return compile_template(self._source)
+
+    def render(self, **variables: Any) -> str:
+        """What the template makes of the variables. Raises InvalidRequest, whatever it does."""
+        try:
+            return self._compiled.render(variables)
+        except jinja2.TemplateSyntaxError as error:
+            reason = f"cannot be used: line {error.lineno}: {error.message}"
+        except jinja2.TemplateError as error:
+            reason = f"refuses these messages: {error.message}"
+        except Exception as error:  # a template can raise anything
+            reason = f"cannot render these messages ({type(error).__name__})"
+        raise InvalidRequest(f"the model's chat template {reason}", field="messages")
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """A template in a sandbox, with the helpers that published ones expect. Raises TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: time.strftime(form)
     return environment.from_string(source)

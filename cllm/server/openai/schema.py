@@ -85,6 +85,9 @@ class CompletionBody(OpenAIBody):
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
     ) = Field(description="Text, texts, tokens, or lists of tokens")
+    suffix: Text | None = Field(
+        None, description="What comes after the answer; for models with fill-in-the-middle tokens"
+    )
     max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
     best_of: int | None = Field(
         None, ge=1, le=MOST_CHOICES, description="Generate this many, answer the best n"
