@@ -50,6 +50,7 @@ class Dialect:
     before: ClassVar[str] = ""  # forced calls: before the first, between two, after the last
     between: ClassVar[str] = "\n"
     after: ClassVar[str] = ""
+    separators: ClassVar[tuple[str, ...]] = ()  # may stand around calls, and mean nothing
     markers: ClassVar[tuple[str, ...]] = ()  # may be control tokens, which have no text of their own
     template_takes_tools: ClassVar[bool] = True
 
