@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
-from cllm.server import errors
+from cllm.server import errors, openapi
 from cllm.server.limits import RequestLimits
 from cllm.server.routes import admin, generate, llama, openai
 
@@ -21,7 +21,10 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
         title="cllm",
         version=__version__,
         description="GGUF models for many users at once, on llama.cpp.",
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        redoc_url=None,
     )
+    openapi.install(app)
     errors.install(app)
     app.include_router(generate.routes(engine))
     app.include_router(openai.routes(engine))
