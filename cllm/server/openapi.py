@@ -16,7 +16,7 @@ PAGE = Path(__file__).with_name("docs.html")
 # The page runs its own script and asks this server, nobody else.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 TAGS = {
     "cLLM": "The short way: a prompt in, text out. No chat template is applied.",
