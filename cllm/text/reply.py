@@ -141,9 +141,8 @@ class ReplyReader:
 
     def _read_bare_call(self, events: list[ReplyEvent], final: bool) -> None:
         trial = self._trial
-        if not self._tried:
-            self._tried = len(self._buffer) - len(self._buffer.lstrip(" \t\r\n["))
-        trial.feed(self._buffer[self._tried :])
+        begin = len(self._buffer) - len(self._buffer.lstrip(" \t\r\n["))
+        trial.feed(self._buffer[max(self._tried, begin) :])
         self._tried = len(self._buffer)
         if trial.name is not None and (not self._tools or trial.name in self._tools):
             self._read = self._read_calls
@@ -191,8 +190,6 @@ class ReplyReader:
                 events.append(AnswerText(self._opening + call.raw))
                 self._read = self._read_answer
             self._call, self._begun, self._opening = None, False, ""
-            if final:
-                self._buffer = ""
 
     def _find_call(self, events: list[ReplyEvent], final: bool) -> bool:
         """Begin the next call; without one, what comes is text again."""

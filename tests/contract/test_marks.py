@@ -15,7 +15,7 @@ from cllm.backend.llama.ownership import Graveyard
 from cllm.config import EngineConfig
 from cllm.text.infill import Gap, Snippet
 from cllm.text.work import Chat, Detokenize, RenderChat, Text, TextWorker, TokenizeInfill, Tokens
-from cllm.types import InfillTokens
+from cllm.types import InfillTokens, Request
 from tests.contract.harness import Drive, ask, native, words
 from tests.contract.kinds import DENSE, open_backend
 from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense
@@ -83,11 +83,13 @@ def test_a_template_for_tools_is_used_with_tools_only(model: LlamaModel) -> None
 def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> None:
     backend = native(open_backend({"dense": taught}, DENSE))
     drive = Drive(backend)
-    bias = {"logit_bias": ((TOOL_CALLS, 100.0),)}
-    replace = msgspec.structs.replace
-    shown = replace(ask("shown", words(1, 9), 3, **bias), markers=("[TOOL_CALLS]", "no such token"))
-    hidden = ask("hidden", words(1, 9), 3, **bias)
-    other = replace(ask("other", words(1, 9), 3, **bias), markers=("<|python_tag|>",))
+
+    def biased(name: str, *markers: str) -> Request:
+        asked = ask(name, words(1, 9), 3, logit_bias=((TOOL_CALLS, 100.0),))
+        return msgspec.structs.replace(asked, markers=markers)
+
+    shown, hidden = biased("shown", "[TOOL_CALLS]", "no such token"), biased("hidden")
+    other = biased("other", "<|python_tag|>")
     drive.submit(shown, hidden, other)
     answers = drive.finish()
     assert {answer.tokens for answer in answers.values()} == {(TOOL_CALLS,) * 3}

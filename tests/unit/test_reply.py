@@ -64,7 +64,7 @@ def cut(data: st.DataObject, text: str) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-PLAIN = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<[{|"), max_size=30)
+PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[{|"), max_size=30)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.text(max_size=8).filter(str.isprintable),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
@@ -178,6 +178,13 @@ def test_no_word_is_lost(fragments: list[str], dialect: Dialect) -> None:
     parts = joined(events_of(ReplyReader(dialect, NAMES), [soup]))
     told = f"{parts.thoughts} {parts.text} {parts.calls}"
     assert [word for word in words if word not in told] == []
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(dialect: Dialect) -> None:
+    answer = f" [ [{json.dumps({'name': 'look', dialect.argument_key: {'n': 1}})}]]"
+    reader = ReplyReader(dialect, NAMES)
+    assert joined(events_of(reader, list(answer))).calls == ((("look", {"n": 1}),) if dialect.bare else ())
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)

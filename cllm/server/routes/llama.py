@@ -25,19 +25,27 @@ from cllm.text.work import Detokenize, RenderChat, Text, TokenizeInfill, Tokeniz
 from cllm.types import Delta, FinishReason, Request
 
 
+class TimedStream(AsyncStream):
+    """Remembers when its first token came, however it is read."""
+
+    first: float | None = None
+
+    def push(self, delta: Delta) -> None:
+        if self.first is None and delta.tokens:
+            self.first = time.perf_counter()
+        super().push(delta)
+
+
 class LlamaJob:
-    """One `/completion`: its request and the clock for its timings."""
+    """One `/completion`, submitted: its stream and the clock for its timings."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.engine = engine
-        self.request = request
         self.started = time.perf_counter()
-        self.first: float | None = None
+        self.stream = engine.submit(request, TimedStream)
 
     def event(self, delta: Delta) -> dict[str, Any]:
         """A piece of the answer, as a stream tells it."""
-        if self.first is None and delta.tokens:
-            self.first = time.perf_counter()
         piece: dict[str, Any] = {"content": delta.text, "tokens": list(delta.tokens), "stop": False}
         if delta.logprobs:
             piece["completion_probabilities"] = probabilities(delta.logprobs)
@@ -47,7 +55,8 @@ class LlamaJob:
         """What the final event or the whole answer says about how it ended and what it took."""
         assert last.usage is not None
         now = time.perf_counter()
-        prompt_s, predict_s = (self.first or now) - self.started, now - (self.first or now)
+        first = self.stream.first or now
+        prompt_s, predict_s = first - self.started, now - first
         usage = last.usage
         facts, _ = loaded(self.engine)
         kind = "limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos"
@@ -118,8 +127,8 @@ async def to_request(engine: Engine, body: LlamaCompletionBody, prompt: tuple[in
     )
 
 
-async def events(job: LlamaJob, stream: AsyncStream) -> AsyncIterator[bytes]:
-    async for delta in stream:
+async def events(job: LlamaJob) -> AsyncIterator[bytes]:
+    async for delta in job.stream:
         if delta.error is not None:
             yield encode(error_body("/v1/", 500, delta.error.code, delta.error.message))
             return
@@ -148,10 +157,9 @@ def routes(engine: Engine) -> APIRouter:
         body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
     ) -> Response | dict[str, Any]:
         job = LlamaJob(engine, await to_request(engine, body, prompt))
-        stream = engine.submit(job.request, AsyncStream)
         if body.stream:
-            return EventStream(engine, [stream], events(job, stream))
-        collected = await collect(engine, [stream], http.receive)
+            return EventStream(engine, [job.stream], events(job))
+        collected = await collect(engine, [job.stream], http.receive)
         if collected is None:
             return Response(status_code=499)
         (deltas,) = collected
