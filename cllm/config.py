@@ -16,6 +16,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model is loaded and scheduled."""
 
     model: Annotated[str, Meta(description="GGUF file to serve; empty: the embedded SmolLM2-135M")] = ""
+    chat_template: Annotated[
+        str, Meta(description="Jinja file with a chat template (or its text) that replaces the model's own")
+    ] = ""
     parallel: Annotated[
         int, Meta(ge=1, le=255, description="How many requests are computed at the same time")
     ] = 8

@@ -26,7 +26,10 @@ MOST_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
 def serve_text(channel: Channel, config: EngineConfig) -> None:
     """Answer text tasks until the parent closes its end."""
     model = LlamaModel(load(), Path(config.model), Graveyard(), vocabulary_only=True)
-    worker = TextWorker(model.vocabulary, model.facts().chat_template, deadly_guard)
+    facts = model.facts(config.chat_template)
+    worker = TextWorker(
+        model.vocabulary, facts.chat_template, deadly_guard, tool_template=facts.tool_template
+    )
     _bound_memory()
     decoder = msgspec.msgpack.Decoder(Numbered)
 

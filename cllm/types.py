@@ -170,8 +170,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     embedding_length: int
     layers: int
     chat_template: str | None = None
+    tool_template: str | None = None  # the one for conversations with tools, where there are two
     recurrent: bool = False
     sliding_window: int = 0
+
+    def template_for(self, *, tools: bool) -> str | None:
+        """The chat template of a conversation with or without tools."""
+        return self.tool_template if tools and self.tool_template else self.chat_template
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +215,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     integrity_failures: int = 0
 
 
+class InfillTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The control tokens of a model that fills in the middle of a text."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None = None  # before the name of a project
+    separator: int | None = None  # before the name of a file
+    begin: int | None = None  # what every text of this model begins with
+
+
 class Vocabulary(Protocol):
     """Token look-ups. Read-only and safe from any thread."""
 
@@ -243,3 +259,7 @@ class Vocabulary(Protocol):
     @property
     def ends(self) -> frozenset[int]:
         """Every end-of-generation token."""
+
+    @property
+    def infill(self) -> InfillTokens | None:
+        """How a gap in a text is told; None for a model that was not taught it."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -82,10 +82,19 @@ def make_dense(
     vocabulary: int = VOCABULARY,
     context: int = CONTEXT,
     seed: int = 0,
-    template: str = CHAT_TEMPLATE,
+    controls: Sequence[str] = (),
+    roles: Mapping[str, str] | None = None,
+    templates: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a llama model with full attention; the same arguments give the same bytes. Returns ``path``."""
-    writer = _writer(path, "llama", vocabulary, context, template)
+    """Write a llama model with full attention; the same arguments give the same bytes. Returns ``path``.
+
+    ``controls`` are more control tokens, the last ids of the vocabulary; ``roles`` says what some are for
+    (``{"fim_pre": "<PRE>"}``); ``templates`` replaces the chat template (the key "default" is the plain one).
+    """
+    writer = _writer(path, "llama", vocabulary, context, controls, templates)
+    for role, spelling in (roles or {}).items():
+        token = vocabulary - len(controls) + list(controls).index(spelling)
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)
     _attention_metadata(writer)
     random = np.random.default_rng(seed)
     _ends(writer, random, vocabulary)
@@ -142,7 +151,12 @@ def make_recurrent(
 
 
 def _writer(
-    path: Path, architecture: str, vocabulary: int, context: int, template: str = CHAT_TEMPLATE
+    path: Path,
+    architecture: str,
+    vocabulary: int,
+    context: int,
+    controls: Sequence[str] = (),
+    templates: Mapping[str, str] | None = None,
 ) -> gguf.GGUFWriter:
     """A writer that holds what every model needs besides its tensors and its own hyperparameters."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -152,8 +166,11 @@ def _writer(
     writer.add_embedding_length(EMBEDDING)
     writer.add_block_count(LAYERS)
     writer.add_layer_norm_rms_eps(NORM_EPSILON)
-    _tokenizer(writer, vocabulary)
-    writer.add_chat_template(template)
+    _tokenizer(writer, vocabulary, controls)
+    if templates is None:
+        writer.add_chat_template(CHAT_TEMPLATE)
+    else:
+        writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
     return writer
 
 
@@ -166,13 +183,13 @@ def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
-def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    """Add the module's tokenizer, cut to ``vocabulary`` tokens in all.
+def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int, controls: Sequence[str] = ()) -> None:
+    """Add the module's tokenizer, cut to ``vocabulary`` tokens in all; the last of them are ``controls``.
 
     Raises ValueError below 260, as llama.cpp wants one merge at least, or when there are not enough merges.
     """
     spelling = _byte_spelling()
-    count = vocabulary - len(spelling) - len(CONTROL_TOKENS)
+    count = vocabulary - len(spelling) - len(CONTROL_TOKENS) - len(controls)
     merges = list(itertools.islice(_merges(), max(count, 0)))
     if not merges or len(merges) != count:
         raise ValueError(f"no tokenizer of {vocabulary} tokens can be made")
@@ -181,8 +198,13 @@ def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
     # "qwen2" and not "default" or "gpt-2": with those llama_detokenize drops the space before punctuation
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*spelling, *CONTROL_TOKENS, *("".join(merge) for merge in spelled)])
-    writer.add_token_types([normal] * len(spelling) + [control] * len(CONTROL_TOKENS) + [normal] * count)
+    writer.add_token_list([*spelling, *CONTROL_TOKENS, *("".join(merge) for merge in spelled), *controls])
+    writer.add_token_types(
+        [normal] * len(spelling)
+        + [control] * len(CONTROL_TOKENS)
+        + [normal] * count
+        + [control] * len(controls)
+    )
     writer.add_token_merges([" ".join(merge) for merge in spelled])
     writer.add_bos_token_id(END_OF_TEXT)
     writer.add_eos_token_id(END_OF_TEXT)

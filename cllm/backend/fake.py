@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from cllm.backend.base import Backend, Batch, RowResult, Sampler, StepResult, StepStatus
-from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob
+from cllm.types import InfillTokens, Limits, ModelFacts, SamplingParams, TokenLogprob
 
 END_TOKEN = 256
 VOCABULARY_SIZE = 258
@@ -67,6 +67,10 @@ class FakeVocabulary:
     @property
     def ends(self) -> frozenset[int]:
         return frozenset({END_TOKEN})
+
+    @property
+    def infill(self) -> InfillTokens | None:
+        return None
 
 
 class FakeSampler:

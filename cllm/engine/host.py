@@ -68,7 +68,10 @@ class ThreadHost:
             backend = self._make_backend(lambda fraction: receive(Loading(fraction)))
             try:
                 self._loop = loop = StepLoop(backend, self._config, receive)
-                self._text = LocalText(backend.vocabulary, backend.facts.chat_template)
+                facts = backend.facts
+                self._text = LocalText(
+                    backend.vocabulary, facts.chat_template, tool_template=facts.tool_template
+                )
                 receive(Ready(backend.facts, backend.limits))
                 loop.run()
             finally:

@@ -60,8 +60,10 @@ def _settle(future: Future[TextAnswer], answer: TextAnswer) -> None:
 class LocalText:
     """Text work in the caller's thread: for the Python API."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None) -> None:
-        self._worker = TextWorker(vocabulary, template)
+    def __init__(
+        self, vocabulary: Vocabulary, template: str | None, *, tool_template: str | None = None
+    ) -> None:
+        self._worker = TextWorker(vocabulary, template, tool_template=tool_template)
         self._lock = threading.Lock()  # the vocabulary must not be freed while somebody reads it
         self._closed = False
 

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
-from cllm.server import errors
+from cllm.server import errors, openapi
 from cllm.server.anthropic.request_ids import RequestIds
 from cllm.server.auth import Gate
 from cllm.server.keys import KeyRing
@@ -27,8 +27,11 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRin
         title="cllm",
         version=__version__,
         description="GGUF models for many users at once, on llama.cpp.",
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere
+        redoc_url=None,
     )
     app.state.slow_reader_s = config.slow_reader_s
+    openapi.install(app)
     errors.install(app)
     app.include_router(generate.routes(engine))
     app.include_router(openai.routes(engine))

@@ -176,7 +176,7 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
     """
     engine.check_room()
     facts, limits = loaded(engine)
-    dialect = dialect_of(facts.chat_template)
+    dialect = dialect_of(facts.template_for(tools=bool(conversation.tools)))
     constraint = request.constraint
     if conversation.forced:
         if constraint is not None:

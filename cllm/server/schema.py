@@ -112,26 +112,39 @@ class SamplingBody(SchedulingBody):
     typical_p: float = Field(1.0, gt=0, le=1, description="Locally typical sampling; 1: off")
     top_n_sigma: float = Field(-1.0, ge=-1, le=100, description="Keep logits within n sigma of the best")
     repetition_penalty: float = Field(1.0, gt=0, le=10, description="Above 1 discourages repeats; 1: off")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken off a token's logit for each time it occurred; 0: off"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="Taken off the logit of every token that occurred; 0: off"
+    )
     penalty_last_n: int = Field(64, ge=-1, le=2**31 - 1, description="Tokens penalties look back; -1: all")
     dry_multiplier: float = Field(0.0, ge=0, le=100, description="DRY repetition penalty; 0: off")
-    dry_base: float = Field(1.75, ge=1, le=100)
-    dry_allowed_length: int = Field(2, ge=0, le=2**31 - 1)
-    dry_penalty_last_n: int = Field(-1, ge=-1, le=2**31 - 1)
+    dry_base: float = Field(1.75, ge=1, le=100, description="DRY: grows the penalty by this with each token")
+    dry_allowed_length: int = Field(
+        2, ge=0, le=2**31 - 1, description="DRY: repeats up to this many tokens cost nothing"
+    )
+    dry_penalty_last_n: int = Field(
+        -1, ge=-1, le=2**31 - 1, description="DRY: how many tokens it looks back on; -1: all, 0: none"
+    )
     dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = Field(
-        default=["\n", ":", '"', "*"], max_length=8
+        default=["\n", ":", '"', "*"], max_length=8, description="DRY: texts that no repeat reaches across"
     )
     xtc_probability: float = Field(0.0, ge=0, le=1, description="Exclude top choices sampling; 0: off")
-    xtc_threshold: float = Field(0.1, ge=0, le=1)
+    xtc_threshold: float = Field(
+        0.1, ge=0, le=1, description="XTC: of the tokens above this, all but the least likely are excluded"
+    )
     mirostat: int = Field(0, ge=0, le=2, description="0: off, 1 or 2: that version")
-    mirostat_tau: float = Field(5.0, ge=0, le=100)
-    mirostat_eta: float = Field(0.1, ge=0, le=1)
+    mirostat_tau: float = Field(5.0, ge=0, le=100, description="Mirostat: the surprise it aims at")
+    mirostat_eta: float = Field(0.1, ge=0, le=1, description="Mirostat: how fast it corrects itself")
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] = Field(
-        default={}, max_length=MOST_BIASES, description="Token id (as text) → added to its logit"
+        default={},
+        max_length=MOST_BIASES,
+        description="Token id (as text) → added to its logit",
+        examples=[{"42": -100}],
     )
     seed: int | None = Field(
-        None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random"
+        None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random", examples=[7]
     )
     ignore_eos: bool = Field(False, description="Go on to max_tokens: never choose an end token")
 
@@ -161,10 +174,30 @@ def _token(key: str, vocabulary_size: int) -> int:
 class ConstrainedBody(SamplingBody):
     """Fields that say what an answer must look like; at most one of them."""
 
-    grammar: SourceText | None = Field(None, min_length=1, description="GBNF or Lark grammar of the answer")
-    regex: SourceText | None = Field(None, min_length=1, description="Regular expression of the whole answer")
-    choice: list[StopText] | None = Field(None, min_length=1, max_length=256, description="One of these")
-    json_schema: dict[str, Any] | None = Field(None, description="JSON schema of the answer")
+    grammar: SourceText | None = Field(
+        None,
+        min_length=1,
+        description="GBNF or Lark grammar of the answer",
+        examples=['root ::= "yes" | "no"'],
+    )
+    regex: SourceText | None = Field(
+        None,
+        min_length=1,
+        description="Regular expression the whole answer matches",
+        examples=["[0-9]{4}-[0-9]{2}"],
+    )
+    choice: list[StopText] | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="The answer is one of these",
+        examples=[["red", "blue"]],
+    )
+    json_schema: dict[str, Any] | None = Field(
+        None,
+        description="JSON schema of the answer",
+        examples=[{"type": "array", "items": {"type": "integer"}}],
+    )
 
     def constraint(self) -> ConstraintSpec | None:
         """The one that is given; raises ValueError when there are several."""
@@ -184,10 +217,12 @@ class ConstrainedBody(SamplingBody):
 class GenerateBody(ConstrainedBody):
     """`POST /generate` and `/generate_stream`."""
 
-    prompt: Text = Field(min_length=1, description="Raw text: no chat template is applied")
+    prompt: Text = Field(
+        min_length=1, description="Raw text: no chat template is applied", examples=["Once upon a time"]
+    )
     max_tokens: int = Field(256, ge=1, description="Most tokens to generate; clamped to what fits")
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(
-        default=[], description="Text that ends the answer; it is not part of it"
+        default=[], description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
     )
     stream: bool = Field(False, description="Answer as server-sent events")
 
@@ -201,8 +236,21 @@ class GenerateBody(ConstrainedBody):
 
 
 class EncodeBody(Body):
-    text: Text = Field(description="Text to tokenise; nothing in it is taken for a control token")
+    """`POST /encode`."""
+
+    text: Text = Field(
+        description="Text to tokenise; nothing in it is taken for a control token",
+        examples=["Once upon a time"],
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"text": "Once upon a time"}})
 
 
 class DecodeBody(Body):
-    tokens: TokenIds = Field(max_length=1_000_000)
+    """`POST /decode`."""
+
+    tokens: TokenIds = Field(
+        max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [403, 253]}})

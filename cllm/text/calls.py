@@ -7,6 +7,7 @@ from enum import Enum
 
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
+KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id")
 
 
 class _Wants(Enum):
@@ -28,54 +29,63 @@ class CallReader:
 
     def __init__(self, name: str | None = None) -> None:
         """With a `name` that is known already, just the object of its arguments is read."""
-        self.raw = ""
+        self._raw: list[str] = []
         self.name = name
         self._arguments_only = name is not None
         self.done = False
         self.failed = False
         self._wants = _Wants.OBJECT if name is None else _Wants.VALUE
         self._key = "" if name is None else ARGUMENT_KEYS[0]
-        self._part = ""  # the key or value being read
+        self.foreign = False  # it has a key that no call has
+        self._part: list[str] = []  # the key or value being read; a list, because texts grow at a price
         self._nesting = 0  # inside the value
         self._in_string = False
         self._escaped = False
-        self._arguments = ""
-        self._given = 0  # characters of the arguments that were taken
+        self._arguments: list[str] = []  # not taken yet
 
     def feed(self, text: str) -> str:
-        """Read on; returns what comes after the object's end."""
+        """Read on; returns what comes after the object's end, or from where it is no object any more."""
         for index, character in enumerate(text):
-            self.raw += character
             self._read(character)
-            if self.done or self.failed:
+            if self.failed:
+                return text[index:]
+            self._raw.append(character)
+            if self.done:
                 return text[index + 1 :]
         return ""
+
+    @property
+    def raw(self) -> str:
+        """Everything that was read."""
+        return "".join(self._raw)
 
     def take_arguments(self) -> str:
         if self.name is None:
             return ""
-        new, self._given = self._arguments[self._given :], len(self._arguments)
+        new = "".join(self._arguments)
+        self._arguments.clear()
         return new
 
     def _read(self, character: str) -> None:
         if self._wants is _Wants.KEY_END:
-            self._part += character
+            self._part.append(character)
             if self._string_ends(character):
                 self._key = str(_parsed(self._part))
+                self.foreign = self.foreign or self._key not in KNOWN_KEYS
                 self._wants = _Wants.COLON
         elif self._wants is _Wants.VALUE_END:
             self._read_value(character)
         elif character.isspace():
             return
         elif self._wants is _Wants.VALUE:
-            self._part, self._nesting, self._wants = "", 0, _Wants.VALUE_END
+            self._part, self._nesting, self._wants = [], 0, _Wants.VALUE_END
             self._read_value(character)
         elif self._wants is _Wants.OBJECT and character == "{":
             self._wants = _Wants.KEY
         elif self._wants is _Wants.COLON and character == ":":
             self._wants = _Wants.VALUE
         elif self._wants is _Wants.KEY and character == '"':
-            self._part, self._in_string, self._wants = character, True, _Wants.KEY_END
+            self._part, self._in_string, self._wants = [character], True, _Wants.KEY_END
         elif self._wants is _Wants.KEY and character == "}":
             self.done = True
         elif not (self._wants is _Wants.KEY and character == ","):
@@ -86,7 +96,7 @@ class CallReader:
             self._end_value()  # a bare word or number ends before what follows it
             self.done = character == "}"
             return
-        self._part += character
+        self._part.append(character)
         ended = False
         if self._in_string:
             ended = self._string_ends(character) and self._nesting == 0
@@ -98,7 +108,7 @@ class CallReader:
             self._nesting -= 1
             ended = self._nesting <= 0
         if self._key in ARGUMENT_KEYS and self._part[0] != '"':
-            self._arguments = self._part
+            self._arguments.append(character)
         if ended:
             self._end_value()
 
@@ -109,7 +119,7 @@ class CallReader:
         if self._key in NAME_KEYS and isinstance(value, str):
             self.name = value
         elif self._key in ARGUMENT_KEYS and isinstance(value, str):
-            self._arguments = value  # some models write the arguments as a string that holds JSON
+            self._arguments.append(value)  # some models write the arguments as a string that holds JSON
 
     def _string_ends(self, character: str) -> bool:
         if self._escaped:
@@ -122,8 +132,8 @@ class CallReader:
         return False
 
 
-def _parsed(text: str) -> object:
+def _parsed(part: list[str]) -> object:
     try:
-        return json.loads(text)
+        return json.loads("".join(part))
     except ValueError:
         return None

@@ -26,9 +26,18 @@ class ChatPrompt(NamedTuple):
 class PromptBuilder:
     """Makes prompts for one model. Control tokens come from its template, never from a user's text."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None, guard: Guard = nullcontext) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: str | None,
+        guard: Guard = nullcontext,
+        *,
+        tool_template: str | None = None,
+    ) -> None:
+        """`tool_template` is the one for conversations with tools, where the model has two."""
         self._vocabulary = vocabulary
         self._template = ChatTemplate(template, guard) if template else None
+        self._tool_template = ChatTemplate(tool_template, guard) if tool_template else self._template
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
@@ -85,7 +94,8 @@ class PromptBuilder:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """What the template makes of a conversation. Raises InvalidRequest."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidRequest(
                 "this model has no chat template: send a plain prompt instead", field="messages"
             )
@@ -96,7 +106,16 @@ class PromptBuilder:
             "bos_token": self._vocabulary.begin_text,
             "eos_token": self._vocabulary.end_text,
         }
-        return self._template.render(**{**(options or {}), **own})
+        variables = {**(options or {}), **own}
+        try:
+            return template.render(**variables)
+        except InvalidRequest as error:
+            refused = "refuses these messages" in error.message  # not: was stopped, cannot be used
+            if refused and len(messages) > 1 and messages[0].get("role") == "system":
+                template.render(**{**variables, "messages": messages[1:]})  # or the fault lies elsewhere
+                hint = "it takes no system message: put that text into the first user message"
+                raise InvalidRequest(f"{error.message} ({hint})", field="messages") from None
+            raise
 
 
 def _mapped(value: Any, change: Any) -> Any:

@@ -11,7 +11,6 @@ from cllm.text.calls import CallReader
 from cllm.text.dialects.base import Dialect
 
 THINK, THOUGHT = "<think>", "</think>"
-_SEPARATORS = ("[", "]", ",", ";")
 
 
 class ReasoningText(msgspec.Struct, frozen=True):
@@ -62,7 +61,9 @@ class ReplyReader:
         self._buffer = ""
         self._call: CallReader | None = None
         self._begun = False  # the call being read has been told
-        self._opened = False  # an opening was read, and no call yet
+        self._opening = ""  # what was read since the text, while no call has come: maybe none will
+        self._trial = CallReader()  # of an answer that may be a bare call
+        self._tried = 0  # how much of the buffer it has seen
         self._told = 0  # calls
         self._read = self._read_start
         if calling:
@@ -139,11 +140,13 @@ class ReplyReader:
             self._read = self._read_answer
 
     def _read_bare_call(self, events: list[ReplyEvent], final: bool) -> None:
-        trial = CallReader()
-        trial.feed(self._buffer.lstrip(" \t\r\n["))
+        trial = self._trial
+        begin = len(self._buffer) - len(self._buffer.lstrip(" \t\r\n["))
+        trial.feed(self._buffer[max(self._tried, begin) :])
+        self._tried = len(self._buffer)
         if trial.name is not None and (not self._tools or trial.name in self._tools):
             self._read = self._read_calls
-        elif trial.name is not None or trial.done or trial.failed or final:
+        elif trial.name is not None or trial.foreign or trial.done or trial.failed or final:
             self._read = self._read_answer
 
     def _read_answer(self, events: list[ReplyEvent], final: bool) -> None:
@@ -164,7 +167,7 @@ class ReplyReader:
         if certain:
             events.append(AnswerText(certain))
         if found:
-            self._opened = True
+            self._opening = text[len(certain) :] + opening
             self._read = self._read_calls
 
     def _read_calls(self, events: list[ReplyEvent], final: bool) -> None:
@@ -172,7 +175,6 @@ class ReplyReader:
             return
         call = self._call
         assert call is not None
-        self._opened = False
         self._buffer = call.feed(self._buffer)
         wanted = self._most_calls is None or self._told < self._most_calls or self._begun
         if call.name is not None and not call.failed and wanted:
@@ -180,42 +182,47 @@ class ReplyReader:
                 events.append(CallBegun(self._told, call.name))
                 self._begun = True
                 self._told += 1
+                self._opening = ""
             if arguments := call.take_arguments():
                 events.append(CallArguments(self._told - 1, arguments))
         if call.done or call.failed or final:
-            if not self._begun and wanted and call.raw.strip():
-                events.append(AnswerText(call.raw))  # no call after all: nothing may be lost
-            self._call, self._begun = None, False
-            if final:
-                self._buffer = ""
+            if not self._begun and wanted:  # no call after all: nothing may be lost
+                events.append(AnswerText(self._opening + call.raw))
+                self._read = self._read_answer
+            self._call, self._begun, self._opening = None, False, ""
 
     def _find_call(self, events: list[ReplyEvent], final: bool) -> bool:
         """Begin the next call; without one, what comes is text again."""
-        assert self._dialect is not None
-        self._buffer = self._buffer.lstrip()
-        for mark in (self._dialect.opening, self._dialect.closing):
+        dialect = self._dialect
+        assert dialect is not None
+        self._skip(len(self._buffer) - len(self._buffer.lstrip()))
+        for mark in (dialect.opening, dialect.closing, *dialect.separators):
             if mark and self._buffer.startswith(mark):
-                self._buffer = self._buffer[len(mark) :]
+                self._skip(len(mark))
                 return False
             if mark and not final and mark.startswith(self._buffer):
                 return False
-        if self._buffer[:1] in _SEPARATORS:
-            self._buffer = self._buffer[1:]
-            return False
         if self._buffer.startswith("{"):
             self._call = CallReader()
             return True
-        named = self._dialect.named_opening
+        named = dialect.named_opening
         if named and (found := re.match(rf"([\w.-]+)\s*{re.escape(named)}\s*(?=\{{)", self._buffer)):
             self._call = CallReader(found[1])
-            self._buffer = self._buffer[found.end() :]
+            self._skip(found.end())
             return True
         waits = bool(named) and re.fullmatch(r"[\w.-]*\s*(\[[A-Z]*\]?)?\s*", self._buffer) is not None
-        if self._buffer and (final or not waits):
-            if self._opened:
-                events.append(AnswerText(self._dialect.opening))  # it opened nothing: nothing may be lost
+        if final or (self._buffer and not waits):
+            if self._opening:
+                events.append(AnswerText(self._opening))  # it opened nothing: nothing may be lost
+                self._opening = ""
             self._read = self._read_answer
         return False
+
+    def _skip(self, count: int) -> None:
+        """Leave out the buffer's first characters; they are remembered while they may turn out to be text."""
+        if self._opening:
+            self._opening += self._buffer[:count]
+        self._buffer = self._buffer[count:]
 
 
 def _held_back(text: str, mark: str) -> str:

@@ -8,7 +8,6 @@ for the text process alone, which is made to be ended.
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import InvalidRequest
+from cllm.text.jinja import EXTENSIONS, tojson
 
 RENDER_LIMIT_S = (
     0.75  # of computing time; the guard's is longer, so that a template is told rather than killed
@@ -80,16 +80,21 @@ class ChatTemplate:
         except TemplateStopped as error:
             reason = f"was stopped: {error}"
         except jinja2.TemplateSyntaxError as error:
-            reason = f"cannot be used: {error.message}"
+            reason = f"cannot be used: line {error.lineno}: {error.message}"
         except jinja2.TemplateError as error:
             reason = f"refuses these messages: {error.message}"
         except Exception as error:  # a template can raise anything
             reason = f"failed on these messages ({type(error).__name__})"
         raise InvalidRequest(f"the model's chat template {reason}", field="messages")
 
+    def check(self) -> None:
+        """Raises TemplateSyntaxError or TemplateStopped for a template that can never be used."""
+        with self._guard():
+            assert self._compiled is not None
+
     @cached_property
     def _environment(self) -> _Environment:
-        return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -129,7 +134,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         for name in _REMOVED:
             del self.filters[name]
         del self.globals["lipsum"]
-        self.filters["tojson"] = _tojson
+        self.filters["tojson"] = tojson
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: time.strftime(form)
         self._started = 0.0
@@ -181,13 +186,6 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _bounded(self, length: int) -> None:
         if length > self._most:
             raise TemplateStopped(f"it makes a text of more than {self._most} characters")
-
-
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    if indent is not None and not 0 <= indent <= 16:
-        raise jinja2.TemplateError("tojson: indent must be between 0 and 16")
-    options.setdefault("ensure_ascii", False)
-    return json.dumps(value, indent=indent, **options)
 
 
 def _raise(message: str) -> None:

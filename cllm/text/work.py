@@ -11,6 +11,7 @@ import msgspec
 
 from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.constraint import ConstraintCompiler
+from cllm.text.infill import Gap, infill_prompt
 from cllm.text.prompt import PromptBuilder
 from cllm.text.template import Guard
 from cllm.types import ConstraintSpec, Vocabulary
@@ -41,6 +42,14 @@ class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
 
     chat: Chat
     most: int = 0
+
+
+class TokenizeInfill(msgspec.Struct, frozen=True, tag=True):
+    """A text with a gap; answered with Tokens, as above. With `room`, what does not fit there is cut away."""
+
+    gap: Gap
+    most: int = 0
+    room: int = 0
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +85,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
-TextTask = TokenizeText | TokenizeChat | RenderChat | Detokenize | CheckConstraint
+TextTask = TokenizeText | TokenizeChat | TokenizeInfill | RenderChat | Detokenize | CheckConstraint
 TextAnswer = Tokens | Text | Refused
 
 
@@ -95,9 +104,16 @@ class NumberedAnswer(msgspec.Struct, frozen=True, tag=True):
 class TextWorker:
     """Does text tasks for one model. Safe from several threads."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str | None, guard: Guard = nullcontext) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: str | None,
+        guard: Guard = nullcontext,
+        *,
+        tool_template: str | None = None,
+    ) -> None:
         self._vocabulary = vocabulary
-        self._prompts = PromptBuilder(vocabulary, template, guard)
+        self._prompts = PromptBuilder(vocabulary, template, guard, tool_template=tool_template)
         self._lock = threading.Lock()
 
     @cached_property
@@ -126,6 +142,8 @@ class TextWorker:
                         think=chat.think,
                     )
                     return _within(prompt.tokens, most, thinking=prompt.thinking)
+                case TokenizeInfill(gap, most, room):
+                    return _within(infill_prompt(self._vocabulary, gap, room), most)
                 case Detokenize(tokens):
                     pieces = map(self._vocabulary.piece, tokens)
                     return Text(b"".join(pieces).decode("utf-8", "replace"))

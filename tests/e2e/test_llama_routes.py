@@ -19,7 +19,9 @@ def test_a_completion_has_its_fields_and_equals_the_native_route(embedded: Serve
     answer = completion(embedded, "The capital of France is")
     assert answer["content"] == embedded.generate("The capital of France is", 8, temperature=0)["text"]
     assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 8)
-    assert answer["timings"]["predicted_n"] == 8 and len(answer["tokens"]) == 8
+    timings = answer["timings"]
+    assert timings["predicted_n"] == 8 and len(answer["tokens"]) == 8
+    assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0 and timings["predicted_per_second"] > 0
 
 
 def test_tokens_and_text_are_the_same_prompt(embedded: Server) -> None:

@@ -196,7 +196,7 @@ def hostile_server(start_for_module: StartServer, tmp_path_factory: pytest.TempP
     )
     template = f"{{% if false %}}{branches}{{% else %}}{CHAT_TEMPLATE}{{% endif %}}"
     return start_for_module(
-        model=make_dense(tmp_path_factory.mktemp("hostile") / "hostile.gguf", template=template)
+        model=make_dense(tmp_path_factory.mktemp("hostile") / "hostile.gguf", templates={"default": template})
     )
 
 
@@ -236,7 +236,9 @@ def test_fault_26_native_loop_of_a_template_is_stopped(hostile: Server, kind: st
 
 def test_fault_26_template_that_is_no_template(start_for_module: StartServer, tmp_path: Path) -> None:
     """It harms those who chat, with a reason; everybody else is served."""
-    broken = make_dense(tmp_path / "broken.gguf", template="{% for m in messages %}{{ m.content }")
+    broken = make_dense(
+        tmp_path / "broken.gguf", templates={"default": "{% for m in messages %}{{ m.content }"}
+    )
     server = start_for_module(model=broken)
     assert "cannot be used" in refusal(chat(server, "hello"))
     assert server.generate("no template needed", 2)["generated_tokens"] == 2

@@ -68,7 +68,7 @@ class LlamaBackend(Backend):
             raise
         self._vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
-        self._facts = self._model.facts()
+        self._facts = self._model.facts(config.chat_template)
         self._limits = self._read_limits(config)
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
         threads = min(MOST_SAMPLER_THREADS, config.threads or default_threads())

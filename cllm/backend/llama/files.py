@@ -11,6 +11,7 @@ from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS
 from cllm.backend.llama.header import GgufHeader
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
+from cllm.text.template_file import read_template
 
 _MIB = 1 << 20
 
@@ -71,14 +72,15 @@ class MemoryFit:
 
 
 def prepare(config: EngineConfig) -> EngineConfig:
-    """Resolve the model, check its header and the memory. Raises SetupError; loads nothing.
+    """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
     With the default context, fewer cells are taken where the full number does not fit; an explicit
     --ctx-size is honoured or refused.
     """
     path = Path(config.model).expanduser() if config.model else embedded_model()
     header = GgufHeader(path)
-    config = msgspec.structs.replace(config, model=str(path.resolve()))
+    template = read_template(config.chat_template) if config.chat_template else ""
+    config = msgspec.structs.replace(config, model=str(path.resolve()), chat_template=template)
     fit = MemoryFit(header, config)
     if fit.fits:
         return config

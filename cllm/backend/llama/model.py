@@ -11,7 +11,7 @@ from typing import Any
 from cllm.backend.llama.library import Library
 from cllm.backend.llama.ownership import Graveyard, Owned
 from cllm.errors import ModelFileError
-from cllm.types import ModelFacts
+from cllm.types import InfillTokens, ModelFacts
 
 _CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
 
@@ -61,11 +61,16 @@ class LlamaModel(Owned):
         length = self.api.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace") if length >= 0 else None
 
-    def facts(self) -> ModelFacts:
+    def _template(self, name: bytes | None) -> str | None:
+        template = self.api.llama_model_chat_template(self.pointer, name)
+        # For a few models llama.cpp answers with the name of a template of its own, which is none.
+        return template.decode("utf-8", "replace") if template and b"{" in template else None
+
+    def facts(self, chat_template: str = "") -> ModelFacts:
+        """What is known of it. A `chat_template` replaces all of the file's own."""
         api, pointer = self.api, self.pointer
         description = ctypes.create_string_buffer(256)
         api.llama_model_desc(pointer, description, len(description))
-        template = api.llama_model_chat_template(pointer, None)
         return ModelFacts(
             name=self.name,
             architecture=self.metadata("general.architecture") or "unknown",
@@ -76,7 +81,8 @@ class LlamaModel(Owned):
             context_train=self.context_train,
             embedding_length=api.llama_model_n_embd(pointer),
             layers=api.llama_model_n_layer(pointer),
-            chat_template=template.decode("utf-8", "replace") if template else None,
+            chat_template=chat_template or self._template(None),
+            tool_template=None if chat_template else self._template(b"tool_use"),
             recurrent=bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer)),
             sliding_window=api.llama_model_n_swa(pointer),
         )
@@ -123,6 +129,22 @@ class LlamaVocabulary:
     @cached_property
     def end_text(self) -> str:
         return self._spelling(self._api.llama_vocab_eos(self.pointer))
+
+    @cached_property
+    def infill(self) -> InfillTokens | None:
+        """How a gap in a text is told; None unless the model knows all three marks of one."""
+        api = self._api
+        named = {
+            "prefix": api.llama_vocab_fim_pre,
+            "suffix": api.llama_vocab_fim_suf,
+            "middle": api.llama_vocab_fim_mid,
+            "repository": api.llama_vocab_fim_rep,
+            "separator": api.llama_vocab_fim_sep,
+        }
+        if api.llama_vocab_get_add_bos(self.pointer):
+            named["begin"] = api.llama_vocab_bos
+        found = {name: token for name, read in named.items() if (token := read(self.pointer)) >= 0}
+        return InfillTokens(**found) if {"prefix", "suffix", "middle"} <= found.keys() else None
 
     def _spelling(self, token: int) -> str:
         if not 0 <= token < self._size:

@@ -17,8 +17,10 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class TextPart(Body):
+    """A part of a message."""
+
     type: Literal["text"] = Field(description="Only text: the model has no eyes or ears")
-    text: Text = Field(description="The text of this part")
+    text: Text = Field(description="The text of this part", examples=["What is AI?"])
 
     @model_validator(mode="before")
     @classmethod
@@ -30,16 +32,21 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    name: FunctionName = Field(description="The tool that was called")
+    """Which tool was called, and with what."""
+
+    name: FunctionName = Field(description="The tool that was called", examples=["get_weather"])
     arguments: Text = Field("{}", description="Its arguments as JSON text")
 
 
 class ToolCallBody(Body):
     """A call the assistant made earlier in the conversation."""
 
-    id: Name = Field(description="As the answer that made it gave it")
+    id: Name = Field(description="As the answer that made it gave it", examples=["call_1"])
     type: Literal["function"] = Field("function", description="Always `function`")
-    function: CalledFunction
+    function: CalledFunction = Field(
+        description="Which tool, and with what",
+        examples=[{"name": "get_weather", "arguments": '{"city": "Bern"}'}],
+    )
 
 
 class MessageBody(Body):
@@ -47,15 +54,23 @@ class MessageBody(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks")
     content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = Field(
-        None, description="Text, or parts of text; control tokens spelled in it stay plain text"
+        None,
+        description="Text, or parts of text; control tokens spelled in it stay plain text",
+        examples=["What is AI?", [{"type": "text", "text": "What is AI?"}]],
     )
-    name: Name | None = Field(None, description="Of the speaker, for templates that use it")
+    name: Name | None = Field(None, description="Of the speaker, for templates that use it", examples=["Ann"])
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MOST_TOOLS)] | None = Field(
-        None, description="Calls of an assistant's message"
+        None,
+        description="Calls of an assistant's message",
+        examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
     )
-    tool_call_id: Name | None = Field(None, description="Which call a `tool` message answers")
+    tool_call_id: Name | None = Field(
+        None, description="Which call a `tool` message answers", examples=["call_1"]
+    )
     reasoning_content: Text | None = Field(
-        None, description="Thoughts of an assistant's message, for templates that repeat them"
+        None,
+        description="Thoughts of an assistant's message, for templates that repeat them",
+        examples=["The user wants to know what AI is."],
     )
 
     def plain(self) -> dict[str, Any]:
@@ -76,29 +91,48 @@ class MessageBody(Body):
 
 
 class FunctionBody(Body):
-    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 64")
-    description: Text | None = Field(
-        None, max_length=1 << 14, description="What it does and when, for the model"
+    """A function the model may call."""
+
+    name: FunctionName = Field(
+        description="Letters, digits, `_`, `-` and `.`, at most 64", examples=["get_weather"]
     )
-    parameters: JsonObject | None = Field(None, description="JSON schema of its arguments")
-    strict: bool | None = Field(None, description="Ignored: forced calls always fit the schema")
+    description: Text | None = Field(
+        None,
+        max_length=1 << 14,
+        description="What it does and when, for the model",
+        examples=["The weather in a city, now"],
+    )
+    parameters: JsonObject | None = Field(
+        None,
+        description="JSON schema of its arguments; none: it takes none",
+        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
+    )
+    strict: bool | None = Field(
+        None, description="Ignored: forced calls always fit the schema", examples=[True]
+    )
 
 
 class ToolBody(Body):
+    """A tool; only functions."""
+
     type: Literal["function"] = Field(description="Always `function`")
-    function: FunctionBody
+    function: FunctionBody = Field(description="The function", examples=[{"name": "now"}])
 
     def tool(self) -> Tool:
         return Tool(self.function.name, self.function.description or "", self.function.parameters or {})
 
 
 class ChosenFunction(Body):
-    name: FunctionName = Field(description="One of the tools")
+    """The name of a tool."""
+
+    name: FunctionName = Field(description="One of the tools", examples=["get_weather"])
 
 
 class ChosenTool(Body):
+    """The one tool that must be called."""
+
     type: Literal["function"] = Field(description="Always `function`")
-    function: ChosenFunction
+    function: ChosenFunction = Field(description="Which", examples=[{"name": "get_weather"}])
 
 
 class ConversationBody(Body):
@@ -108,9 +142,12 @@ class ConversationBody(Body):
         min_length=1,
         max_length=MOST_MESSAGES,
         description="The conversation; if the assistant's words end it, they are continued",
+        examples=[[{"role": "user", "content": "What is AI?"}]],
     )
     tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = Field(
-        None, description="Functions the model may call"
+        None,
+        description="Functions the model may call",
+        examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
     )
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = Field(
         "auto",
@@ -118,14 +155,19 @@ class ConversationBody(Body):
     )
     parallel_tool_calls: bool = Field(True, description="Several calls in one answer are fine")
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
-        None, description="Variables for the chat template, for example `enable_thinking`"
+        None, description="Variables for the chat template", examples=[{"enable_thinking": False}]
     )
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
         None,
         description="A variable for the chat template; `none` also switches `enable_thinking` off",
+        examples=["none", "low"],
     )
     reasoning_format: Literal["auto", "none"] = Field(
         "auto", description="`auto`: thoughts go to `reasoning_content`; `none`: they stay in the text"
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
     )
 
     @model_validator(mode="after")
@@ -167,13 +209,18 @@ class ChatBody(ConversationBody, OpenAIBody):
         None,
         ge=1,
         validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
-        description="Most tokens to generate (also `max_completion_tokens`); null: as many as fit",
+        description="Most tokens to generate (also `max_tokens`); null: as many as fit",
+        examples=[64],
     )
     logprobs: bool = Field(False, description="Log-probabilities of the chosen tokens")
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="And of this many likeliest ones")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="And of this many likeliest ones; needs `logprobs`", examples=[2]
+    )
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
+        json_schema_extra={
+            "example": {"messages": [{"role": "user", "content": "What is AI?"}], "max_tokens": 64}
+        }
     )
 
     @model_validator(mode="after")

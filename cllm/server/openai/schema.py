@@ -17,18 +17,34 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 class StreamOptions(Body):
+    """What a stream tells besides the answer."""
+
     include_usage: bool = Field(False, description="A last chunk with the usage")
 
 
 class SchemaFormat(Body):
-    name: Name = "answer"
-    schema_: dict[str, Any] = Field(alias="schema", description="What the answer validates against")
-    strict: bool | None = None
+    """A JSON schema with a name."""
+
+    name: Name = Field("answer", description="Ignored: for the client's own order")
+    schema_: dict[str, Any] = Field(
+        alias="schema",
+        description="What the answer validates against",
+        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
+    )
+    strict: bool | None = Field(None, description="Ignored: it always is", examples=[True])
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="`text`: anything; `json_object`: some JSON object; `json_schema`: what the schema says"
+    )
+    json_schema: SchemaFormat | None = Field(
+        None,
+        description="For the type `json_schema`, and needed there",
+        examples=[{"name": "answer", "schema": {"type": "object"}}],
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponseFormat:
@@ -40,19 +56,27 @@ class ResponseFormat(Body):
 class OpenAIBody(ConstrainedBody):
     """What both routes share."""
 
-    model: Name | None = Field(None, description="Any plain name is served by the loaded model")
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
     n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
-    response_format: ResponseFormat | None = Field(None, description="Text, any JSON object, or a schema")
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: Name | None = Field(None, description="Ignored")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
+    )
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
+        None, description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
+    )
+    stream: bool = Field(False, description="Answer as server-sent events, `data: [DONE]` at the end")
+    stream_options: StreamOptions | None = Field(
+        None, description="What a stream tells besides the answer", examples=[{"include_usage": True}]
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
     repetition_penalty: float = Field(
         1.0,
         gt=0,
         le=10,
         validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
-        description="Above 1 discourages repeats; 1: off",
+        description="Above 1 discourages repeats (also `repeat_penalty`); 1: off",
     )
 
     @property
@@ -83,12 +107,19 @@ class CompletionBody(OpenAIBody):
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-    ) = Field(description="Text, texts, tokens, or lists of tokens")
+    ) = Field(description="Text, texts, tokens, or lists of tokens", examples=["Once upon a time", [1, 2, 3]])
+    suffix: Text | None = Field(
+        None,
+        description="What comes after the answer; for models with fill-in-the-middle tokens",
+        examples=[" The end."],
+    )
     max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
     best_of: int | None = Field(
-        None, ge=1, le=MOST_CHOICES, description="Generate this many, answer the best n"
+        None, ge=1, le=MOST_CHOICES, description="Generate this many, answer the best n", examples=[4]
     )
-    logprobs: int | None = Field(None, ge=0, le=20, description="Log-probabilities of the likeliest")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Log-probabilities of this many likeliest tokens", examples=[2]
+    )
     echo: bool = Field(False, description="Put the prompt before the answer")
 
     model_config = ConfigDict(

@@ -16,29 +16,37 @@ from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
 from cllm.server.auth import scheduling_of
 from cllm.server.errors import error_body
-from cllm.server.llama_schema import LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
+from cllm.server.llama_schema import InfillBody, LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.openai import render
 from cllm.server.openai.chat_schema import ConversationBody
 from cllm.server.sse import EventStream, collect, encode
 from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, sampling_of, to_tokens
 from cllm.text.dialects import dialect_of
-from cllm.text.work import Detokenize, RenderChat, Text, TokenizeText
+from cllm.text.work import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
 from cllm.types import Delta, FinishReason, Request
 
 
+class TimedStream(AsyncStream):
+    """Remembers when its first token came, however it is read."""
+
+    first: float | None = None
+
+    def push(self, delta: Delta) -> None:
+        if self.first is None and delta.tokens:
+            self.first = time.perf_counter()
+        super().push(delta)
+
+
 class LlamaJob:
-    """One `/completion`: its request and the clock for its timings."""
+    """One `/completion`, submitted: its stream and the clock for its timings."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         self.engine = engine
-        self.request = request
         self.started = time.perf_counter()
-        self.first: float | None = None
+        self.stream = engine.submit(request, TimedStream)
 
     def event(self, delta: Delta) -> dict[str, Any]:
         """A piece of the answer, as a stream tells it."""
-        if self.first is None and delta.tokens:
-            self.first = time.perf_counter()
         piece: dict[str, Any] = {"content": delta.text, "tokens": list(delta.tokens), "stop": False}
         if delta.logprobs:
             piece["completion_probabilities"] = probabilities(delta.logprobs)
@@ -48,7 +56,8 @@ class LlamaJob:
         """What the final event or the whole answer says about how it ended and what it took."""
         assert last.usage is not None
         now = time.perf_counter()
-        prompt_s, predict_s = (self.first or now) - self.started, now - (self.first or now)
+        first = self.stream.first or now
+        prompt_s, predict_s = first - self.started, now - first
         usage = last.usage
         facts, _ = loaded(self.engine)
         kind = "limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos"
@@ -89,15 +98,28 @@ def probabilities(entries: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def to_request(engine: Engine, body: LlamaCompletionBody, http: HttpRequest) -> Request:
+async def prompt_of(engine: Engine, body: LlamaCompletionBody) -> tuple[int, ...]:
+    """The tokens of a prompt, which may spell control tokens."""
+    engine.check_room()
+    if not isinstance(body.prompt, str):
+        return checked_tokens(engine, body.prompt, "prompt")
+    most = loaded(engine)[1].request_tokens
+    return await to_tokens(engine, TokenizeText(body.prompt, most, parse_special=True))
+
+
+async def infill_of(engine: Engine, body: InfillBody) -> tuple[int, ...]:
+    """The tokens of a text with a gap; cut at its far ends so that the answer has room."""
+    engine.check_room()
+    most = loaded(engine)[1].request_tokens
+    answer = min(body.n_predict, most // 2) if body.n_predict > 0 else most // 4
+    return await to_tokens(engine, TokenizeInfill(body.gap(), most, most - answer))
+
+
+async def to_request(
+    engine: Engine, body: LlamaCompletionBody, prompt: tuple[int, ...], http: HttpRequest
+) -> Request:
     """A validated body as the engine's own request."""
     facts, limits = loaded(engine)
-    engine.check_room()
-    if isinstance(body.prompt, str):
-        task = TokenizeText(body.prompt, limits.request_tokens, parse_special=True)
-        prompt = await to_tokens(engine, task)
-    else:
-        prompt = checked_tokens(engine, body.prompt, "prompt")
     most = limits.request_tokens
     return Request(
         id=uuid.uuid4().hex,
@@ -111,8 +133,8 @@ async def to_request(engine: Engine, body: LlamaCompletionBody, http: HttpReques
     )
 
 
-async def events(job: LlamaJob, stream: AsyncStream) -> AsyncIterator[bytes]:
-    async for delta in stream:
+async def events(job: LlamaJob) -> AsyncIterator[bytes]:
+    async for delta in job.stream:
         if delta.error is not None:
             yield encode(error_body("/v1/", 500, delta.error.code, delta.error.message))
             return
@@ -130,22 +152,31 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/completions", response_model=None, include_in_schema=False)
     async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete a prompt."""
-        job = LlamaJob(engine, await to_request(engine, body, http))
-        stream = engine.submit(job.request, AsyncStream)
+        return await answer(body, http, await prompt_of(engine, body))
+
+    @router.post("/infill", response_model=None)
+    async def infill(body: InfillBody, http: HttpRequest) -> Response | dict[str, Any]:
+        """Fill the gap in a text, with models that were taught it."""
+        return await answer(body, http, await infill_of(engine, body))
+
+    async def answer(
+        body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
+    ) -> Response | dict[str, Any]:
+        job = LlamaJob(engine, await to_request(engine, body, prompt, http))
         if body.stream:
-            return EventStream(engine, [stream], events(job, stream))
-        collected = await collect(engine, [stream], http.receive)
+            return EventStream(engine, [job.stream], events(job))
+        collected = await collect(engine, [job.stream], http.receive)
         if collected is None:
             return Response(status_code=499)
         (deltas,) = collected
-        answer = {
+        whole = {
             "content": render.joined_text(deltas),
             "tokens": [token for delta in deltas for token in delta.tokens],
             **job.result(deltas[-1]),
         }
         if body.n_probs:
-            answer["completion_probabilities"] = probabilities(render.joined_logprobs(deltas))
-        return answer
+            whole["completion_probabilities"] = probabilities(render.joined_logprobs(deltas))
+        return whole
 
     @router.post("/tokenize")
     async def tokenize(body: LlamaTokenizeBody) -> dict[str, Any]:
@@ -156,17 +187,18 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: LlamaDetokenizeBody) -> dict[str, str]:
         """Token ids to text."""
-        answer = await do_text(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
-        assert isinstance(answer, Text)
-        return {"content": answer.text}
+        text = await do_text(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
+        assert isinstance(text, Text)
+        return {"content": text.text}
 
     @router.post("/apply-template")
     async def apply_template(body: ConversationBody) -> dict[str, str]:
         """What the chat template makes of a conversation."""
-        chat = body.conversation().for_template(dialect_of(loaded(engine)[0].chat_template))
-        answer = await do_text(engine, RenderChat(chat))
-        assert isinstance(answer, Text)
-        return {"prompt": answer.text}
+        conversation = body.conversation()
+        template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
+        rendered = await do_text(engine, RenderChat(conversation.for_template(dialect_of(template))))
+        assert isinstance(rendered, Text)
+        return {"prompt": rendered.text}
 
     @router.get("/props")
     async def props() -> dict[str, Any]:
@@ -177,6 +209,7 @@ def routes(engine: Engine) -> APIRouter:
             "total_slots": limits.sequences,
             "model_alias": facts.name,
             "chat_template": facts.chat_template or "",
+            **({"chat_template_tool_use": facts.tool_template} if facts.tool_template else {}),
             "build_info": f"cllm {__version__}",
         }
 

@@ -29,8 +29,10 @@ from cllm.server.text import (
     loaded,
     prompt_tokens,
     sampling_of,
+    to_tokens,
 )
-from cllm.text.work import Detokenize, Text
+from cllm.text.infill import Gap
+from cllm.text.work import Detokenize, Text, TokenizeInfill
 from cllm.types import ConstraintSpec, Delta, Request
 
 Head = dict[str, Any]
@@ -138,7 +140,7 @@ def routes(engine: Engine) -> APIRouter:
         check_model(body.model)
         constraint = await constraint_of(engine, body)
         job = Job(engine, body, await _prompts(engine, body), constraint, scheduling_of(http, body))
-        echoes = await _echoes(engine, body, job.prompts)
+        echoes = await _echoes(engine, body)
         best_of = body.best_of or body.n
         logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
         streams = job.submit(best_of, logprobs)
@@ -215,24 +217,27 @@ def routes(engine: Engine) -> APIRouter:
 
 async def _prompts(engine: Engine, body: CompletionBody) -> list[tuple[int, ...]]:
     prompts: list[tuple[int, ...]] = []
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            prompts.append(await prompt_tokens(engine, prompt))
-        else:
-            prompts.append(checked_tokens(engine, prompt, "prompt"))
+    for given in body.prompts:
+        prompt = given if isinstance(given, str) else checked_tokens(engine, given, "prompt")
+        if body.suffix:
+            task = TokenizeInfill(Gap(prefix=prompt, suffix=body.suffix), loaded(engine)[1].request_tokens)
+            prompt = await to_tokens(engine, task)
+        elif isinstance(prompt, str):
+            prompt = await prompt_tokens(engine, prompt)
+        prompts.append(prompt)
     return prompts
 
 
-async def _echoes(engine: Engine, body: CompletionBody, prompts: Sequence[tuple[int, ...]]) -> list[str]:
+async def _echoes(engine: Engine, body: CompletionBody) -> list[str]:
     """The text of each prompt, where it is to be repeated."""
     if not body.echo:
-        return [""] * len(prompts)
+        return [""] * len(body.prompts)
     echoes: list[str] = []
-    for given, tokens in zip(body.prompts, prompts, strict=True):
+    for given in body.prompts:
         if isinstance(given, str):
             echoes.append(given)
         else:
-            answer = await do_text(engine, Detokenize(tokens))
+            answer = await do_text(engine, Detokenize(tuple(given)))
             assert isinstance(answer, Text)
             echoes.append(answer.text)
     return echoes

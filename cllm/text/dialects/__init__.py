@@ -13,5 +13,6 @@ __all__ = ["Dialect", "Tool", "dialect_of"]
 
 def dialect_of(template: str | None) -> Dialect:
     """The first dialect that the template was written for; the generic one suits any."""
-    dialects: tuple[Dialect, ...] = (Mistral(), Hermes(), Llama3(), Generic())
-    return next(dialect for dialect in dialects if dialect.suits(template or ""))
+    template = template or ""
+    dialects: tuple[Dialect, ...] = (Mistral(), Hermes(), Llama3(), Generic(template))
+    return next(dialect for dialect in dialects if dialect.suits(template))

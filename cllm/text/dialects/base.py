@@ -50,6 +50,7 @@ class Dialect:
     before: ClassVar[str] = ""  # forced calls: before the first, between two, after the last
     between: ClassVar[str] = "\n"
     after: ClassVar[str] = ""
+    separators: ClassVar[tuple[str, ...]] = ()  # may stand around calls, and mean nothing
     markers: ClassVar[tuple[str, ...]] = ()  # may be control tokens, which have no text of their own
     template_takes_tools: ClassVar[bool] = True
 
@@ -86,7 +87,9 @@ class Dialect:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.name},
-                    self.argument_key: _moved(tool.schema, f"#{place}/properties/{self.argument_key}"),
+                    self.argument_key: _moved(
+                        _closed(tool.schema), f"#{place}/properties/{self.argument_key}"
+                    ),
                 },
                 "required": ["name", self.argument_key],
                 "additionalProperties": False,
@@ -96,6 +99,12 @@ class Dialect:
         # Blanks as models were trained to write them, and no others: they could go on for ever.
         style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "x-guidance": style}
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of a tool that takes none are `{}`: without this, any object fits, of any length."""
+    empty = not schema.get("properties") and schema.keys() <= {"type", "properties", "required", "title"}
+    return {**schema, "additionalProperties": False} if empty else schema
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -13,6 +13,7 @@ class Llama3(Dialect):
     bare = True
     argument_key = "parameters"
     between = "; "
+    separators = ("[", "]", ",", ";")
     markers = ("<|python_tag|>",)
 
     def suits(self, template: str) -> bool:

@@ -16,6 +16,7 @@ class Mistral(Dialect):
     before = "["
     between = ", "
     after = "]"
+    separators = ("[", "]", ",")
     markers = ("[TOOL_CALLS]", "[ARGS]")
 
     def suits(self, template: str) -> bool:

@@ -1,0 +1,105 @@
+"""Control tokens with a meaning of their own, on a real vocabulary: gaps, tool calls, named templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.library import load
+from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.ownership import Graveyard
+from cllm.config import EngineConfig
+from cllm.text.infill import Gap, Snippet
+from cllm.text.work import Chat, Detokenize, RenderChat, Text, TextWorker, TokenizeInfill, Tokens
+from cllm.types import InfillTokens, Request
+from tests.contract.harness import Drive, ask, native, words
+from tests.contract.kinds import DENSE, open_backend
+from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense
+
+CONTROLS = ("<PRE>", "<SUF>", "<MID>", "<REP>", "<SEP>", "[TOOL_CALLS]", "<|python_tag|>")
+ROLES = {f"fim_{role}": f"<{role.upper()}>" for role in ("pre", "suf", "mid", "rep", "sep")}
+PRE, SUF, MID, REP, SEP, TOOL_CALLS, PYTHON_TAG = range(VOCABULARY - len(CONTROLS), VOCABULARY)
+TOOL_TEMPLATE = CHAT_TEMPLATE + "{{ tools | length }}[TOOL_CALLS]"
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that fills gaps, calls tools, and has a template of its own for that."""
+    path = tmp_path_factory.mktemp("taught") / "taught.gguf"
+    templates = {"default": CHAT_TEMPLATE, "tool_use": TOOL_TEMPLATE}
+    return make_dense(path, controls=CONTROLS, roles=ROLES, templates=templates)
+
+
+@pytest.fixture(scope="module")
+def model(taught: Path) -> Iterator[LlamaModel]:
+    model = LlamaModel(load(), taught, Graveyard(), vocabulary_only=True)
+    yield model
+    model.close()
+
+
+def test_the_marks_of_a_gap_are_found(model: LlamaModel, backend: LlamaBackend) -> None:
+    marks = InfillTokens(prefix=PRE, suffix=SUF, middle=MID, repository=REP, separator=SEP)
+    assert model.vocabulary.infill == marks
+    assert backend.vocabulary.infill is None
+
+
+def test_two_marks_of_three_are_none(tmp_path: Path) -> None:
+    roles = {"fim_pre": "<PRE>", "fim_suf": "<SUF>"}
+    path = make_dense(tmp_path / "half.gguf", controls=("<PRE>", "<SUF>"), roles=roles)
+    model = LlamaModel(load(), path, Graveyard(), vocabulary_only=True)
+    assert model.vocabulary.infill is None
+    model.close()
+
+
+def test_a_gap_is_told_in_tokens_and_what_users_wrote_is_never_one_of_them(model: LlamaModel) -> None:
+    worker = TextWorker(model.vocabulary, None)
+    gap = Gap(prefix="ab<SUF>", suffix="cd", prompt="x<MID>", snippets=(Snippet("<PRE>", "f.py"),))
+    answer = worker.perform(TokenizeInfill(gap))
+    assert isinstance(answer, Tokens)
+    controls = [token for token in answer.tokens if token >= PRE]
+    assert controls == [REP, SEP, SEP, PRE, MID, SUF, MID], "one <MID> was in the prompt, where it may be"
+    plain = worker.perform(Detokenize(answer.tokens))
+    assert plain == Text("myproject\nf.py\n<PRE>filename\nab<SUF>xcd")
+
+
+def test_a_template_for_tools_is_used_with_tools_only(model: LlamaModel) -> None:
+    facts = model.facts()
+    assert (facts.chat_template, facts.tool_template) == (CHAT_TEMPLATE, TOOL_TEMPLATE)
+    worker = TextWorker(model.vocabulary, facts.chat_template, tool_template=facts.tool_template)
+    chat = Chat(({"role": "user", "content": "hi"},))
+    plain, with_tools = (
+        worker.perform(RenderChat(each)) for each in (chat, msgspec.structs.replace(chat, tools=({},)))
+    )
+    assert isinstance(plain, Text) and isinstance(with_tools, Text)
+    assert with_tools.text == plain.text + "1[TOOL_CALLS]"
+    given = model.facts("{{ 'mine' }}")
+    assert (given.chat_template, given.tool_template) == ("{{ 'mine' }}", None)
+
+
+def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> None:
+    backend = native(open_backend({"dense": taught}, DENSE))
+    drive = Drive(backend)
+
+    def biased(name: str, *markers: str) -> Request:
+        asked = ask(name, words(1, 9), 3, logit_bias=((TOOL_CALLS, 100.0),))
+        return msgspec.structs.replace(asked, markers=markers)
+
+    shown, hidden = biased("shown", "[TOOL_CALLS]", "no such token"), biased("hidden")
+    other = biased("other", "<|python_tag|>")
+    drive.submit(shown, hidden, other)
+    answers = drive.finish()
+    assert {answer.tokens for answer in answers.values()} == {(TOOL_CALLS,) * 3}
+    assert answers["shown"].text == "[TOOL_CALLS]" * 3
+    assert answers["hidden"].text == answers["other"].text == ""
+    backend.close()
+
+
+def test_the_operators_template_replaces_the_models_own(taught: Path) -> None:
+    config = EngineConfig(model=str(taught), parallel=1, ctx_size=512, threads=1, chat_template="{{ 1 }}")
+    backend = LlamaBackend(config)
+    assert (backend.facts.chat_template, backend.facts.tool_template) == ("{{ 1 }}", None)
+    backend.close()

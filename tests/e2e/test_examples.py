@@ -1,0 +1,59 @@
+"""What `/docs` shows is true: every example body is answered, in the shape of the example answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cllm.server.answers import ANSWERS, EVENTS, JSON
+from tests.e2e.server import Server
+
+SOME = {int: "a number", float: "a number", str: "a text", bool: "a truth", type(None): "anything"}
+
+
+def shape(value: Any) -> Any:
+    """A value's form; of a list, that of its first item."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]]
+    return SOME[type(value)]
+
+
+def same(found: Any, shown: Any) -> bool:
+    """Equal shapes; an empty list and null fit any."""
+    if isinstance(found, dict) and isinstance(shown, dict):
+        return found.keys() == shown.keys() and all(same(found[key], shown[key]) for key in found)
+    if isinstance(found, list) and isinstance(shown, list):
+        return not found or not shown or same(found[0], shown[0])
+    return found == shown or "anything" in (found, shown)
+
+
+@pytest.mark.parametrize("route", sorted(ANSWERS))
+def test_the_example_is_answered_as_shown(route: str, embedded: Server) -> None:
+    method, path = route.split()
+    described = embedded.get("/openapi.json")
+    operation = described["paths"][path][method.lower()]
+    body = None
+    if method == "POST":
+        reference = operation["requestBody"]["content"][JSON]["schema"]["$ref"]
+        body = described["components"]["schemas"][reference.rpartition("/")[2]]["example"]
+    answer = embedded.client.request(method, path, json=body)
+    if path == "/infill":
+        assert answer.status_code == 400, "the embedded model was not taught it; see test_infill"
+        assert same(shape(answer.json()), shape(operation["responses"]["400"]["content"][JSON]["example"]))
+        return
+    assert answer.status_code == 200, answer.text
+    if JSON in ANSWERS[route]:
+        assert same(shape(answer.json()), shape(ANSWERS[route][JSON])), answer.json()
+    if EVENTS in ANSWERS[route] and body is not None:
+        streamed = embedded.post(path, {**body, "stream": True})
+        assert streamed.headers["content-type"].startswith(EVENTS)
+        ends_with_done = ANSWERS[route][EVENTS].endswith("[DONE]\n\n")
+        assert streamed.text.endswith("data: [DONE]\n\n") == ends_with_done
+
+
+def test_the_page_is_served(embedded: Server) -> None:
+    page = embedded.client.get("/docs")
+    assert page.status_code == 200 and "openapi.json" in page.text
