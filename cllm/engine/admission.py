@@ -13,6 +13,8 @@ from cllm.engine.stream import Stream
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.types import Limits, Request
 
+EMBED_WINDOW = 16  # calls for vectors in the engine at a time
+
 
 class Place(Enum):
     QUEUED = "queued"
@@ -87,9 +89,11 @@ class Admission:
 
     def admit(self, request: Request, stream: Stream, limits: Limits | None) -> Ticket:
         """Take a request into the queue, or raise at once why not."""
-        if not request.prompt:
+        if request.embed:
+            _check_inputs(request, limits)
+        elif not request.prompt:
             raise InvalidRequest("the prompt is empty: give at least one token", field="prompt")
-        if limits is not None and len(request.prompt) >= limits.request_tokens:
+        elif limits is not None and len(request.prompt) >= limits.request_tokens:
             raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
         if len(self._queue) >= self.queue_size:
             raise QueueFull(len(self._queue), self.queue_size, self.drain_rate.seconds_for(len(self._queue)))
@@ -99,18 +103,28 @@ class Admission:
 
     def next_for_engine(self, limits: Limits) -> list[Ticket]:
         """Whom to send now; they count as being in the engine from here on."""
+        # Calls for vectors hold no sequence: they have a window of their own.
+        embedding = sum(bool(ticket.request.embed) for ticket in self._engine.values())
+        running = len(self._engine) - embedding
         window = limits.sequences + max(2, limits.sequences // 2)
+        room = {True: EMBED_WINDOW - embedding, False: window - running}
         sent: list[Ticket] = []
-        while self._queue and len(self._engine) < window:
-            if any(ticket.alone for ticket in self._engine.values()):
+        if any(ticket.alone for ticket in self._engine.values()):
+            return sent
+        for ticket in list(self._queue):
+            kind = bool(ticket.request.embed)
+            if (ticket.alone and self._engine) or max(room.values()) <= 0:
                 break
-            if self._queue[0].alone and self._engine:
-                break
-            ticket = self._queue.popleft()
+            if room[kind] <= 0:
+                continue
+            room[kind] -= 1
+            self._queue.remove(ticket)
             ticket.place = Place.ENGINE
             ticket.dispatched = time.monotonic()
             self._engine[ticket.request.id] = ticket
             sent.append(ticket)
+            if ticket.alone:
+                break
         return sent
 
     def find(self, request_id: str) -> Ticket | None:
@@ -146,3 +160,12 @@ class Admission:
             ticket.dispatched = None
             self._queue.appendleft(ticket)
         return lost, kept
+
+
+def _check_inputs(request: Request, limits: Limits | None) -> None:
+    """Raise what is wrong with the inputs of a call for vectors."""
+    for index, tokens in enumerate(request.embed):
+        if not tokens:
+            raise InvalidRequest(f"input {index} is empty: give at least one token", field="input")
+        if limits is not None and len(tokens) > limits.embed.tokens:
+            raise ContextLengthExceeded.of_input(index, len(tokens), limits.embed.tokens)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cllm.engine.admission import Admission, Place, Ticket
+from cllm.engine.embedding import refuse_impossible
 from cllm.engine.host import Host
 from cllm.engine.messages import Cancel, Died, Inspect, Inspection, Loading, Ready, Report, StepReport, Submit
 from cllm.engine.metrics import EngineMetrics
@@ -143,6 +144,8 @@ class Engine:
         try:
             with self._lock:
                 self._refuse_unless_open()
+                if self.facts is not None:
+                    refuse_impossible(request, self.facts)
                 self._admission.admit(request, stream, self.limits)
                 self.metrics.accepted.inc()
                 self._feed()
@@ -307,7 +310,7 @@ class Engine:
         """The one place where a request leaves the ledger."""
         now = time.monotonic()
         if delta.usage is None:
-            usage = Usage(prompt_tokens=len(ticket.request.prompt), completion_tokens=ticket.generated)
+            usage = Usage(prompt_tokens=ticket.request.input_tokens, completion_tokens=ticket.generated)
             delta = Delta(
                 request_id=delta.request_id,
                 finish_reason=delta.finish_reason,

@@ -11,7 +11,7 @@ from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.server import errors
 from cllm.server.limits import RequestLimits
-from cllm.server.routes import admin, generate, llama, openai
+from cllm.server.routes import admin, embeddings, generate, llama, openai
 
 
 def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
@@ -25,6 +25,7 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     errors.install(app)
     app.include_router(generate.routes(engine))
     app.include_router(openai.routes(engine))
+    app.include_router(embeddings.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
     app.add_middleware(RequestLimits, most_bytes=config.max_body_mb << 20)

@@ -17,6 +17,7 @@ from cllm.errors import (
     CllmError,
     EngineError,
     InvalidRequest,
+    NotEnoughMemory,
     NotFound,
     PayloadTooLarge,
     QueueFull,
@@ -32,6 +33,7 @@ STATUS: dict[type[Exception], int] = {
     CapacityError: 503,
     QueueFull: 429,
     EngineError: 500,
+    NotEnoughMemory: 503,  # of embeddings, whose memory is taken when the first is asked for
     CllmError: 500,
 }
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cllm.backend.base import StepStatus
 from cllm.backend.llama.library import Library, ThreadpoolParams
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard, Owned
@@ -16,6 +17,21 @@ from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
+
+
+def status_of(code: int) -> StepStatus:
+    """The class of a return code of `llama_decode`."""
+    match code:
+        case 0:
+            return StepStatus.DONE
+        case 1:
+            return StepStatus.NO_ROOM
+        case 2:
+            return StepStatus.ABORTED
+        case -1:
+            return StepStatus.BAD_BATCH
+        case _:
+            return StepStatus.FAILED
 
 
 def default_threads() -> int:
@@ -60,6 +76,8 @@ class LlamaContext(Owned):
         super().__init__(pointer, api.llama_free, graveyard)
         self.api = api
         self._memory = api.llama_get_memory(pointer)
+        # Encoders (and diffusion models) look at all tokens at once and remember none.
+        self.generates = bool(self._memory and api.llama_model_has_decoder(model.pointer))
         self.recurrent = bool(
             api.llama_model_is_recurrent(model.pointer) or api.llama_model_is_hybrid(model.pointer)
         )
@@ -71,8 +89,8 @@ class LlamaContext(Owned):
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._threadpool = Threadpool(library, threads, config.poll, graveyard)
-        library.attach_threadpool(pointer, self._threadpool.pointer, self._threadpool.pointer)
+        self.threadpool = Threadpool(library, threads, config.poll, graveyard)
+        library.attach_threadpool(pointer, self.threadpool.pointer, self.threadpool.pointer)
 
     @property
     def memory(self) -> Any:
@@ -81,7 +99,7 @@ class LlamaContext(Owned):
 
     def close(self) -> None:
         super().close()
-        self._threadpool.close()  # after the context: it works for it to the end
+        self.threadpool.close()  # after the context: it works for it to the end
 
     def decode(self, batch: Any) -> int:
         """llama_decode, waited for. Returns its code."""

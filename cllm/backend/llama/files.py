@@ -78,6 +78,9 @@ def prepare(config: EngineConfig) -> EngineConfig:
     """
     path = Path(config.model).expanduser() if config.model else embedded_model()
     header = GgufHeader(path)
+    ranking = config.pooling == "rank" or (not config.pooling and header.number("pooling_type") == 4)
+    if ranking and not header.ranks:
+        raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
     config = msgspec.structs.replace(config, model=str(path.resolve()))
     fit = MemoryFit(header, config)
     if fit.fits:

@@ -32,6 +32,7 @@ class GgufHeader:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensor_count = 0
+        self.ranks = False  # it has a classification head
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -80,7 +81,7 @@ class GgufHeader:
 
     def _tensor_end(self, cursor: _Cursor) -> int:
         """Read a tensor's description; returns where its data ends, counted from the data's beginning."""
-        cursor.string()
+        self.ranks |= cursor.string().startswith("cls.")
         dimensions = cursor.scalar("I")
         if not 0 <= dimensions <= 8:
             raise ValueError(f"a tensor with {dimensions} dimensions")

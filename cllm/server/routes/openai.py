@@ -107,7 +107,7 @@ class Job:
         yield DONE
 
 
-def _check_model(name: str | None) -> None:
+def check_model(name: str | None) -> None:
     """Any plain name is served by the one loaded model; a path is not a name."""
     if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
         raise NotFound("there is no such model; GET /v1/models lists what is served")
@@ -131,7 +131,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete prompts."""
-        _check_model(body.model)
+        check_model(body.model)
         constraint = await constraint_of(engine, body)
         job = Job(engine, body, await _prompts(engine, body), constraint, "text_completion")
         echoes = await _echoes(engine, body, job.prompts)
@@ -182,7 +182,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation."""
-        _check_model(body.model)
+        check_model(body.model)
         messages = tuple(message.plain() for message in body.messages)
         task = TokenizeChat(messages, loaded(engine)[1].request_tokens)
         constraint = await constraint_of(engine, body)
