@@ -192,7 +192,7 @@ class LlamaVocabulary:
         return PairFrame(
             before=[begin] if api.llama_vocab_get_add_bos(pointer) else [],
             between=[*ends, *middle],
-            after=ends,
+            after=ends or middle,  # as a single text ends, too
             template=template.decode("utf-8", "replace") if template else None,
         )
 
