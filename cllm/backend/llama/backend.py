@@ -72,9 +72,9 @@ class LlamaBackend(Backend):
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Two tokens through the model, so that the first request does not pay for reading the weights."""
+        """A token or two through the model, so that the first request does not pay for reading the weights."""
         if self._embedding is not None:
-            self._embedding.forward(Batch((Row(0, 0, (0, 0), 1, None),), BatchKind.EMBED))
+            self._embedding.forward(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
             return
         self._batch.fill((Row(0, 0, (0, 0), 0, None),))
         self._context.decode(self._batch.struct)

@@ -92,12 +92,14 @@ class EmbeddingContext(Owned):
         api = library.api
         header = GgufHeader(Path(config.model))
         EmbeddingMemory.of(header, limits, model.vocabulary.size, flash=config.flash_attention).check()
+        widest = limits.batch_tokens if limits.chunked else limits.tokens
         params = api.llama_context_default_params()
-        params.n_ctx = limits.tokens
         params.n_seq_max = limits.rows
+        # What it pools lies within one physical batch: so a batch is never cut.
+        # llama.cpp dies of a batch that its rows do not divide, when it lays out its largest graph.
+        params.n_batch = params.n_ubatch = -(-widest // limits.rows) * limits.rows
+        params.n_ctx = max(limits.tokens, params.n_batch)
         params.kv_unified = True  # one input may need all cells, and rows of any length make one batch
-        # What llama.cpp pools lies within one physical batch: so a batch is never cut.
-        params.n_batch = params.n_ubatch = limits.batch_tokens if limits.chunked else limits.tokens
         params.n_threads = params.n_threads_batch = config.threads or default_threads()
         params.flash_attn_type = int(config.flash_attention)
         params.embeddings = True
@@ -115,7 +117,7 @@ class EmbeddingContext(Owned):
         self._memory = api.llama_get_memory(pointer)  # NULL for encoders, which every function takes
         self._pooling = model.pooling
         self._length = model.vector_length
-        self._batch = NativeBatch(api, int(params.n_batch), limits.rows)
+        self._batch = NativeBatch(api, widest, limits.rows)
         self._sum: Vector | None = None  # of the chunks so far, where one is half computed
         # The same workers as generation's: the two never compute at the same time.
         library.attach_threadpool(pointer, threadpool.pointer, threadpool.pointer)
