@@ -79,7 +79,8 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
         (
             error
             for error in errors
-            if error["loc"][:2] == errors[0]["loc"][:2] and error["type"] not in ("string_type", "list_type")
+            if error["loc"][:2] == errors[0]["loc"][:2]
+            and error["type"] not in ("string_type", "list_type", "int_type")
         ),
         errors[0],
     )

@@ -72,7 +72,7 @@ class LlamaBackend(Backend):
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """A token or two through the model, so that the first request does not pay for reading the weights."""
+        """A token or two through the model: the first request must not pay for reading the weights."""
         if self._embedding is not None:
             self._embedding.forward(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
             return
