@@ -39,7 +39,7 @@ SAME = 0.9999
 class Bare:
     """The bindings and nothing of cllm: one input in a context of its own."""
 
-    def __init__(self, path: Path, pooling: int, flash: bool = True) -> None:
+    def __init__(self, path: Path, pooling: int, flash: bool = False) -> None:
         self.api = load().api
         params = self.api.llama_model_default_params()
         self.model = self.api.llama_model_load_from_file(str(path).encode(), params)
@@ -108,7 +108,7 @@ def opened_for(files: dict[str, Path]) -> Iterator[Open]:
 def bare(files: dict[str, Path]) -> Iterator[Callable[..., Bare]]:
     opened: list[Bare] = []
 
-    def make(name: str, pooling: int, flash: bool = True) -> Bare:
+    def make(name: str, pooling: int, flash: bool = False) -> Bare:
         opened.append(Bare(files[name], pooling, flash))
         return opened[-1]
 
@@ -223,7 +223,7 @@ def test_a_reranker_scores_a_pair(opened_for: Open, bare: Callable[..., Bare]) -
     scores = [float(vector[0]) for vector in embed(backend, *pairs[:3])]
     scores.append(float(embed(backend, pairs[3])[0][0]))
     wanted = [float(alone.tokens(pair)[0][0]) for pair in pairs]
-    np.testing.assert_allclose(scores, wanted, atol=1e-4)
+    np.testing.assert_allclose(scores, wanted, atol=1e-3)
     assert len({round(score, 3) for score in scores}) == 4, "every pair has its own score"
 
 

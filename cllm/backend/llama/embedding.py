@@ -25,7 +25,7 @@ from cllm.types import EmbedLimits, Pooling
 ROWS = 32  # inputs of a step
 _MIB = 1 << 20
 # Flash attention on a CPU sums in 16 bits and differently at each batch size: a text's vectors alone and in a
-# batch had a cosine of 0.996 (0.999999 without). So it is used only where attention would take more than this.
+# batch had a cosine of 0.996 (0.999999 without). So it is used only where attention would need more.
 EXACT_BYTES = 1 << 30
 _POOLING = {Pooling.MEAN: 1, Pooling.CLS: 2, Pooling.LAST: 3, Pooling.RANK: 4}  # llama_pooling_type
 
