@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,25 @@ def test_nobody_pays_who_does_not_embed(files: dict[str, Path]) -> None:
     assert backend._embedding is None
     backend.reset_embedding()
     backend.close()
+
+
+def test_memory_stays_flat(opened_for: Open) -> None:
+    for name in ("encoder-mean", "dense"):
+        backend = opened_for(name)
+        inputs = inputs_for(name, 60, 5, 40)
+
+        def some(count: int, backend: LlamaBackend = backend, inputs: list[Tokens] = inputs) -> int:
+            for _ in range(count):
+                embed(backend, *inputs)
+            return resident()
+
+        before = some(50)
+        assert some(300) - before < 2 << 20, name
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_memory_is_counted_before_it_is_taken(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.backend.base import Batch, RowResult, StepResult, StepStatus
 from cllm.backend.fake import END_TOKEN, FakeBackend, expected_text, expected_vector
 from cllm.config import EngineConfig
 from cllm.engine.admission import EMBED_WINDOW
@@ -212,6 +212,26 @@ def test_one_refused_input_ends_its_own_call_only() -> None:
     assert life.error(bad) == "bad_batch"
     life.check(good)
     life.check(stream)
+
+
+def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
+    class Blurred(Spied):
+        """Gives no vector for one input."""
+
+        def forward(self, batch: Batch) -> StepResult:
+            result = super().forward(batch)
+            rows = (
+                RowResult(error="not finite") if tuple(row.tokens) == tuple(b"bad") else outcome
+                for row, outcome in zip(batch.rows, result.rows, strict=True)
+            )
+            return result._replace(rows=tuple(rows))
+
+    life = Life(Blurred())
+    bad, good = life.embed(b"fine", b"bad", b"fine too"), life.embed(b"one", b"two")
+    life.run()
+    failure = life.last(bad).error
+    assert failure is not None and failure.message == "input 1: not finite"
+    life.check(good)
 
 
 def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:

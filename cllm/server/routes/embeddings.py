@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from cllm.text.work import TextTask, TokenizePairs, TokenizeTexts, TokenLists
 from cllm.types import Pooling, Request, Usage
 
 GONE = 499  # nobody is there to read it
+ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]
 
 
@@ -39,9 +41,18 @@ class Vectors(msgspec.Struct, frozen=True):
         return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def as_json(value: Any) -> Response:
-    """Straight to bytes: a call may hold a million numbers."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
+async def as_json(entries: Iterable[dict[str, Any]], **head: Any) -> Response:
+    """A list of entries straight to bytes, under `data` of an object where there is a head.
+
+    A call may hold a million numbers: the event loop gets a turn every few entries.
+    """
+    encoder = msgspec.json.Encoder()
+    data: list[msgspec.Raw] = []
+    for entry in entries:
+        data.append(msgspec.Raw(encoder.encode(entry)))
+        if len(data) % ENTRIES_AT_A_TIME == 0:
+            await asyncio.sleep(0)
+    return Response(encoder.encode({**head, "data": data} if head else data), media_type="application/json")
 
 
 async def token_lists(engine: Engine, task: TextTask) -> Inputs:
@@ -113,16 +124,16 @@ def routes(engine: Engine) -> APIRouter:
             return Response(status_code=GONE)
         arrays = (to_vector(data, body.dimensions) for data in found.vectors)
         as_text = body.encoding_format == "base64"
-        data = [
+        entries = (
             {
                 "object": "embedding",
                 "index": index,
                 "embedding": base64.b64encode(array.tobytes()).decode() if as_text else array.tolist(),
             }
             for index, array in enumerate(arrays)
-        ]
+        )
         model = body.model or loaded(engine)[0].name
-        return as_json({"object": "list", "data": data, "model": model, "usage": found.told_usage()})
+        return await as_json(entries, object="list", model=model, usage=found.told_usage())
 
     @router.post("/embedding", response_model=None)
     @router.post("/embeddings", response_model=None, include_in_schema=False)
@@ -133,15 +144,15 @@ def routes(engine: Engine) -> APIRouter:
         if found is None:
             return Response(status_code=GONE)
         arrays = (to_vector(data, norm=body.embd_normalize) for data in found.vectors)
-        return as_json(
-            [{"index": index, "embedding": [array.tolist()]} for index, array in enumerate(arrays)]
+        return await as_json(
+            {"index": index, "embedding": [array.tolist()]} for index, array in enumerate(arrays)
         )
 
     @router.post("/v1/rerank", response_model=None)
     @router.post("/v1/reranking", response_model=None, include_in_schema=False)
     @router.post("/rerank", response_model=None, include_in_schema=False)
     @router.post("/reranking", response_model=None, include_in_schema=False)
-    async def rerank(body: RerankBody, http: HttpRequest) -> Response:
+    async def rerank(body: RerankBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Order documents by how well they answer a query; needs a reranker."""
         check_model(body.model)
         refuse_unless_reranker(engine)
@@ -161,6 +172,6 @@ def routes(engine: Engine) -> APIRouter:
             for index in best
         ]
         model = body.model or facts.name
-        return as_json({"object": "list", "model": model, "results": results, "usage": found.told_usage()})
+        return {"object": "list", "model": model, "results": results, "usage": found.told_usage()}
 
     return router
