@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, ConfigDict, FailFast, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from cllm.server.schema import Body, Text
 
@@ -13,7 +13,7 @@ MOST_INPUTS = 2048
 TokenId = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(max_length=256)]
 InputText = Annotated[Text, Field(min_length=1)]
-InputTokens = Annotated[list[TokenId], Field(min_length=1), FailFast()]  # no complaint for each of millions
+InputTokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # one error is enough
 Input = (
     InputText
     | InputTokens
