@@ -119,7 +119,8 @@ class EmbedQueue:
         self._planned = {}
         if not self._calls:
             return None
-        room = self.budget.prefill_tokens(self._generating())
+        # Those who generate have no token in this batch: what counts is only whether somebody waits for it.
+        room = max(1, self.budget.prefill_tokens(int(self._generating() > 0)))
         if self._long is None:
             picked = self._pick(room)
             call, index = picked[0]

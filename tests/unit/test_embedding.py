@@ -168,6 +168,16 @@ def test_vectors_and_tokens_take_turns() -> None:
     assert "ee" not in together, "two batches of vectors between two steps of tokens"
 
 
+def test_the_smallest_batches_beside_many_streams_come_to_an_end() -> None:
+    limits = EmbedLimits(tokens=10, batch_tokens=1, rows=2, chunked=True)
+    life = Life(Spied(sequences=8, embed=limits))
+    names = [life.generate(prompt, 30) for prompt in texts(8, 5)]
+    names.append(life.embed(b"0123456789", b"x"))
+    life.run()
+    for name in names:
+        life.check(name)
+
+
 def test_a_stream_alone_and_a_call_alone_never_wait_for_the_other() -> None:
     backend = Spied()
     life = Life(backend)

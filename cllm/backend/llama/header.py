@@ -108,8 +108,10 @@ class GgufHeader:
         return self.number("context_length", 4096)
 
     def kv_bytes_per_cell(self) -> int:
-        """Upper estimate of f16 K and V for one token; 0 for models that keep a state instead."""
+        """Upper estimate of f16 K and V for one token; 0 for models that keep a state or nothing instead."""
         heads = self.number("attention.head_count")
+        if "bert" in self.architecture or self.architecture == "gemma-embedding":
+            return 0
         if not heads or f"{self.architecture}.ssm.state_size" in self.metadata:
             return 0
         kv_heads = self.number("attention.head_count_kv", heads) or heads
