@@ -216,6 +216,7 @@ def test_whoever_leaves_is_not_computed_for(tiny: Server) -> None:
     connection.close()
     wait_for(tiny.idle)
     assert tiny.finished("cancelled") == before + 1
+    assert "Traceback" not in tiny.log_text
 
 
 def test_a_call_outlives_the_engine(start: StartServer, tiny_model: Path) -> None:
