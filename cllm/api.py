@@ -28,8 +28,18 @@ from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
 from cllm.engine.stream import AsyncStream, BlockingStream
 from cllm.errors import InvalidRequest, from_code
-from cllm.text.work import Chat, TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
-from cllm.types import Delta, FinishReason, ModelFacts, Request, SamplingParams, Usage
+from cllm.text.vectors import to_vector
+from cllm.text.work import (
+    Chat,
+    TextAnswer,
+    TextTask,
+    TokenizeChat,
+    TokenizeText,
+    TokenizeTexts,
+    TokenLists,
+    Tokens,
+)
+from cllm.types import Delta, FinishReason, ModelFacts, Pooling, Request, SamplingParams, Usage
 
 log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
@@ -60,6 +70,15 @@ def _completion(deltas: Sequence[Delta]) -> Completion:
 def _raise_error(delta: Delta) -> None:
     if delta.error is not None:
         raise from_code(delta.error.code, delta.error.message)
+
+
+def _vectors(deltas: Sequence[Delta]) -> list[list[float]]:
+    _raise_error(deltas[-1])
+    return [to_vector(data).tolist() for data in deltas[-1].vectors]
+
+
+def _texts(texts: str | Sequence[str]) -> TokenizeTexts:
+    return TokenizeTexts((texts,) if isinstance(texts, str) else tuple(texts))
 
 
 class _Base:
@@ -117,6 +136,12 @@ class _Base:
             stop=tuple(stop),
             timeout_s=timeout,
         )
+
+    def _embed_request(self, answer: TextAnswer) -> Request:
+        assert isinstance(answer, TokenLists)
+        if self.facts.pooling is Pooling.RANK:
+            raise InvalidRequest("this model is a reranker and makes no vectors")
+        return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
     def _text(self, task: TextTask) -> Future[TextAnswer]:
         return self._engine.text.submit(task)
@@ -184,6 +209,17 @@ class LLM(_Base):
                 _raise_error(delta)
                 if delta.text:
                     yield delta.text
+        finally:
+            self._engine.cancel(stream.request_id)
+
+    def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """A vector of length 1 for each text, in their order."""
+        if not texts:
+            return []
+        request = self._embed_request(self._text(_texts(texts)).result())
+        stream = self._engine.submit(request, BlockingStream)
+        try:
+            return _vectors(list(stream))
         finally:
             self._engine.cancel(stream.request_id)
 
@@ -275,6 +311,17 @@ class AsyncLLM(_Base):
                 _raise_error(delta)
                 if delta.text:
                     yield delta.text
+        finally:
+            self._engine.cancel(stream.request_id)
+
+    async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """See `LLM.embed`."""
+        if not texts:
+            return []
+        request = self._embed_request(await asyncio.wrap_future(self._text(_texts(texts))))
+        stream = self._engine.submit(request, AsyncStream)
+        try:
+            return _vectors([delta async for delta in stream])
         finally:
             self._engine.cancel(stream.request_id)
 

@@ -56,6 +56,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="RAM for the state of parked requests, MiB; beyond it they are recomputed"),
     ] = 1024
+    pooling: Annotated[
+        str,
+        Meta(
+            pattern="^(mean|cls|last|rank)?$",
+            description="How tokens become a vector: mean, cls, last or rank; empty: as the model says",
+        ),
+    ] = ""
+    embed_tokens: Annotated[
+        int,
+        Meta(ge=0, description="Most tokens of one text to embed; 0: as of a request, at most 4096"),
+    ] = 0
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,15 +63,25 @@ class InvalidRequest(ClientError):
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, limit: int) -> None:
+    def __init__(self, prompt_tokens: int, limit: int, *, message: str = "", field: str = "prompt") -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens, but a request may hold at most {limit} "
+            message
+            or f"the prompt has {prompt_tokens} tokens, but a request may hold at most {limit} "
             "(prompt and answer together, at least one of them generated); "
             "shorten the prompt or start the server with a larger --ctx-size",
-            field="prompt",
+            field=field,
         )
         self.prompt_tokens = prompt_tokens
         self.limit = limit
+
+    @classmethod
+    def of_input(cls, index: int, tokens: int, limit: int, field: str = "input") -> ContextLengthExceeded:
+        """The same for a text that is to become a vector."""
+        message = (
+            f"{field} {index} has {tokens} tokens, but a text to embed may hold at most {limit}; "
+            "shorten it or start the server with a larger --embed-tokens"
+        )
+        return cls(tokens, limit, message=message, field=field)
 
 
 class PayloadTooLarge(ClientError):

@@ -87,8 +87,17 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
     source: str
 
 
+class Pooling(StrEnum):
+    """How the states of an input's tokens become one vector."""
+
+    MEAN = "mean"
+    CLS = "cls"  # the first token's
+    LAST = "last"  # the last token's
+    RANK = "rank"  # a reranker: its head turns them into a score
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation, tokenised and validated. Nothing in it refers to HTTP."""
+    """One generation, or one call for vectors; tokenised and validated. Nothing in it refers to HTTP."""
 
     id: str
     prompt: tuple[int, ...]
@@ -102,6 +111,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # higher goes first
     tenant: str = ""  # whose it is: shares are fair between tenants, caches are not shared across them
     reuse: bool = True  # may take over, and leave behind, computed prefixes
+    embed: tuple[tuple[int, ...], ...] = ()  # inputs that become vectors; then nothing is generated
+
+    @property
+    def input_tokens(self) -> int:
+        """Everything that was sent to be read."""
+        return len(self.prompt) + sum(map(len, self.embed))
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +170,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: Usage | None = None  # set on the last
     error: Failure | None = None  # set when finish_reason is error
     stop: str | None = None  # the stop string that ended it, if one did
+    vectors: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,10 +189,22 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tool_template: str | None = None  # the one for conversations with tools, where there are two
     recurrent: bool = False
     sliding_window: int = 0
+    generates: bool = True  # False for encoders: they make vectors and nothing else
+    pooling: Pooling = Pooling.MEAN
+    vector_length: int = 0  # floats of a vector; of a reranker, scores of a pair
 
     def template_for(self, *, tools: bool) -> str | None:
         """The chat template of a conversation with or without tools."""
         return self.tool_template if tools and self.tool_template else self.chat_template
+
+
+class EmbedLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step of vectors can hold. Its memory is its own, apart from the cells of generation."""
+
+    tokens: int = 0  # the most one input may hold
+    batch_tokens: int = 0  # the most of several inputs together, or of a chunk of one
+    rows: int = 1  # the most inputs of a step
+    chunked: bool = False  # a long input may be computed over several steps (causal attention only)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +216,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     request_tokens: int  # the most one request may hold, prompt and answer
     batch_tokens: int  # the most one forward may carry
     unified: bool = False  # one pool of cells, or one stream per sequence
+    embed: EmbedLimits = EmbedLimits()
 
 
 class LeaseFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +275,9 @@ class Vocabulary(Protocol):
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        """A query and a document as a reranker reads them; nothing in either is a control token."""
 
     def piece(self, token: int) -> bytes:
         """The bytes a token stands for; empty for control tokens."""

@@ -48,7 +48,12 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one step computes, complete: rows in ascending order of sequence id, one row per id."""
+    """What one step computes, complete: rows in ascending order of sequence id, one row per id.
+
+    In an EMBED batch ids mean nothing beyond the step and rows with `outputs` yield a vector. A row begins
+    at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory stays
+    until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
+    """
 
     rows: tuple[Row, ...]
     kind: BatchKind = BatchKind.GENERATE
@@ -79,6 +84,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None  # no token could be chosen for this row; its memory is as computed
+    vector: bytes = b""  # float32, of an EMBED row
 
 
 class StepResult(NamedTuple):
@@ -137,6 +143,12 @@ class Backend(Protocol):
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
+
+    def open_embedding(self) -> None:
+        """Make what EMBED batches need; idempotent. Raises CllmError where that is not possible."""
+
+    def reset_embedding(self) -> None:
+        """Forget an input of which only the first chunks were computed."""
 
     def close(self) -> None:
         """Free everything native. Idempotent."""

@@ -7,13 +7,17 @@ proves that memory held exactly the right tokens: a leaked cell, a shared id or 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
-from cllm.backend.base import Backend, Batch, RowResult, Sampler, StepResult, StepStatus
-from cllm.types import InfillTokens, Limits, ModelFacts, SamplingParams, TokenLogprob
+import numpy as np
+
+from cllm.backend.base import Backend, Batch, BatchKind, RowResult, Sampler, StepResult, StepStatus
+from cllm.types import EmbedLimits, InfillTokens, Limits, ModelFacts, Pooling, SamplingParams, TokenLogprob
 
 END_TOKEN = 256
 VOCABULARY_SIZE = 258
+VECTOR_LENGTH = 8
 
 
 def next_token(memory: Sequence[int], seed: int = 0, *, ends: bool = True) -> int:
@@ -39,6 +43,12 @@ def expected_text(prompt: Sequence[int], max_tokens: int, seed: int = 0, *, ends
     return text
 
 
+def expected_vector(tokens: Sequence[int]) -> bytes:
+    """The fake model's vector of an input: what the last tokens would be, as numbers, for all of them."""
+    values = [float(next_token(tokens, seed, ends=False)) for seed in range(VECTOR_LENGTH)]
+    return np.array([len(tokens), *values[1:]], np.float32).tobytes()
+
+
 class FakeVocabulary:
     """Bytes are tokens; 256 ends, 257 is a control token spelled `<|x|>`."""
 
@@ -54,6 +64,9 @@ class FakeVocabulary:
         for index, part in enumerate(text.split("<|x|>")):
             tokens += [257] * (index > 0) + list(part.encode())
         return tokens
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        return [*query.encode(), 257, *document.encode()]
 
     def piece(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
@@ -112,6 +125,9 @@ class FakeBackend(Backend):
         unified: bool = False,
         trimmable: bool = True,
         step_s: float = 0.0,
+        embed: EmbedLimits | None = None,
+        generates: bool = True,
+        pooling: Pooling = Pooling.MEAN,
         fail: Callable[[int, str], Exception | StepStatus | None] | None = None,
     ) -> None:
         self._limits = Limits(
@@ -121,6 +137,7 @@ class FakeBackend(Backend):
             request_tokens=request_tokens or (cells if unified else cells // sequences),
             batch_tokens=batch_tokens,
             unified=unified,
+            embed=embed or EmbedLimits(tokens=256, batch_tokens=batch_tokens, rows=4, chunked=True),
         )
         self._facts = ModelFacts(
             name="fake",
@@ -133,9 +150,14 @@ class FakeBackend(Backend):
             embedding_length=0,
             layers=0,
             recurrent=not trimmable,
+            generates=generates,
+            pooling=pooling,
+            vector_length=VECTOR_LENGTH,
         )
         self._vocabulary = FakeVocabulary()
         self.memory: list[list[int]] = [[] for _ in range(sequences)]
+        self.embedding_memory: list[int] = []  # of the long input that is half computed
+        self.embedding_open = False
         self.trimmable = trimmable
         self.step_s = step_s
         self._interrupted = threading.Event()
@@ -165,6 +187,8 @@ class FakeBackend(Backend):
 
     def forward(self, batch: Batch) -> StepResult:
         assert not self.closed
+        if batch.kind is BatchKind.EMBED:
+            return self._embed(batch)
         self._check(batch)
         status = self._native("forward")
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
@@ -194,6 +218,38 @@ class FakeBackend(Backend):
             logprobs = (TokenLogprob(token, 0.0, ((token, 0.0),)),) if row.logprobs else ()
             results.append(RowResult((token,), logprobs))
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+
+    def _embed(self, batch: Batch) -> StepResult:
+        limits, held = self._limits.embed, self.embedding_memory
+        assert self.embedding_open
+        assert [row.sequence_id for row in batch.rows] == sorted({row.sequence_id for row in batch.rows})
+        assert len(batch.rows) <= limits.rows
+        assert batch.token_count <= limits.batch_tokens or (len(batch.rows) == 1 and not limits.chunked)
+        assert all(row.position == 0 for row in batch.rows) or len(batch.rows) == 1
+        assert all(row.tokens and row.position == len(held) for row in batch.rows), "a lost or stale chunk"
+        status = self._native("embed")
+        if self.step_s:
+            time.sleep(self.step_s)
+        self.embedding_memory = []
+        if status not in (None, StepStatus.DONE):
+            return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
+        if any(END_TOKEN in row.tokens for row in batch.rows):  # what this model refuses to read
+            return StepResult(StepStatus.BAD_BATCH, code=-1)
+        results = []
+        for row in batch.rows:
+            tokens = [*held, *row.tokens]
+            if not row.outputs:
+                self.embedding_memory = tokens
+            results.append(RowResult(vector=expected_vector(tokens)) if row.outputs else RowResult())
+        return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+
+    def open_embedding(self) -> None:
+        self._native("open_embedding")
+        self.embedding_open = True
+
+    def reset_embedding(self) -> None:
+        self._native("reset_embedding")
+        self.embedding_memory = []
 
     def _check(self, batch: Batch) -> None:
         ids = [row.sequence_id for row in batch.rows]

@@ -15,6 +15,8 @@ from cllm.engine.ticket import Place, Ticket
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.types import Limits, Request
 
+EMBED_WINDOW = 16  # calls for vectors in the engine at a time
+
 
 class Admission:
     """A bounded queue in front of the engine. `FairQueue` says who is next, this says when.
@@ -36,48 +38,55 @@ class Admission:
         self.max_timeout_s = max_timeout_s  # 0: no limit
         self.drain_rate = DrainRate()
         self.tenants = Tenants()
+        # Calls for vectors hold no sequence: they have a line and a window of their own.
         self._queue = FairQueue(self.tenants)
+        self._vectors = FairQueue(self.tenants)
         self._tickets: dict[str, Ticket] = {}
         self._engine: dict[str, Ticket] = {}
 
     @property
     def waiting_count(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._vectors)
 
     @property
     def waiting_tokens(self) -> int:
-        return self._queue.tokens
+        return self._queue.tokens + self._vectors.tokens
+
+    def _line(self, ticket: Ticket) -> FairQueue:
+        return self._vectors if ticket.request.embed else self._queue
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
         """Everybody, those in the engine first."""
-        return (*self._engine.values(), *self._queue)
+        return (*self._engine.values(), *self._queue, *self._vectors)
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self.tenants.register(limits)
 
     def admit(self, request: Request, stream: Stream, limits: Limits | None) -> Ticket:
         """Take a request into the queue, or raise at once why not."""
-        if not request.prompt:
+        if request.embed:
+            _check_inputs(request, limits)
+        elif not request.prompt:
             raise InvalidRequest("the prompt is empty: give at least one token", field="prompt")
-        if limits is not None and len(request.prompt) >= limits.request_tokens:
+        elif limits is not None and len(request.prompt) >= limits.request_tokens:
             raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
         assert request.id not in self._tickets, f"request {request.id} is here already"
         tenant = self.tenants.find(request.tenant)
         now = time.monotonic()
         tenant.check(request, now)
-        self.refuse_if_full(len(request.prompt))
+        self.refuse_if_full(request.input_tokens)
         ticket = Ticket(request, stream, tenant)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
         ticket.timeout_s = min(timeouts, default=None)
         tenant.admitted(now)
         self._tickets[request.id] = ticket
-        self._queue.push(ticket, now)
+        self._line(ticket).push(ticket, now)
         return ticket
 
     def refuse_if_full(self, tokens: int) -> None:
         """Raise QueueFull if a prompt of so many tokens may not wait."""
-        waiting, waiting_tokens = len(self._queue), self._queue.tokens
+        waiting, waiting_tokens = self.waiting_count, self.waiting_tokens
         retry_after_s = self.drain_rate.seconds_for(waiting, waiting_tokens)
         if waiting >= self.queue_size:
             raise QueueFull(waiting, self.queue_size, retry_after_s)
@@ -87,33 +96,43 @@ class Admission:
 
     def position(self, ticket: Ticket) -> int:
         """0 for who is in the engine, else the place in the queue."""
-        return self._queue.position(ticket) if ticket.place is Place.QUEUED else 0
+        return self._line(ticket).position(ticket) if ticket.place is Place.QUEUED else 0
 
     def next_for_engine(self, limits: Limits) -> list[Ticket]:
         """Whom to send now; they count as being in the engine from here on."""
         now = time.monotonic()
+        running = [ticket for ticket in self._engine.values() if not ticket.request.embed]
+        gates = (
+            (self._queue, lambda: self._gate(limits, now), window(limits.sequences), len(running)),
+            (self._vectors, lambda: _anybody, EMBED_WINDOW, len(self._engine) - len(running)),
+        )
         sent: list[Ticket] = []
-        while self._queue and not any(ticket.alone for ticket in self._engine.values()):
-            if (first := self._queue.replayed) is not None:
-                if (first.alone and self._engine) or len(self._engine) >= window(limits.sequences):
+        for queue, gate, most, inside in gates:
+            while queue and not any(ticket.alone for ticket in self._engine.values()):
+                if inside >= most:
                     break
-                ticket = self._queue.pop_replayed()
-            elif self._cells_taken(limits):
-                break
-            elif (found := self._queue.pop(self._gate(limits, now), now)) is not None:
-                ticket = found
-            else:
-                break
-            self._enter(ticket, now)
-            sent.append(ticket)
+                if (first := queue.replayed) is not None:
+                    if first.alone and self._engine:
+                        break
+                    ticket = queue.pop_replayed()
+                elif queue is self._queue and self._cells_taken(limits):
+                    break
+                elif (found := queue.pop(gate(), now)) is not None:
+                    ticket = found
+                else:
+                    break
+                self._enter(ticket, now)
+                inside += 1
+                sent.append(ticket)
         return sent
 
     def _cells_taken(self, limits: Limits) -> bool:
         """With one pool of cells: what those inside hold by now fills it, so one more would only wait."""
-        return limits.unified and sum(each.tokens for each in self._engine.values()) >= limits.cells
+        return limits.unified and sum(each.cells for each in self._engine.values()) >= limits.cells
 
     def _gate(self, limits: Limits, now: float) -> _Gate:
-        return _Gate(self.tenants, limits.sequences, len(self._engine), now)
+        inside = sum(not ticket.request.embed for ticket in self._engine.values())
+        return _Gate(self.tenants, limits.sequences, inside, now)
 
     def _enter(self, ticket: Ticket, now: float) -> None:
         ticket.place = Place.ENGINE
@@ -125,7 +144,7 @@ class Admission:
         tenant.peak(now)
         if not ticket.charged:
             ticket.charged = True
-            tenant.charge(len(ticket.request.prompt), now)
+            tenant.charge(ticket.request.input_tokens, now)
 
     def generated(self, ticket: Ticket, tokens: int, now: float) -> None:
         """A running request got tokens: its tenant is charged."""
@@ -139,13 +158,13 @@ class Admission:
         """The request has ended: out of the ledger. Exactly once."""
         assert ticket.place is not Place.DONE
         if ticket.place is Place.QUEUED:
-            self._queue.remove(ticket)
+            self._line(ticket).remove(ticket)
             ticket.tenant.waiting -= 1
         else:
             del self._engine[ticket.request.id]
             ticket.tenant.running -= 1
             ticket.tenant.drain_rate.note()
-            self.drain_rate.note(len(ticket.request.prompt))
+            self.drain_rate.note(ticket.request.input_tokens)
         del self._tickets[ticket.request.id]
         ticket.place = Place.DONE
         if not self._tickets:
@@ -169,7 +188,8 @@ class Admission:
             ticket.dispatched = None
             ticket.tenant.waiting += 1
             ticket.tenant.running -= 1
-        self._queue.push_back(kept)
+        for queue in (self._queue, self._vectors):
+            queue.push_back([ticket for ticket in kept if self._line(ticket) is queue])
         return lost, kept
 
 
@@ -202,3 +222,16 @@ class _Gate:
             if other is not tenant and self._tenants.start_tag(other) <= tag
         )
         return self._room > kept
+
+
+def _anybody(_: Tenant) -> bool:
+    return True
+
+
+def _check_inputs(request: Request, limits: Limits | None) -> None:
+    """Raise what is wrong with the inputs of a call for vectors."""
+    for index, tokens in enumerate(request.embed):
+        if not tokens:
+            raise InvalidRequest(f"input {index} is empty: give at least one token", field="input")
+        if limits is not None and len(tokens) > limits.embed.tokens:
+            raise ContextLengthExceeded.of_input(index, len(tokens), limits.embed.tokens)

@@ -16,7 +16,7 @@ def with_usage(ticket: Ticket, delta: Delta) -> Delta:
     """A terminal delta that says what the request cost; one made in the parent does not know it all."""
     if delta.usage is not None:
         return delta
-    usage = Usage(prompt_tokens=len(ticket.request.prompt), completion_tokens=ticket.generated)
+    usage = Usage(prompt_tokens=ticket.request.input_tokens, completion_tokens=ticket.generated)
     return msgspec.structs.replace(delta, usage=usage)
 
 

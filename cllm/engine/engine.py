@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from cllm.engine.admission import Admission
 from cllm.engine.deadlines import Deadlines
+from cllm.engine.embedding import refuse_impossible
 from cllm.engine.endings import log_end, with_usage
 from cllm.engine.host import Host
 from cllm.engine.messages import Cancel, Died, Inspect, Inspection, Loading, Ready, Report, StepReport, Submit
@@ -163,6 +164,8 @@ class Engine:
         stream = kind(request.id)
         with self._lock, self.metrics.refusals():
             self._refuse_unless_open()
+            if self.facts is not None:
+                refuse_impossible(request, self.facts)
             ticket = self._admission.admit(request, stream, self.limits)
             self.metrics.accepted.inc()
             if ticket.timeout_s is not None:

@@ -128,4 +128,4 @@ class FairQueue:
 
     def _counted(self, ticket: Ticket, sign: int) -> None:
         self._count += sign
-        self.tokens += sign * len(ticket.request.prompt)
+        self.tokens += sign * ticket.request.input_tokens

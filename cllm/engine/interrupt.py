@@ -28,10 +28,10 @@ class StepInterrupt:
 
     @contextmanager
     def around(self, batch: Batch, names: Mapping[int, str]) -> Iterator[None]:
-        """While a batch is computed. `names` are the request ids by sequence id."""
+        """While a batch is computed. `names` are the request ids by sequence id; who has none is spared."""
         spare = self._stopped and len(batch.rows) > 1
-        long_rows = (row for row in batch.rows if len(row.tokens) >= self.LONG_ROW_TOKENS)
-        members = frozenset(() if spare else (names[row.sequence_id] for row in long_rows))
+        long_rows = [row.sequence_id for row in batch.rows if len(row.tokens) >= self.LONG_ROW_TOKENS]
+        members = frozenset(names[each] for each in long_rows if each in names and not spare)
         self._stopped = False
         with self._lock:
             self._backend.interrupt(False)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
-from cllm.backend.base import Backend, Batch, StepResult, StepStatus
+from cllm.backend.base import Backend, Batch, BatchKind, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.engine.budget import StepBudget
+from cllm.engine.embedding import EmbedQueue
 from cllm.engine.interrupt import StepInterrupt
 from cllm.engine.messages import (
     Cancel,
@@ -24,6 +25,7 @@ from cllm.engine.messages import (
 )
 from cllm.engine.scheduler import Scheduler, bisect
 from cllm.errors import CllmError, EngineDied, IntegrityError
+from cllm.types import Delta
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,12 @@ class StepLoop:
             park_bytes=config.park_mb << 20,
         )
         self._interrupt = StepInterrupt(backend)
+        self.embedding = EmbedQueue(
+            backend,
+            StepBudget(backend.limits.embed.batch_tokens, config.target_itl_ms / 1000),
+            generating=lambda: self.scheduler.running_count,
+        )
+        self._embedded_last = False
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
 
@@ -67,27 +75,29 @@ class StepLoop:
             raise
         finally:
             self.scheduler.fail_all(error)
-            self._emit(StepReport(deltas=tuple(self.scheduler.take_deltas()), stats=self._stats()))
+            self.embedding.fail_all(error)
+            self._emit(StepReport(deltas=self._take_deltas(), stats=self._stats()))
 
     def step(self) -> None:
-        """One step of everybody: plan, forward, apply."""
+        """One step of everybody who generates, or one of vectors: plan, forward, apply."""
         self.step_started = time.perf_counter()
         # What lies between two steps (telling the last one, reading commands) is part of this one.
         started = self._busy_since or self.step_started
         compute_s = sample_s = 0.0
         steps = rows = tokens = 0
-        batch = self.scheduler.plan()
+        planner = self._whose_turn()
+        batch = planner.plan()
         if batch is not None:
-            for part, result in self._forward(batch):
-                self.scheduler.apply(part, result)
+            for part, result in self._forward(planner, batch):
+                planner.apply(part, result)
                 compute_s += result.compute_s
                 sample_s += result.sample_s
                 steps += 1
             rows, tokens = len(batch.rows), batch.token_count
         self.step_started = None
-        deltas = tuple(self.scheduler.take_deltas())
+        deltas = self._take_deltas()
         now = time.perf_counter()
-        self._busy_since = None if self.scheduler.idle else now
+        self._busy_since = None if self.idle else now
         if deltas or batch is not None:
             step_s = now - started
             self._emit(
@@ -104,29 +114,47 @@ class StepLoop:
                 )
             )
 
-    def _forward(self, batch: Batch) -> Iterator[tuple[Batch, StepResult]]:
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and self.embedding.idle
+
+    def _whose_turn(self) -> Scheduler | EmbedQueue:
+        """Where both have work they alternate: at most one batch of vectors between two steps of tokens."""
+        waits = not self.embedding.idle
+        self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
+        return self.embedding if self._embedded_last else self.scheduler
+
+    def _take_deltas(self) -> tuple[Delta, ...]:
+        return (*self.scheduler.take_deltas(), *self.embedding.take_deltas())
+
+    def _forward(self, planner: Scheduler | EmbedQueue, batch: Batch) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is halved until the culprit stands alone."""
-        names = {lease.sequence_id: lease.request_id for lease in self.scheduler.pool.leases}
+        generating = batch.kind is BatchKind.GENERATE  # the ids of vectors are their step's own
+        leases = self.scheduler.pool.leases if generating else ()
+        names = {lease.sequence_id: lease.request_id for lease in leases}
         try:
             with self._interrupt.around(batch, names):
                 result = self.backend.forward(batch)
         except Exception as exception:
             log.error("forward raised", exc_info=exception)
             result = StepResult(StepStatus.FAILED, code=-99)
-        if result.status is StepStatus.BAD_BATCH and len(batch.rows) > 1:
+        refused = result.status is StepStatus.BAD_BATCH or (
+            result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # nobody to park there
+        )
+        if refused and len(batch.rows) > 1:
             for half in bisect(batch):
                 # What became of the first half may have parked or ended somebody of the second.
-                if (left := self.scheduler.still_to_do(half)).rows:
-                    yield from self._forward(left)
+                if (left := planner.still_to_do(half)).rows:
+                    yield from self._forward(planner, left)
         else:
             yield batch, result
 
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when told to stop."""
         try:
-            if self.scheduler.idle:
+            if self.idle:
                 command = self._idle_wait()
-            elif self.scheduler.has_work:
+            elif self.scheduler.has_work or not self.embedding.idle:
                 command = self.inbox.get_nowait()
             else:  # everybody here waits for a grammar
                 command = self.inbox.get(timeout=GRAMMAR_POLL_S)
@@ -139,6 +167,7 @@ class StepLoop:
     def _idle_wait(self) -> Command:
         try:
             self.scheduler.check_idle()
+            self.embedding.check_idle()
         except IntegrityError as error:
             log.error("%s", error)
             self.scheduler.repair_idle()
@@ -147,9 +176,13 @@ class StepLoop:
     def _handle(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                self.scheduler.add(request)
+                if request.embed or not self.backend.facts.generates:
+                    self.embedding.add(request)
+                else:
+                    self.scheduler.add(request)
             case Cancel(request_id):
                 self.scheduler.cancel(request_id)
+                self.embedding.cancel(request_id)
             case Inspect(ticket):
                 self._emit(Inspection(ticket, self.scheduler.snapshot()))
             case Stop():
@@ -173,7 +206,7 @@ class StepLoop:
             step_s=step_s,
             compute_s=compute_s,
             sample_s=sample_s,
-            running=self.scheduler.running_count,
+            running=self.scheduler.running_count + self.embedding.count,
             waiting=self.scheduler.waiting_count,
             leases=len(self.scheduler.pool.leases),
             cells_used=self.scheduler.cells_used,

@@ -59,6 +59,7 @@ class Stream:
             usage=last.usage,
             error=last.error,
             stop=last.stop,
+            vectors=last.vectors,
         )
 
     def _wake(self) -> None:

@@ -35,8 +35,8 @@ class Ticket:
         self.generated = 0
 
     @property
-    def tokens(self) -> int:
-        """What it needs of KV as far as is known: not what it might need."""
+    def cells(self) -> int:
+        """What it needs of KV as far as is known: not what it might need. Calls for vectors hold none."""
         return len(self.request.prompt) + self.generated
 
     @property

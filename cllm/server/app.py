@@ -17,7 +17,7 @@ from cllm.server.keys import KeyRing
 from cllm.server.limits import RequestLimits
 from cllm.server.origin import HostCheck, listed
 from cllm.server.position import QueuePosition
-from cllm.server.routes import admin, generate, llama, messages, openai, responses
+from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
 
 
 def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRing | None = None) -> FastAPI:
@@ -37,6 +37,7 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRin
     app.include_router(openai.routes(engine))
     app.include_router(responses.routes(engine))
     app.include_router(messages.routes(engine))
+    app.include_router(embeddings.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
     app.add_middleware(QueuePosition)

@@ -20,6 +20,7 @@ from cllm.errors import (
     EngineError,
     Forbidden,
     InvalidRequest,
+    NotEnoughMemory,
     NotFound,
     PayloadTooLarge,
     QueueFull,
@@ -43,6 +44,7 @@ STATUS: dict[type[Exception], int] = {
     DeadlineExceeded: 504,
     SlowReader: 408,
     EngineError: 500,
+    NotEnoughMemory: 503,  # of embeddings, whose memory is taken when the first is asked for
     CllmError: 500,
 }
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}

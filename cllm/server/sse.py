@@ -55,6 +55,8 @@ async def collect(
 
     tell_position(streams)
     reader = asyncio.gather(*map(read, streams))
+    # Cancelled because the client has left, it would complain that nobody looked at its error.
+    reader.add_done_callback(lambda done: done.cancelled() or done.exception())
     watcher = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
         either: set[asyncio.Future[Any]] = {reader, watcher}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
@@ -70,9 +71,28 @@ class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
     spec: ConstraintSpec
 
 
+class TokenizeTexts(msgspec.Struct, frozen=True, tag=True):
+    """Texts to embed; answered with TokenLists. One of more than `most` tokens is refused (0: no limit)."""
+
+    texts: tuple[str, ...]
+    most: int = 0
+
+
+class TokenizePairs(msgspec.Struct, frozen=True, tag=True):
+    """A query with each document, as a reranker reads them; answered with TokenLists, as above."""
+
+    query: str
+    documents: tuple[str, ...]
+    most: int = 0
+
+
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
     thinking: bool = False  # they end inside the model's thoughts
+
+
+class TokenLists(msgspec.Struct, frozen=True, tag=True):
+    lists: tuple[tuple[int, ...], ...]
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -85,8 +105,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
-TextTask = TokenizeText | TokenizeChat | TokenizeInfill | RenderChat | Detokenize | CheckConstraint
-TextAnswer = Tokens | Text | Refused
+TextTask = (
+    TokenizeText
+    | TokenizeChat
+    | TokenizeInfill
+    | TokenizeTexts
+    | TokenizePairs
+    | RenderChat
+    | Detokenize
+    | CheckConstraint
+)
+TextAnswer = Tokens | TokenLists | Text | Refused
 
 
 class Numbered(msgspec.Struct, frozen=True):
@@ -144,6 +173,13 @@ class TextWorker:
                     return _within(prompt.tokens, most, thinking=prompt.thinking)
                 case TokenizeInfill(gap, most, room):
                     return _within(infill_prompt(self._vocabulary, gap, room), most)
+                case TokenizeTexts(texts, most):
+                    tokenize = self._vocabulary.tokenize
+                    inputs = (tokenize(text, add_special=True, parse_special=False) for text in texts)
+                    return _all_within(inputs, most, "input")
+                case TokenizePairs(query, documents, most):
+                    pairs = (self._vocabulary.tokenize_pair(query, document) for document in documents)
+                    return _all_within(pairs, most, "documents")
                 case Detokenize(tokens):
                     pieces = map(self._vocabulary.piece, tokens)
                     return Text(b"".join(pieces).decode("utf-8", "replace"))
@@ -160,3 +196,12 @@ def _within(tokens: list[int], most: int, *, thinking: bool = False) -> Tokens:
     if most and len(tokens) > most:
         raise ContextLengthExceeded(len(tokens), most)
     return Tokens(tuple(tokens), thinking)
+
+
+def _all_within(inputs: Iterable[list[int]], most: int, field: str) -> TokenLists:
+    lists: list[tuple[int, ...]] = []
+    for index, tokens in enumerate(inputs):
+        if most and len(tokens) > most:
+            raise ContextLengthExceeded.of_input(index, len(tokens), most, field)
+        lists.append(tuple(tokens))
+    return TokenLists(tuple(lists))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from cllm.backend.base import Backend, Batch, Row, Sampler, StepResult, StepStatus
+from cllm.backend.base import Backend, Batch, BatchKind, Row, Sampler, StepResult, StepStatus
 from cllm.backend.fake import FakeSampler
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
@@ -61,7 +61,7 @@ class Watched(Backend):
         ids = [row.sequence_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
         assert batch.token_count <= self.limits.batch_tokens
-        for row in batch.rows:
+        for row in batch.rows if batch.kind is BatchKind.GENERATE else ():
             assert row.position == self.inner.next_position(row.sequence_id), "law 3"
         self.batches.append(batch)
         failed = self.fail(len(self.batches) - 1, batch)
@@ -89,6 +89,12 @@ class Watched(Backend):
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         return self.inner.restore(sequence_id, state)
+
+    def open_embedding(self) -> None:
+        self.inner.open_embedding()
+
+    def reset_embedding(self) -> None:
+        self.inner.reset_embedding()
 
     def close(self) -> None:
         self.inner.close()

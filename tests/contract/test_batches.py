@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.backend import status_of
+from cllm.backend.llama.context import status_of
 from tests.contract.alone import Reference, assert_alike
 from tests.contract.harness import GREEDY, feed, native, row, says, words
 from tests.contract.kinds import DENSE, KINDS, NATIVE, Kind, Opened

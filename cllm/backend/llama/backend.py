@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
+from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, StepResult, StepStatus
 from cllm.backend.llama.batch import NativeBatch, count_ubatches
 from cllm.backend.llama.choosing import Chooser
-from cllm.backend.llama.context import LlamaContext
+from cllm.backend.llama.context import LlamaContext, status_of
+from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.backend.llama.ownership import Graveyard, Owned
@@ -23,21 +24,6 @@ from cllm.types import Limits, ModelFacts, SamplingParams
 
 MOST_SAMPLER_THREADS = 8
 _NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-
-
-def status_of(code: int) -> StepStatus:
-    """The class of a return code of `llama_decode`."""
-    match code:
-        case 0:
-            return StepStatus.DONE
-        case 1:
-            return StepStatus.NO_ROOM
-        case 2:
-            return StepStatus.ABORTED
-        case -1:
-            return StepStatus.BAD_BATCH
-        case _:
-            return StepStatus.FAILED
 
 
 class LlamaBackend(Backend):
@@ -51,6 +37,8 @@ class LlamaBackend(Backend):
         progress: Callable[[float], None] | None = None,
     ) -> None:
         library = library or load()
+        self._library = library
+        self._config = config
         self._api = library.api
         self._graveyard = Graveyard()
         self._model = LlamaModel(
@@ -59,17 +47,26 @@ class LlamaBackend(Backend):
             self._graveyard,
             extra_buffers=config.extra_buffers,
             gpu_layers=config.gpu_layers,
+            pooling=config.pooling,
             progress=progress,
         )
+        self._embedding: EmbeddingContext | None = None
         try:
             self._context = LlamaContext(library, self._model, config, self._graveyard)
         except BaseException:
             self._model.close()
             raise
+        try:
+            self._limits = self._read_limits(config)
+            if not self._context.generates:
+                self.open_embedding()
+        except BaseException:
+            self._context.close()
+            self._model.close()
+            raise
         self._vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
-        self._facts = self._model.facts(config.chat_template)
-        self._limits = self._read_limits(config)
+        self._facts = self._model.facts(config.chat_template, generates=self._context.generates)
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
         threads = min(MOST_SAMPLER_THREADS, config.threads or default_threads())
         self.chooser = Chooser(self._api, self._vocabulary.size, threads)
@@ -79,7 +76,10 @@ class LlamaBackend(Backend):
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Two tokens through the model, so that the first request does not pay for reading the weights."""
+        """A token or two through the model: the first request must not pay for reading the weights."""
+        if self._embedding is not None:
+            self._embedding.forward(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
+            return
         self._batch.fill((Row(0, 0, (0, 0), 0, None),))
         self._context.decode(self._batch.struct)
         self._context.remove(0)
@@ -89,13 +89,15 @@ class LlamaBackend(Backend):
         most = min(context.sequence_cells, self._model.context_train)
         # The layout must not decide who gets a 400: the default is one stream's share in both.
         share = min(most, context.cells // config.parallel)
+        request_tokens = min(config.max_request_tokens or share, most)
         return Limits(
             sequences=config.parallel,
             cells=context.cells,
             sequence_cells=most,
-            request_tokens=min(config.max_request_tokens or share, most),
+            request_tokens=request_tokens,
             batch_tokens=context.batch_tokens,
             unified=context.unified,
+            embed=embed_limits(self._model, config, request_tokens, generates=context.generates),
         )
 
     @property
@@ -112,6 +114,9 @@ class LlamaBackend(Backend):
 
     def forward(self, batch: Batch) -> StepResult:
         self._graveyard.bury()
+        if batch.kind is BatchKind.EMBED:
+            assert self._embedding is not None, "open_embedding comes first"
+            return self._embedding.forward(batch)
         self._batch.fill(batch.rows)
         started = time.perf_counter()
         code = self._context.decode(self._batch.struct)
@@ -176,9 +181,26 @@ class LlamaBackend(Backend):
     def restore(self, sequence_id: int, state: bytes) -> bool:
         return self._context.restore(sequence_id, state)
 
+    def open_embedding(self) -> None:
+        if self._embedding is None:
+            self._embedding = EmbeddingContext(
+                self._library,
+                self._model,
+                self._config,
+                self._limits.embed,
+                self._context.workers,
+                self._graveyard,
+            )
+
+    def reset_embedding(self) -> None:
+        if self._embedding is not None:
+            self._embedding.reset()
+
     def close(self) -> None:
         self.chooser.close()
         self._dry.close()
         self._graveyard.bury()
+        if self._embedding is not None:
+            self._embedding.close()  # before the context whose workers it borrows
         self._context.close()
         self._model.close()

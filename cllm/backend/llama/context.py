@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.library import Library, ThreadpoolParams
+from cllm.backend.base import StepStatus
+from cllm.backend.llama.library import Library
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.backend.llama.threads import ThreadGovernor, default_threads
+from cllm.backend.llama.workers import Workers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
 
 
-class Threadpool(Owned):
-    """Persistent ggml workers. Without one, ggml starts and joins threads at every decode."""
-
-    def __init__(self, library: Library, threads: int, *, poll: int, graveyard: Graveyard) -> None:
-        params = ThreadpoolParams()
-        library.threadpool_params(ctypes.byref(params), threads)
-        params.poll = poll
-        super().__init__(library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard)
+def status_of(code: int) -> StepStatus:
+    """The class of a return code of `llama_decode`."""
+    match code:
+        case 0:
+            return StepStatus.DONE
+        case 1:
+            return StepStatus.NO_ROOM
+        case 2:
+            return StepStatus.ABORTED
+        case -1:
+            return StepStatus.BAD_BATCH
+        case _:
+            return StepStatus.FAILED
 
 
 class AbortSwitch:
@@ -49,19 +54,19 @@ class AbortSwitch:
 
 
 class LlamaContext(Owned):
-    """Owns a `llama_context` and the threadpool that works for it."""
+    """Owns a `llama_context` and the threads that work for it."""
 
     def __init__(
         self, library: Library, model: LlamaModel, config: EngineConfig, graveyard: Graveyard
     ) -> None:
         api = library.api
-        threads = config.threads or default_threads()
+        workers = Workers(library, config, graveyard)
         params = api.llama_context_default_params()
         params.n_ctx = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
         params.n_seq_max = config.parallel
         # A step carries one token of everybody at least; on a CPU a larger physical batch wins nothing.
         params.n_batch = params.n_ubatch = max(config.batch_tokens, config.parallel)
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv
         params.swa_full = False
@@ -75,6 +80,8 @@ class LlamaContext(Owned):
         super().__init__(pointer, api.llama_free, graveyard)
         self.api = api
         self._memory = api.llama_get_memory(pointer)
+        # Encoders (and diffusion models) look at all tokens at once and remember none.
+        self.generates = bool(self._memory and api.llama_model_has_decoder(model.pointer))
         self.recurrent = bool(
             api.llama_model_is_recurrent(model.pointer) or api.llama_model_is_hybrid(model.pointer)
         )
@@ -86,13 +93,8 @@ class LlamaContext(Owned):
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._library = library
-        self._new_pool = partial(Threadpool, library, poll=config.poll, graveyard=graveyard)
-        self._pools: dict[int, Threadpool] = {}
-        self._threads = 0
-        self._use_threads(threads)
-        # A number that was asked for is kept; our own default makes room for neighbours.
-        self._governor = None if config.threads else ThreadGovernor(threads, default_threads())
+        self.workers = workers
+        workers.work_for(pointer)
         self.abort_switch = AbortSwitch(api, pointer)
 
     @property
@@ -102,24 +104,11 @@ class LlamaContext(Owned):
 
     def close(self) -> None:
         super().close()
-        for pool in self._pools.values():  # after the context: they work for it to the end
-            pool.close()
-
-    def _use_threads(self, threads: int) -> None:
-        """Compute with so many from now on. Pools are swapped: one with idle workers would have them spin."""
-        if threads == self._threads:
-            return
-        pool = self._pools.get(threads)
-        if pool is None:
-            pool = self._pools[threads] = self._new_pool(threads)
-        self._library.attach_threadpool(self.pointer, pool.pointer, pool.pointer)
-        self.api.llama_set_n_threads(self.pointer, threads, threads)
-        self._threads = threads
+        self.workers.close()  # after the context: they work for it to the end
 
     def decode(self, batch: Any) -> int:
         """llama_decode, waited for. Returns its code."""
-        if self._governor is not None:
-            self._use_threads(self._governor.look())
+        self.workers.work_for(self.pointer)
         code = int(self.api.llama_decode(self.pointer, batch))
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()

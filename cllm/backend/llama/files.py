@@ -81,6 +81,9 @@ def prepare(config: EngineConfig) -> EngineConfig:
     header = GgufHeader(path)
     template = read_template(config.chat_template) if config.chat_template else ""
     config = msgspec.structs.replace(config, model=str(path.resolve()), chat_template=template)
+    ranking = config.pooling == "rank" or (not config.pooling and header.number("pooling_type") == 4)
+    if ranking and not header.ranks:
+        raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
     fit = MemoryFit(header, config)
     if fit.fits:
         return config

@@ -41,6 +41,7 @@ class GgufHeader:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensor_count = 0
+        self.ranks = False  # it has a classification head
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -93,7 +94,7 @@ class GgufHeader:
 
     def _tensor_end(self, cursor: _Cursor) -> int:
         """Read a tensor's description; returns where its data ends, counted from the data's beginning."""
-        cursor.string()
+        self.ranks |= cursor.string().startswith("cls.")
         dimensions = cursor.scalar("I")
         if not 0 <= dimensions <= 8:
             raise ValueError(f"a tensor with {dimensions} dimensions")
@@ -120,8 +121,10 @@ class GgufHeader:
         return self.number("context_length", 4096)
 
     def kv_bytes_per_cell(self) -> int:
-        """Upper estimate of f16 K and V for one token; 0 for models that keep a state instead."""
+        """Upper estimate of f16 K and V for one token; 0 for models that keep a state or nothing instead."""
         heads = self.number("attention.head_count")
+        if "bert" in self.architecture or self.architecture == "gemma-embedding":
+            return 0
         if not heads or f"{self.architecture}.ssm.state_size" in self.metadata:
             return 0
         kv_heads = self.number("attention.head_count_kv", heads) or heads

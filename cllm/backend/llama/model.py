@@ -10,10 +10,13 @@ from typing import Any
 
 from cllm.backend.llama.library import Library
 from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.backend.llama.pair import PairFrame
 from cllm.errors import ModelFileError
-from cllm.types import InfillTokens, ModelFacts
+from cllm.types import InfillTokens, ModelFacts, Pooling
 
 _CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
+
+_POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as files say it
 
 
 class LlamaModel(Owned):
@@ -28,6 +31,7 @@ class LlamaModel(Owned):
         vocabulary_only: bool = False,
         extra_buffers: bool = True,
         gpu_layers: int = -1,
+        pooling: str = "",
         progress: Callable[[float], None] | None = None,
     ) -> None:
         api = library.api
@@ -49,6 +53,7 @@ class LlamaModel(Owned):
         super().__init__(pointer, api.llama_model_free, graveyard)
         self.api = api
         self.name = path.stem
+        self._asked_pooling = pooling
         self.vocabulary = LlamaVocabulary(self)
 
     @property
@@ -66,14 +71,42 @@ class LlamaModel(Owned):
         # For a few models llama.cpp answers with the name of a template of its own, which is none.
         return template.decode("utf-8", "replace") if template and b"{" in template else None
 
-    def facts(self, chat_template: str = "") -> ModelFacts:
-        """What is known of it. A `chat_template` replaces all of the file's own."""
+    @cached_property
+    def architecture(self) -> str:
+        return self.metadata("general.architecture") or "unknown"
+
+    @property
+    def causal(self) -> bool:
+        """A token sees only those before it."""
+        return self.metadata(f"{self.architecture}.attention.causal") != "false"
+
+    @property
+    def pooling(self) -> Pooling:
+        """What was asked for, else what the file says, else the mean.
+
+        The mean, because an ordinary model's last state is about the next token, not about the text.
+        """
+        if self._asked_pooling:
+            return Pooling(self._asked_pooling)
+        return _POOLING.get(self.metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
+
+    @property
+    def vector_length(self) -> int:
+        if self.pooling is Pooling.RANK:
+            return int(self.api.llama_model_n_cls_out(self.pointer))
+        return int(self.api.llama_model_n_embd_out(self.pointer))
+
+    def facts(self, chat_template: str = "", *, generates: bool = True) -> ModelFacts:
+        """What is known of it. A `chat_template` replaces all of the file's own.
+
+        Whether it generates is known of its context only.
+        """
         api, pointer = self.api, self.pointer
         description = ctypes.create_string_buffer(256)
         api.llama_model_desc(pointer, description, len(description))
         return ModelFacts(
             name=self.name,
-            architecture=self.metadata("general.architecture") or "unknown",
+            architecture=self.architecture,
             description=description.value.decode("utf-8", "replace"),
             parameters=api.llama_model_n_params(pointer),
             size_bytes=api.llama_model_size(pointer),
@@ -85,6 +118,9 @@ class LlamaModel(Owned):
             tool_template=None if chat_template else self._template(b"tool_use"),
             recurrent=bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer)),
             sliding_window=api.llama_model_n_swa(pointer),
+            generates=generates,
+            pooling=self.pooling,
+            vector_length=self.vector_length,
         )
 
 
@@ -174,6 +210,28 @@ class LlamaVocabulary:
         if add_special and len(found) > 1 and found[0] == found[1] == begin:
             del found[0]  # the text brought its own
         return found
+
+    def tokenize_pair(self, query: str, document: str) -> list[int]:
+        def tokenize(text: str, parse_special: bool) -> list[int]:
+            return self.tokenize(text, add_special=False, parse_special=parse_special)
+
+        return self._pair_frame.tokens(query, document, tokenize, self.special_texts)
+
+    @cached_property
+    def _pair_frame(self) -> PairFrame:
+        """The model's own template for reranking, else its tokens for the ends and the middle."""
+        api, pointer = self._api, self.pointer
+        template = api.llama_model_chat_template(self._model.pointer, b"rerank")
+        begin, separator = api.llama_vocab_bos(pointer), api.llama_vocab_sep(pointer)
+        end = api.llama_vocab_eos(pointer)
+        ends = [end if end >= 0 else separator] if api.llama_vocab_get_add_eos(pointer) else []
+        middle = [separator] if api.llama_vocab_get_add_sep(pointer) else []
+        return PairFrame(
+            before=[begin] if api.llama_vocab_get_add_bos(pointer) else [],
+            between=[*ends, *middle],
+            after=ends or middle,  # as a single text ends, too
+            template=template.decode("utf-8", "replace") if template else None,
+        )
 
     def piece(self, token: int) -> bytes:
         piece = self._pieces.get(token)

@@ -109,7 +109,7 @@ def _main() -> int:
     import os
     import time
 
-    from cllm.backend.base import Batch, Row, StepStatus
+    from cllm.backend.base import Batch, BatchKind, Row, StepStatus
     from cllm.backend.llama.backend import LlamaBackend
     from cllm.types import SamplingParams
 
@@ -120,6 +120,15 @@ def _main() -> int:
     except ModelFileError as error:
         print(f"model: {error}", file=sys.stderr)
         return 1
+    if not backend.facts.generates:
+        row = Row(0, 0, (0,) * PROBE_TOKENS, 1, None)
+        started = time.perf_counter()
+        result = backend.forward(Batch((row,), BatchKind.EMBED))
+        if result.status is not StepStatus.DONE:
+            print(f"llama_decode returned {result.code}", file=sys.stderr)
+            return 1
+        print(PROBE_TOKENS / (time.perf_counter() - started))
+        return 0
     sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
     # A prompt of several tokens takes the matrix path (where AMX died), single tokens the vector path.
     tokens: list[int] = backend.vocabulary.tokenize(

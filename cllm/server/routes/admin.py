@@ -71,7 +71,7 @@ def routes(engine: Engine) -> APIRouter:
                     "id": ticket.request.id,
                     "place": ticket.place.value,
                     "age_s": round(now - ticket.arrived, 3),
-                    "prompt_tokens": len(ticket.request.prompt),
+                    "prompt_tokens": ticket.request.input_tokens,
                     "generated_tokens": ticket.generated,
                     "max_tokens": ticket.request.max_tokens,
                 }

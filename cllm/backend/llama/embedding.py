@@ -1,0 +1,187 @@
+"""The context that makes vectors: apart from generation's, with a memory of its own."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
+from cllm.backend.llama.batch import NativeBatch
+from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, status_of
+from cllm.backend.llama.files import available_memory
+from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.library import Library
+from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.backend.llama.workers import Workers
+from cllm.config import EngineConfig
+from cllm.errors import NotEnoughMemory
+from cllm.types import EmbedLimits, Pooling
+
+ROWS = 32  # inputs of a step
+_MIB = 1 << 20
+# Flash attention on a CPU sums in 16 bits and differently at each batch size: a text's vectors alone and in a
+# batch had a cosine of 0.996 (0.999999 without). So it is used only where attention would need more.
+EXACT_BYTES = 1 << 30
+_POOLING = {Pooling.MEAN: 1, Pooling.CLS: 2, Pooling.LAST: 3, Pooling.RANK: 4}  # llama_pooling_type
+
+Vector = npt.NDArray[np.float32]
+
+
+def embed_limits(
+    model: LlamaModel, config: EngineConfig, request_tokens: int, *, generates: bool
+) -> EmbedLimits:
+    """How much one step of vectors holds; `request_tokens` is what a generation may hold.
+
+    Only causal attention can be cut into chunks: an encoder's tokens all look at each other.
+    """
+    most = request_tokens if generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
+    tokens = min(config.embed_tokens or most, model.context_train)
+    return EmbedLimits(
+        tokens=tokens,
+        batch_tokens=min(config.batch_tokens, tokens),
+        rows=ROWS,
+        chunked=generates and model.causal,
+    )
+
+
+class EmbeddingMemory(NamedTuple):
+    """What the context will take, in bytes. An upper estimate: llama.cpp tells only when it has taken it."""
+
+    kv: int
+    logits: int  # llama.cpp reserves them for every token, wanted or not
+    attention: int
+
+    @classmethod
+    def of(cls, header: GgufHeader, limits: EmbedLimits, vocabulary: int, *, flash: bool) -> EmbeddingMemory:
+        widest = limits.batch_tokens if limits.chunked else limits.tokens
+        heads = 1 if flash else header.number("attention.head_count", 1)
+        return cls(
+            kv=header.kv_bytes_per_cell() * limits.tokens if limits.chunked else 0,
+            logits=vocabulary * widest * 4 * (2 if limits.chunked else 1),
+            attention=heads * widest * limits.tokens * 4,
+        )
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def check(self) -> None:
+        """Raises NotEnoughMemory with the sum."""
+        available = available_memory()
+        if available is not None and self.total > available:
+            raise NotEnoughMemory(
+                f"not enough memory for embeddings: KV {self.kv // _MIB} MiB "
+                f"+ logits {self.logits // _MIB} MiB + attention {self.attention // _MIB} MiB, "
+                f"available {available // _MIB} MiB; try a smaller --embed-tokens"
+            )
+
+
+class EmbeddingContext(Owned):
+    """Owns a `llama_context` that pools. One EMBED batch at a time; see `Batch` for its contract."""
+
+    def __init__(
+        self,
+        library: Library,
+        model: LlamaModel,
+        config: EngineConfig,
+        limits: EmbedLimits,
+        workers: Workers,
+        graveyard: Graveyard,
+    ) -> None:
+        api = library.api
+        memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, model.vocabulary.size)
+        flash = config.flash_attention and memory(flash=False).attention > EXACT_BYTES
+        memory(flash=flash).check()
+        widest = limits.batch_tokens if limits.chunked else limits.tokens
+        params = api.llama_context_default_params()
+        params.n_seq_max = limits.rows
+        # What it pools lies within one physical batch: so a batch is never cut.
+        # llama.cpp dies of a batch that its rows do not divide, when it lays out its largest graph.
+        params.n_batch = params.n_ubatch = -(-widest // limits.rows) * limits.rows
+        params.n_ctx = max(limits.tokens, params.n_batch)
+        params.kv_unified = True  # one input may need all cells, and rows of any length make one batch
+        params.n_threads = params.n_threads_batch = workers.threads
+        params.flash_attn_type = int(flash)
+        params.embeddings = True
+        params.pooling_type = _POOLING[model.pooling]
+        params.no_perf = True
+        pointer = api.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            raise NotEnoughMemory(
+                f"llama.cpp cannot create a context to embed {limits.tokens} tokens; "
+                "try a smaller --embed-tokens"
+            )
+        super().__init__(pointer, api.llama_free, graveyard)
+        self._api = api
+        self._limits = limits
+        self._memory = api.llama_get_memory(pointer)  # NULL for encoders, which every function takes
+        self._pooling = model.pooling
+        self._length = model.vector_length
+        self._batch = NativeBatch(api, widest, limits.rows)
+        self._sum: Vector | None = None  # of the chunks so far, where one is half computed
+        # The same workers as generation's: the two never compute at the same time.
+        self._workers = workers
+
+    def forward(self, batch: Batch) -> StepResult:
+        """Compute the rows; unless a chunk is to be continued, the memory is empty afterwards."""
+        keep = False
+        try:
+            self._batch.fill([row._replace(outputs=len(row.tokens)) for row in batch.rows])
+            self._workers.work_for(self.pointer)
+            started = time.perf_counter()
+            code = int(self._api.llama_decode(self.pointer, self._batch.struct))
+            if code == 0:
+                self._api.llama_synchronize(self.pointer)
+            compute_s = time.perf_counter() - started
+            status = status_of(code)
+            if status is not StepStatus.DONE:
+                return StepResult(status, code=code, compute_s=compute_s)
+            results = tuple(map(self._result, batch.rows))
+            keep = not batch.rows[0].outputs
+            return StepResult(status, results, ubatches=1, compute_s=compute_s)
+        finally:
+            if not keep:
+                self.reset()
+
+    def reset(self) -> None:
+        """Empty the memory."""
+        self._sum = None
+        self._api.llama_memory_clear(self._memory, False)
+
+    @property
+    def cells_used(self) -> int:
+        """Positions in memory, all ids together: 0 between two inputs."""
+        position = self._api.llama_memory_seq_pos_max
+        return sum(int(position(self._memory, row)) + 1 for row in range(self._limits.rows))
+
+    def _result(self, row: Row) -> RowResult:
+        pointer = self._api.llama_get_embeddings_seq(self.pointer, row.sequence_id)
+        if not pointer:
+            return RowResult(error="llama.cpp gave no vector")
+        pooled = np.ctypeslib.as_array(pointer, (self._length,)).copy()
+        if row.position or not row.outputs:
+            pooled = self._joined(row, pooled)
+        if not row.outputs:
+            return RowResult()
+        if not np.isfinite(pooled).all():
+            return RowResult(error="the model's vector is not finite")
+        return RowResult(vector=pooled.tobytes())
+
+    def _joined(self, row: Row, pooled: Vector) -> Vector:
+        """The pooled vector of a long input up to this chunk, from that of the chunk alone."""
+        before = self._sum
+        match self._pooling:
+            case Pooling.MEAN:
+                self._sum = pooled * len(row.tokens) + (0 if before is None else before)
+                return self._sum / np.float32(row.position + len(row.tokens))
+            case Pooling.CLS:
+                self._sum = pooled if before is None else before
+            case _:
+                self._sum = pooled
+        return self._sum

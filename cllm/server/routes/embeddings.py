@@ -1,0 +1,177 @@
+"""Vectors and rankings: /v1/embeddings, /v1/rerank, and llama-server's /embedding."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from cllm.engine.engine import Engine
+from cllm.engine.stream import AsyncStream
+from cllm.errors import InvalidRequest
+from cllm.server.openai.embedding_schema import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
+from cllm.server.routes.openai import check_model
+from cllm.server.sse import collect
+from cllm.server.text import checked_tokens, do_text, loaded
+from cllm.text.vectors import RAW, to_vector
+from cllm.text.work import TextTask, TokenizePairs, TokenizeTexts, TokenLists
+from cllm.types import Pooling, Request, Usage
+
+GONE = 499  # nobody is there to read it
+ENTRIES_AT_A_TIME = 64
+Inputs = tuple[tuple[int, ...], ...]
+
+
+class Vectors(msgspec.Struct, frozen=True):
+    """What a call's inputs have become, in their order."""
+
+    vectors: Sequence[bytes]
+    usage: Usage
+
+    def told_usage(self) -> dict[str, int]:
+        tokens = self.usage.prompt_tokens
+        return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+async def as_json(entries: Iterable[dict[str, Any]], **head: Any) -> Response:
+    """A list of entries straight to bytes, under `data` of an object where there is a head.
+
+    A call may hold a million numbers: the event loop gets a turn every few entries.
+    """
+    encoder = msgspec.json.Encoder()
+    data: list[msgspec.Raw] = []
+    for entry in entries:
+        data.append(msgspec.Raw(encoder.encode(entry)))
+        if len(data) % ENTRIES_AT_A_TIME == 0:
+            await asyncio.sleep(0)
+    return Response(encoder.encode({**head, "data": data} if head else data), media_type="application/json")
+
+
+async def token_lists(engine: Engine, task: TextTask) -> Inputs:
+    answer = await do_text(engine, task)
+    assert isinstance(answer, TokenLists)
+    return answer.lists
+
+
+async def inputs_of(engine: Engine, value: Input, field: str) -> Inputs:
+    """The tokens of each input; those that cannot fit raise ContextLengthExceeded."""
+    _, limits = loaded(engine)
+    given = as_list(value)
+    texts = [one for one in given if isinstance(one, str)]
+    if texts:
+        return await token_lists(engine, TokenizeTexts(tuple(texts), limits.embed.tokens))
+    return tuple(checked_tokens(engine, one, field) for one in given if not isinstance(one, str))
+
+
+async def embed(engine: Engine, inputs: Inputs, receive: Receive) -> Vectors | None:
+    """The vectors of inputs, or None if the client left: then nothing more is computed for it."""
+    request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs)
+    stream = engine.submit(request, AsyncStream)
+    answers = await collect(engine, [stream], receive)
+    if answers is None:
+        return None
+    last = answers[0][-1]
+    assert last.usage is not None and len(last.vectors) == len(inputs)
+    return Vectors(last.vectors, last.usage)
+
+
+def vector_length(engine: Engine) -> int:
+    """How many numbers a vector of this model has; raises InvalidRequest for one that makes none."""
+    facts, _ = loaded(engine)
+    if facts.pooling is Pooling.RANK:
+        raise InvalidRequest(
+            f"{facts.name} is a reranker: it scores pairs and makes no vectors; use /v1/rerank "
+            "(or start the server with --pooling mean, cls or last)",
+            field="model",
+        )
+    return facts.vector_length
+
+
+def refuse_unless_reranker(engine: Engine) -> None:
+    """No score is made up from a model that was not trained to give one."""
+    facts, _ = loaded(engine)
+    if facts.pooling is not Pooling.RANK:
+        raise InvalidRequest(
+            f"{facts.name} is not a reranker: it has no ranking head (its pooling is {facts.pooling.value}); "
+            "serve a reranker, or rank by the similarity of /v1/embeddings",
+            field="model",
+        )
+
+
+def routes(engine: Engine) -> APIRouter:
+    """The router over one engine."""
+    router = APIRouter(tags=["vectors"])
+
+    @router.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingsBody, http: HttpRequest) -> Response:
+        """Turn texts into vectors of length 1."""
+        check_model(body.model)
+        most = vector_length(engine)
+        if body.dimensions is not None and body.dimensions > most:
+            raise InvalidRequest(
+                f"dimensions is {body.dimensions}, but this model's vectors have {most}", field="dimensions"
+            )
+        found = await embed(engine, await inputs_of(engine, body.input, "input"), http.receive)
+        if found is None:
+            return Response(status_code=GONE)
+        arrays = (to_vector(data, body.dimensions) for data in found.vectors)
+        as_text = body.encoding_format == "base64"
+        entries = (
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(array.tobytes()).decode() if as_text else array.tolist(),
+            }
+            for index, array in enumerate(arrays)
+        )
+        model = body.model or loaded(engine)[0].name
+        return await as_json(entries, object="list", model=model, usage=found.told_usage())
+
+    @router.post("/embedding", response_model=None)
+    @router.post("/embeddings", response_model=None, include_in_schema=False)
+    async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Response:
+        """Turn texts into vectors, in llama-server's shape."""
+        vector_length(engine)
+        found = await embed(engine, await inputs_of(engine, body.content, "content"), http.receive)
+        if found is None:
+            return Response(status_code=GONE)
+        arrays = (to_vector(data, norm=body.embd_normalize) for data in found.vectors)
+        return await as_json(
+            {"index": index, "embedding": [array.tolist()]} for index, array in enumerate(arrays)
+        )
+
+    @router.post("/v1/rerank", response_model=None)
+    @router.post("/v1/reranking", response_model=None, include_in_schema=False)
+    @router.post("/rerank", response_model=None, include_in_schema=False)
+    @router.post("/reranking", response_model=None, include_in_schema=False)
+    async def rerank(body: RerankBody, http: HttpRequest) -> Response | dict[str, Any]:
+        """Order documents by how well they answer a query; needs a reranker."""
+        check_model(body.model)
+        refuse_unless_reranker(engine)
+        facts, limits = loaded(engine)
+        task = TokenizePairs(body.query, body.texts, limits.embed.tokens)
+        found = await embed(engine, await token_lists(engine, task), http.receive)
+        if found is None:
+            return Response(status_code=GONE)
+        scores = [float(to_vector(data, norm=RAW)[0]) for data in found.vectors]
+        best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
+        results = [
+            {
+                "index": index,
+                "relevance_score": scores[index],
+                **({"document": {"text": body.texts[index]}} if body.return_documents else {}),
+            }
+            for index in best
+        ]
+        model = body.model or facts.name
+        return {"object": "list", "model": model, "results": results, "usage": found.told_usage()}
+
+    return router

@@ -1,0 +1,422 @@
+"""Vectors on real llama.cpp equal what the bare bindings say of each input alone, whatever is around it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cllm.backend.base import Batch, BatchKind, Row, StepStatus
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.embedding import EmbeddingMemory
+from cllm.backend.llama.files import prepare
+from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.library import load
+from cllm.backend.llama.pair import PairFrame
+from cllm.config import EngineConfig
+from cllm.errors import ModelFileError, NotEnoughMemory
+from cllm.types import EmbedLimits, Pooling, Request
+from tests.contract.alone import Reference
+from tests.contract.harness import Drive, Tokens, ask, words
+from tests.contract.kinds import DENSE
+from tests.tiny_encoders import CLS, SEP, TOKENS, make_encoder, make_reranker
+
+Vector = npt.NDArray[np.float32]
+NONE = 0
+CODES = {"mean": 1, "cls": 2, "last": 3, "rank": 4}
+ENCODERS = ("encoder-mean", "encoder-cls", "encoder-last")
+DECODERS = ("dense", "sliding", "recurrent")
+SAME = 0.9999
+
+
+class Bare:
+    """The bindings and nothing of cllm: one input in a context of its own."""
+
+    def __init__(self, path: Path, pooling: int, flash: bool = False) -> None:
+        self.api = load().api
+        params = self.api.llama_model_default_params()
+        self.model = self.api.llama_model_load_from_file(str(path).encode(), params)
+        assert self.model
+        self.pooling = pooling
+        self.flash = flash
+
+    def tokens(self, tokens: Sequence[int]) -> Vector:
+        """What llama.cpp gives for the whole input, one row for each vector there is."""
+        api = self.api
+        params = api.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = 512
+        params.n_threads = params.n_threads_batch = 1
+        params.embeddings = True
+        params.pooling_type = self.pooling
+        params.flash_attn_type = int(self.flash)
+        context = api.llama_init_from_model(self.model, params)
+        array = (ctypes.c_int32 * len(tokens))(*tokens)
+        assert api.llama_decode(context, api.llama_batch_get_one(array, len(tokens))) == 0
+        length = api.llama_model_n_embd_out(self.model) if self.pooling != CODES["rank"] else 1
+        if self.pooling == NONE:
+            shape, pointer = (len(tokens), length), api.llama_get_embeddings(context)
+        else:
+            shape, pointer = (1, length), api.llama_get_embeddings_seq(context, 0)
+        found = np.ctypeslib.as_array(pointer, shape).copy()
+        api.llama_free(context)
+        return found
+
+    def close(self) -> None:
+        self.api.llama_model_free(self.model)
+
+
+@pytest.fixture(scope="module")
+def files(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("encoders")
+    encoders = {
+        f"encoder-{pooling}": make_encoder(
+            folder / f"{pooling}.gguf", pooling=gguf.PoolingType[pooling.upper()]
+        )
+        for pooling in ("mean", "cls", "last")
+    }
+    return {**models, **encoders, "reranker": make_reranker(folder / "reranker.gguf")}
+
+
+Open = Callable[..., LlamaBackend]
+
+
+@pytest.fixture
+def opened_for(files: dict[str, Path]) -> Iterator[Open]:
+    """Backends that are ready to embed, closed when the test is over."""
+    backends: list[LlamaBackend] = []
+
+    def make(name: str, **settings: Any) -> LlamaBackend:
+        plain = {"parallel": 2, "ctx_size": 1024, "threads": 1, "batch_tokens": 128, **settings}
+        backend = LlamaBackend(prepare(EngineConfig(model=str(files[name]), **plain)))
+        backend.open_embedding()
+        backends.append(backend)
+        return backend
+
+    yield make
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture
+def bare(files: dict[str, Path]) -> Iterator[Callable[..., Bare]]:
+    opened: list[Bare] = []
+
+    def make(name: str, pooling: int, flash: bool = False) -> Bare:
+        opened.append(Bare(files[name], pooling, flash))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def cosine(a: Vector, b: Vector) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def embed(backend: LlamaBackend, *inputs: Sequence[int]) -> list[Vector]:
+    """All inputs in one batch; the memory is empty afterwards."""
+    rows = tuple(Row(number, 0, tuple(tokens), 1, None) for number, tokens in enumerate(inputs))
+    result = backend.forward(Batch(rows, BatchKind.EMBED))
+    assert result.status is StepStatus.DONE
+    assert cells(backend) == 0
+    return [np.frombuffer(outcome.vector, np.float32) for outcome in result.rows]
+
+
+def in_chunks(backend: LlamaBackend, tokens: Sequence[int], *ends: int) -> Vector:
+    begin = 0
+    for end in (*ends, len(tokens)):
+        row = Row(0, begin, tuple(tokens[begin:end]), int(end == len(tokens)), None)
+        result = backend.forward(Batch((row,), BatchKind.EMBED))
+        assert result.status is StepStatus.DONE
+        begin = end
+    assert cells(backend) == 0
+    return np.frombuffer(result.rows[0].vector, np.float32)
+
+
+def cells(backend: LlamaBackend) -> int:
+    assert backend._embedding is not None
+    return backend._embedding.cells_used
+
+
+def inputs_for(name: str, *lengths: int) -> list[Tokens]:
+    """Different inputs of these lengths, of tokens that the model has."""
+    most = len(TOKENS) if name not in DECODERS else 127
+    return [
+        tuple(4 + (token * 31) % (most - 4) for token in words(seed, n)) for seed, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_says_what_it_says_alone(name: str, opened_for: Open, bare: Callable[..., Bare]) -> None:
+    backend = opened_for(name)
+    assert not backend.facts.generates and backend.facts.pooling.value == name.partition("-")[2]
+    assert backend.facts.vector_length == 64 and not backend.limits.embed.chunked
+    alone = bare(name, CODES[backend.facts.pooling.value])
+    inputs = inputs_for(name, 1, 2, 30, 7, 30, 50)
+    together = embed(backend, *inputs)
+    for tokens, vector in zip(inputs, together, strict=True):
+        assert cosine(vector, alone.tokens(tokens)[0]) > SAME
+        assert cosine(vector, embed(backend, tokens)[0]) > SAME, "alone or in a batch"
+    assert cosine(together[2], together[4]) < 0.99, "different inputs have different vectors"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_generative_model_says_what_it_says_alone(
+    name: str, pooling: str, opened_for: Open, bare: Callable[..., Bare]
+) -> None:
+    backend = opened_for(name, pooling=pooling)
+    assert backend.facts.generates and backend.limits.embed.chunked
+    alone = bare(name, CODES[pooling])
+    inputs = inputs_for(name, 1, 20, 3, 40, 20)
+    for tokens, vector in zip(inputs, embed(backend, *inputs), strict=True):
+        assert cosine(vector, alone.tokens(tokens)[0]) > SAME
+        assert cosine(vector, embed(backend, tokens)[0]) > SAME
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_long_input_in_chunks_is_the_input_as_a_whole(
+    name: str, pooling: str, opened_for: Open, bare: Callable[..., Bare]
+) -> None:
+    backend = opened_for(name, pooling=pooling)
+    (tokens,) = inputs_for(name, 300)
+    wanted = bare(name, CODES[pooling]).tokens(tokens)[0]
+    assert cosine(in_chunks(backend, tokens, 128, 256), wanted) > SAME
+    assert cosine(in_chunks(backend, tokens, 1, 100, 101, 229), wanted) > SAME
+
+
+@pytest.mark.parametrize(
+    ("pooling", "rows"), [("mean", slice(None)), ("cls", slice(1)), ("last", slice(-1, None))]
+)
+def test_pooling_means_what_it_says(
+    pooling: str, rows: slice, opened_for: Open, bare: Callable[..., Bare]
+) -> None:
+    """Against the vectors of the single tokens, pooled in NumPy."""
+    for name in ("encoder-cls", "dense"):
+        (tokens,) = inputs_for(name, 25)
+        wanted = bare(name, NONE).tokens(tokens)[rows].mean(axis=0)
+        found = embed(opened_for(name, pooling=pooling), tokens)[0]
+        assert cosine(found, wanted) > SAME
+        np.testing.assert_allclose(found, wanted, atol=0.05)
+
+
+def test_the_default_of_a_model_that_says_nothing_is_the_mean(opened_for: Open) -> None:
+    assert opened_for("dense").facts.pooling is Pooling.MEAN
+
+
+def test_a_reranker_scores_a_pair(opened_for: Open, bare: Callable[..., Bare]) -> None:
+    backend = opened_for("reranker")
+    assert backend.facts.pooling is Pooling.RANK and backend.facts.vector_length == 1
+    alone = bare("reranker", CODES["rank"])
+    pairs = [
+        backend.vocabulary.tokenize_pair("hello", text) for text in ("hello you", "x", "9 lives", "q" * 90)
+    ]
+    scores = [float(vector[0]) for vector in embed(backend, *pairs[:3])]
+    scores.append(float(embed(backend, pairs[3])[0][0]))
+    wanted = [float(alone.tokens(pair)[0][0]) for pair in pairs]
+    np.testing.assert_allclose(scores, wanted, atol=1e-3)
+    assert len({round(score, 3) for score in scores}) == 4, "every pair has its own score"
+
+
+def test_a_pair_is_framed_as_the_model_was_trained(opened_for: Open) -> None:
+    vocabulary = opened_for("reranker").vocabulary
+    query, document = (
+        vocabulary.tokenize(text, add_special=False, parse_special=False) for text in ("ab", "cd 1")
+    )
+    assert vocabulary.tokenize_pair("ab", "cd 1") == [CLS, *query, SEP, *document, SEP]
+    framed = vocabulary.tokenize_pair("[SEP]", "[CLS]")
+    assert framed.count(SEP) == 2 and framed.count(CLS) == 1, "no control token comes from a text"
+
+
+def test_a_template_for_pairs_is_filled_and_never_parsed_out_of_the_texts(opened_for: Open) -> None:
+    vocabulary = opened_for("dense").vocabulary
+    frame = PairFrame((), (), (), "<|im_start|>{query}|{document}<|im_end|>")
+
+    def tokenize(text: str, parse_special: bool) -> list[int]:
+        return vocabulary.tokenize(text, add_special=False, parse_special=parse_special)
+
+    plain = frame.tokens("a", "{query}", tokenize, vocabulary.special_texts)
+    assert plain == [257, *tokenize("a|{query}", False), 258]
+    hostile = frame.tokens("<|im_end|>", "b", tokenize, vocabulary.special_texts)
+    assert hostile == [257, *tokenize("<|im_end|>", False), *tokenize("|", False), *tokenize("b", False), 258]
+
+
+@pytest.mark.parametrize("name", ["encoder-mean", *DECODERS])
+@pytest.mark.parametrize("fault", ["no such token", "negative token"])
+def test_a_refused_batch_leaves_the_memory_empty_and_the_next_right(
+    name: str, fault: str, opened_for: Open
+) -> None:
+    backend = opened_for(name)
+    good, other = inputs_for(name, 20, 20)
+    before = embed(backend, good)[0]
+    bad = (*other[:-1], backend.vocabulary.size if fault == "no such token" else -1)
+    rows = (Row(0, 0, good, 1, None), Row(1, 0, bad, 1, None))
+    result = backend.forward(Batch(rows, BatchKind.EMBED))
+    assert result.status is StepStatus.BAD_BATCH and result.rows == ()
+    assert cells(backend) == 0
+    assert cosine(embed(backend, good)[0], before) > SAME
+
+
+@pytest.mark.parametrize("name", ["encoder-mean", *DECODERS])
+def test_an_aborted_batch_leaves_the_memory_empty_and_the_next_right(name: str, opened_for: Open) -> None:
+    backend = opened_for(name)
+    assert backend._embedding is not None
+    good, other = inputs_for(name, 60, 30)
+    before = embed(backend, good)[0]
+    api, pointer = backend._api, backend._embedding.pointer
+    nodes = iter(range(1000))
+    stop = api.ggml_abort_callback(lambda _: next(nodes) >= 20)
+    api.llama_set_abort_callback(pointer, stop, None)
+    rows = (Row(0, 0, good, 1, None), Row(1, 0, other, 1, None))
+    result = backend.forward(Batch(rows, BatchKind.EMBED))
+    api.llama_set_abort_callback(pointer, api.ggml_abort_callback(), None)
+    assert result.status is StepStatus.ABORTED
+    assert cells(backend) == 0
+    assert cosine(embed(backend, good)[0], before) > SAME
+
+
+@pytest.mark.parametrize("name", ["dense", "recurrent"])
+def test_a_forgotten_half_leaves_nothing_behind(name: str, opened_for: Open) -> None:
+    backend = opened_for(name)
+    (tokens,) = inputs_for(name, 100)
+    before = embed(backend, tokens)[0]
+    half = Row(0, 0, tokens[:50], 0, None)
+    assert backend.forward(Batch((half,), BatchKind.EMBED)).rows[0].vector == b""
+    assert cells(backend) > 0
+    backend.reset_embedding()
+    assert cells(backend) == 0
+    assert cosine(embed(backend, tokens)[0], before) > SAME
+
+
+@pytest.mark.parametrize("name", ["encoder-mean", "dense"])
+def test_a_batch_over_the_limit_raises_and_nothing_is_computed(name: str, opened_for: Open) -> None:
+    backend = opened_for(name, embed_tokens=200)
+    limits = backend.limits.embed
+    assert limits.tokens == 200 and limits.batch_tokens == 128
+    most = limits.batch_tokens if limits.chunked else limits.tokens
+    (tokens,) = inputs_for(name, most + 1)
+    with pytest.raises(ValueError, match="over the limit"):
+        embed(backend, tokens)
+    assert cells(backend) == 0
+    embed(backend, tokens[:-1])
+
+
+# Was: llama.cpp dies (GGML_ASSERT) while it lays out a graph whose tokens the rows do not divide.
+@pytest.mark.parametrize("name", ["encoder-mean", "dense"])
+@pytest.mark.parametrize(("embed_tokens", "batch_tokens"), [(1, 128), (7, 33), (200, 100), (333, 512)])
+def test_any_limits_will_do(name: str, embed_tokens: int, batch_tokens: int, opened_for: Open) -> None:
+    backend = opened_for(name, embed_tokens=embed_tokens, batch_tokens=batch_tokens)
+    limits = backend.limits.embed
+    (tokens,) = inputs_for(name, limits.tokens)
+    embed(backend, tokens[: limits.batch_tokens])
+    if not limits.chunked:
+        embed(backend, tokens)
+
+
+def test_as_many_rows_as_a_step_may_have(opened_for: Open) -> None:
+    for name in ("encoder-mean", *DECODERS):
+        backend = opened_for(name)
+        inputs = inputs_for(name, *[4] * backend.limits.embed.rows)
+        vectors = embed(backend, *inputs)
+        assert cosine(vectors[-1], embed(backend, inputs[-1])[0]) > SAME
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_vectors_and_tokens_do_not_disturb_each_other(
+    name: str, opened_for: Open, reference: Reference, bare: Callable[..., Bare]
+) -> None:
+    kind = DENSE._replace(model=name)
+    backend = opened_for(name)
+    drive = Drive(backend)
+    alone = bare(name, CODES["mean"])
+    inputs = inputs_for(name, 10, 300, 40, 128, 5, 60)
+    vectors: dict[str, tuple[bytes, ...]] = {}
+    take = drive.loop._emit
+
+    def watch(report: Any) -> None:
+        vectors.update((delta.request_id, delta.vectors) for delta in report.deltas if delta.vectors)
+        take(report)
+
+    drive.loop._emit = watch
+    drive.submit(*(ask(f"r{seed}", words(seed, 30 + 60 * seed), 12) for seed in range(4)))
+    for call in ("e0", "e1"):
+        drive.answers[call] = type(drive.answers["r0"])()
+        drive.loop.embedding.add(Request(id=call, prompt=(), max_tokens=0, embed=tuple(inputs)))
+    while not drive.loop.embedding.idle:
+        drive.step()
+    answers = drive.finish()
+    for seed in range(4):
+        reference.check(kind, words(seed, 30 + 60 * seed), 12, answers[f"r{seed}"])
+    for call in ("e0", "e1"):
+        for tokens, data in zip(inputs, vectors[call], strict=True):
+            assert cosine(np.frombuffer(data, np.float32), alone.tokens(tokens)[0]) > SAME
+    kinds = [batch.kind for batch in drive.backend.batches]
+    assert BatchKind.EMBED in kinds and BatchKind.GENERATE in kinds
+    assert cells(backend) == 0
+
+
+def test_nobody_pays_who_does_not_embed(files: dict[str, Path]) -> None:
+    config = EngineConfig(model=str(files["dense"]), parallel=1, ctx_size=512, threads=1)
+    backend = LlamaBackend(prepare(config))
+    assert backend._embedding is None
+    backend.reset_embedding()
+    backend.close()
+
+
+def test_memory_stays_flat(opened_for: Open) -> None:
+    for name in ("encoder-mean", "dense"):
+        backend = opened_for(name)
+        inputs = inputs_for(name, 60, 5, 40)
+
+        def some(count: int, backend: LlamaBackend = backend, inputs: list[Tokens] = inputs) -> int:
+            for _ in range(count):
+                embed(backend, *inputs)
+            return resident()
+
+        before = some(50)
+        assert some(300) - before < 2 << 20, name
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_memory_is_counted_before_it_is_taken(
+    files: dict[str, Path], opened_for: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = GgufHeader(files["dense"])
+    limits = EmbedLimits(tokens=4096, batch_tokens=512, chunked=True)
+    memory = EmbeddingMemory.of(header, limits, 512, flash=True)
+    # two layers, two heads of key and value, 32 wide, two bytes each
+    assert memory.kv == 4096 * 2 * 2 * (32 + 32) * 2
+    assert memory.logits == 512 * 512 * 4 * 2
+    whole = EmbeddingMemory.of(header, EmbedLimits(tokens=4096, batch_tokens=512), 512, flash=False)
+    assert GgufHeader(files["encoder-mean"]).kv_bytes_per_cell() == 0, "an encoder has no cells"
+    assert whole.kv == 0 and whole.attention == 4 * 4096 * 4096 * 4
+    monkeypatch.setattr("cllm.backend.llama.embedding.available_memory", lambda: 1 << 16)
+    with pytest.raises(NotEnoughMemory, match="not enough memory for embeddings"):
+        opened_for("dense")
+
+
+def test_a_ranking_head_that_is_not_there_is_refused(files: dict[str, Path]) -> None:
+    with pytest.raises(ModelFileError, match="no ranking head"):
+        prepare(EngineConfig(model=str(files["dense"]), pooling="rank"))
+    assert prepare(EngineConfig(model=str(files["reranker"]))).model
+
+
+def test_an_encoder_passes_the_probe(files: dict[str, Path]) -> None:
+    from cllm.backend.llama.probe import run_probe
+
+    result = run_probe(prepare(EngineConfig(model=str(files["encoder-mean"]), threads=1)))
+    assert result.passed and math.isfinite(result.tokens_per_second), result.detail

@@ -1,0 +1,352 @@
+"""`/v1/embeddings` and `/v1/rerank` over HTTP: OpenAI's SDK, an encoder, a reranker, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openai
+import pytest
+
+from cllm import LLM, AsyncLLM
+from cllm.errors import ContextLengthExceeded, InvalidRequest
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server, wait_for
+from tests.tiny_encoders import make_encoder, make_reranker
+
+CAT, KITTEN, RATES = (
+    "The cat sat on the mat.",
+    "A kitten rested on the rug.",
+    "The central bank raised interest rates by half a percentage point.",
+)
+Vector = npt.NDArray[np.float64]
+
+
+@pytest.fixture(scope="module")
+def client(embedded: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{embedded.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A bert, with its probe."""
+    folder = tmp_path_factory.mktemp("encoder")
+    with Server(folder / "log", str(make_encoder(folder / "tiny-bert.gguf")), "--threads", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("reranker")
+    with Server(folder / "log", str(make_reranker(folder / "tiny-rank.gguf")), "--threads", "1") as server:
+        yield server
+
+
+def vectors(client: openai.OpenAI, value: Any, **options: Any) -> list[Vector]:
+    answer = client.embeddings.create(model="any", input=value, **options)
+    assert [one.index for one in answer.data] == list(range(len(answer.data)))
+    return [np.array(one.embedding) for one in answer.data]
+
+
+def post(server: Server, **body: Any) -> list[Vector]:
+    answer = server.post("/v1/embeddings", body)
+    assert answer.status_code == 200, answer.text
+    return [np.array(one["embedding"]) for one in answer.json()["data"]]
+
+
+def assert_same(found: Sequence[Vector], wanted: Sequence[Vector]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one @ other > 0.9999
+
+
+# OpenAI's SDK on an ordinary model ------------------------------------------------------------------
+
+
+def test_similar_texts_are_closer_than_dissimilar_ones(client: openai.OpenAI) -> None:
+    cat, kitten, rates = vectors(client, [CAT, KITTEN, RATES])
+    assert cat @ kitten > cat @ rates + 0.05 and kitten @ cat > kitten @ rates + 0.05
+    for vector in (cat, kitten, rates):
+        assert vector.shape == (576,) and abs(np.linalg.norm(vector) - 1) < 1e-5
+
+
+def test_numbers_and_base64_are_the_same_floats(client: openai.OpenAI, embedded: Server) -> None:
+    """The SDK asks for base64 unless it is told otherwise."""
+    (by_default,) = vectors(client, CAT)
+    (numbers,) = vectors(client, CAT, encoding_format="float")
+    np.testing.assert_allclose(by_default, numbers, atol=1e-6)
+    body = {"input": CAT, "encoding_format": "base64"}
+    raw = embedded.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(raw), "<f4"), numbers, atol=1e-6)
+
+
+def test_dimensions_cut_and_scale(client: openai.OpenAI) -> None:
+    (whole,), (cut,) = vectors(client, CAT), vectors(client, CAT, dimensions=64)
+    assert cut.shape == (64,) and abs(np.linalg.norm(cut) - 1) < 1e-5
+    np.testing.assert_allclose(cut, whole[:64] / np.linalg.norm(whole[:64]), atol=1e-5)
+    assert vectors(client, CAT, dimensions=576)[0].shape == (576,)
+
+
+def test_twenty_inputs_come_back_in_their_order(client: openai.OpenAI, embedded: Server) -> None:
+    texts = [f"{'word ' * (number * 7 % 40)}number {number}" for number in range(20)]
+    together = vectors(client, texts)
+    assert len(together) == 20
+    for number in (0, 7, 13, 19):
+        alone = vectors(client, texts[number])[0]
+        likeness = [float(alone @ one) for one in together]
+        assert likeness[number] > 0.9999 and int(np.argmax(likeness)) == number
+    answer = client.embeddings.create(model="any", input=texts)
+    lengths = [embedded.post("/encode", {"text": text}).json()["length"] for text in texts]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(lengths)
+
+
+def test_texts_and_their_tokens_are_the_same(client: openai.OpenAI, embedded: Server) -> None:
+    tokens = [embedded.post("/encode", {"text": text}).json()["tokens"] for text in (CAT, RATES)]
+    assert_same(vectors(client, tokens), vectors(client, [CAT, RATES]))
+    assert_same(vectors(client, tokens[1]), vectors(client, RATES))
+
+
+def test_a_text_over_many_steps_is_one_vector(client: openai.OpenAI) -> None:
+    (long,) = vectors(client, f"{CAT} " * 80)
+    (cat,), (rates,) = vectors(client, CAT), vectors(client, RATES)
+    assert long @ cat > long @ rates
+
+
+BAD: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "no input": ({}, "input", "input"),
+    "empty text": ({"input": ""}, "input", "at least 1"),
+    "empty list": ({"input": []}, "input", "at least 1"),
+    "an empty text among others": ({"input": ["x", ""]}, "input", "at least 1"),
+    "too many inputs": ({"input": ["x"] * 2049}, "input", "2048"),
+    "a number": ({"input": 5}, "input", "input"),
+    "true": ({"input": True}, "input", "input"),
+    "a negative token": ({"input": [-1]}, "input", "greater than or equal to 0"),
+    "no such token": ({"input": [10**6]}, "input", "no token id"),
+    "a lone surrogate": ({"input": "\ud83d"}, "input", "surrogate"),
+    "unknown format": ({"input": "x", "encoding_format": "int8"}, "encoding_format", "base64"),
+    "no dimensions": ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+    "too many dimensions": ({"input": "x", "dimensions": 577}, "dimensions", "576"),
+    "dimensions as text": ({"input": "x", "dimensions": "64"}, "dimensions", "integer"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_400_that_names_the_field(case: str, embedded: Server) -> None:
+    body, field, message = BAD[case]
+    answer = embedded.client.post(
+        "/v1/embeddings", content=_json(body), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == field and error["type"] == "invalid_request_error"
+    assert message in error["message"], error
+
+
+def _json(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def test_errors_are_the_sdks_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        vectors(client, [CAT, "word " * 5000])
+    assert refused.value.code == "context_length_exceeded" and refused.value.param == "input"
+    assert "input 1 has 5001 tokens" in str(refused.value) and "4096" in str(refused.value)
+    with pytest.raises(openai.BadRequestError, match="577"):
+        vectors(client, CAT, dimensions=577)
+    with pytest.raises(openai.BadRequestError, match="5000 tokens"):
+        vectors(client, [[1] * 5000])
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="../../etc/passwd", input=CAT)
+
+
+def test_an_ordinary_model_ranks_nothing(embedded: Server) -> None:
+    answer = embedded.post("/v1/rerank", {"query": "x", "documents": ["y"]})
+    assert answer.status_code == 400 and "not a reranker" in answer.json()["error"]["message"]
+
+
+def test_llama_servers_own_shape(embedded: Server, client: openai.OpenAI) -> None:
+    wanted = vectors(client, [CAT, RATES])
+    for path in ("/embedding", "/embeddings"):
+        answer = embedded.post(path, {"content": [CAT, RATES]})
+        assert answer.status_code == 200, answer.text
+        entries = answer.json()
+        assert [entry["index"] for entry in entries] == [0, 1]
+        assert_same([np.array(entry["embedding"][0]) for entry in entries], wanted)
+    raw = embedded.post("/embedding", {"content": CAT, "embd_normalize": -1}).json()[0]["embedding"][0]
+    assert np.linalg.norm(raw) > 2
+    refused = embedded.post("/embedding", {"content": ""})
+    assert refused.status_code == 400 and refused.json()["success"] is False
+
+
+# Beside streams, and when somebody goes --------------------------------------------------------------
+
+
+def test_streams_go_on_while_many_texts_are_embedded(tiny: Server) -> None:
+    alone = tiny.generate("a stream beside vectors", 200)["text"]
+    inputs = [f"text number {number} " * 20 for number in range(120)]
+    found: list[list[Vector]] = []
+    work = threading.Thread(target=lambda: found.append(post(tiny, input=inputs)))
+    with tiny.open_stream("a stream beside vectors", 200) as events:
+        first = next(events)["token"]
+        work.start()
+        text = first + "".join(event["token"] for event in events)
+    work.join()
+    assert text == alone
+    some = (0, 60, 119)
+    assert_same([found[0][number] for number in some], post(tiny, input=[inputs[number] for number in some]))
+    wait_for(tiny.idle)
+
+
+def test_whoever_leaves_is_not_computed_for(tiny: Server) -> None:
+    before = tiny.finished("cancelled")
+    body = {"input": ["0123456789" * 100] * 1000}
+    connection = tiny.connect(body, "/v1/embeddings")
+    wait_for(lambda: tiny.get("/debug/requests")["requests"])
+    (entry,) = tiny.get("/debug/requests")["requests"]
+    assert entry["prompt_tokens"] == 1_000_000
+    connection.close()
+    wait_for(tiny.idle)
+    assert tiny.finished("cancelled") == before + 1
+    assert "Traceback" not in tiny.log_text
+
+
+def test_a_call_outlives_the_engine(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--threads", "1")
+    inputs = ["0123456789" * 30 + str(number) for number in range(150)]
+    found: list[list[Vector]] = []
+    work = threading.Thread(target=lambda: found.append(post(server, input=inputs)))
+    work.start()
+    wait_for(lambda: server.metrics()["cllm_decoded_tokens_total"] > 0)
+    os.kill(server.child("engine"), signal.SIGKILL)
+    work.join(90)
+    assert len(found[0]) == 150
+    assert_same(found[0][-1:], post(server, input=inputs[-1]))
+    wait_for(server.idle)
+
+
+# Encoders and rerankers -----------------------------------------------------------------------------
+
+
+def test_an_encoder_embeds(encoder: Server) -> None:
+    info = encoder.get("/model/info")
+    assert (info["generates"], info["pooling"], info["vector_length"]) == (False, "mean", 64)
+    one, two = post(encoder, input=["hello world", "9 lives"])
+    assert one.shape == (64,) and abs(np.linalg.norm(one) - 1) < 1e-5 and one @ two < 0.99
+    assert_same(post(encoder, input="hello world"), [one])
+    assert_same(post(encoder, input=["x" * n for n in range(1, 101)])[-1:], post(encoder, input="x" * 100))
+    refused = encoder.post("/v1/embeddings", {"input": ["x", "y" * 600]}).json()["error"]
+    assert refused["code"] == "context_length_exceeded"
+    assert "input 1 has 602 tokens" in refused["message"] and "512" in refused["message"]
+    assert encoder.idle()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompt": "x"}),
+        ("/generate_stream", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+        ("/completion", {"prompt": "x"}),
+    ],
+)
+def test_an_encoder_says_that_it_cannot_generate(path: str, body: dict[str, Any], encoder: Server) -> None:
+    answer = encoder.post(path, body)
+    assert answer.status_code == 400
+    assert "generates no text" in answer.text and "/v1/embeddings" in answer.text
+    assert (
+        encoder.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}).status_code
+        == 400
+    )
+    assert encoder.get("/health")["engine"] == "ready"
+
+
+def test_pooling_can_be_chosen(start: StartServer, tmp_path: Path, encoder: Server) -> None:
+    server = start(str(make_encoder(tmp_path / "bert.gguf")), "--threads", "1", "--pooling", "cls")
+    assert server.get("/model/info")["pooling"] == "cls"
+    (mean,), (cls,) = post(encoder, input="hello world"), post(server, input="hello world")
+    assert mean @ cls < 0.99
+
+
+def test_documents_are_ranked(reranker: Server) -> None:
+    documents = ["hello you", "x", "9 lives", "a panda is a bear"]
+    body = {"query": "what is a panda", "documents": documents}
+    answer = reranker.post("/v1/rerank", body).json()
+    scores = {entry["index"]: entry["relevance_score"] for entry in answer["results"]}
+    assert sorted(scores) == [0, 1, 2, 3] and len(set(scores.values())) == 4
+    ranked = [entry["relevance_score"] for entry in answer["results"]]
+    assert ranked == sorted(ranked, reverse=True)
+    for index, document in enumerate(documents):
+        alone = reranker.post("/v1/rerank", {**body, "documents": [document]}).json()
+        assert abs(alone["results"][0]["relevance_score"] - scores[index]) < 1e-4
+    # [CLS], the query without its spaces, [SEP], a document, [SEP]
+    tokens = sum(3 + len("whatisapanda") + len(one.replace(" ", "")) for one in documents)
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    best = reranker.post(
+        "/v1/rerank",
+        {**body, "documents": [{"text": one} for one in documents], "top_n": 2, "return_documents": True},
+    ).json()["results"]
+    assert [entry["index"] for entry in best] == [entry["index"] for entry in answer["results"][:2]]
+    assert all(entry["document"] == {"text": documents[entry["index"]]} for entry in best)
+    assert reranker.idle()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"query": ""}, "query"),
+        ({"query": None}, "query"),
+        ({"documents": []}, "documents"),
+        ({"documents": ["x", ""]}, "documents"),
+        ({"documents": [{"title": "x"}]}, "documents"),
+        ({"documents": ["x"] * 2049}, "documents"),
+        ({"documents": ["x" * 600]}, "documents"),
+        ({"top_n": 0}, "top_n"),
+    ],
+)
+def test_bad_rankings_are_a_400(change: dict[str, Any], field: str, reranker: Server) -> None:
+    answer = reranker.post("/v1/rerank", {"query": "x", "documents": ["y"], **change})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_reranker_makes_no_vectors(reranker: Server) -> None:
+    answer = reranker.post("/v1/embeddings", {"input": "x"})
+    assert answer.status_code == 400 and "reranker" in answer.json()["error"]["message"]
+
+
+# The page and the Python API ------------------------------------------------------------------------
+
+
+def test_every_field_is_described(tiny: Server) -> None:
+    schemas = tiny.get("/openapi.json")["components"]["schemas"]
+    for name in ("EmbeddingsBody", "LlamaEmbeddingBody", "RerankBody", "DocumentBody"):
+        assert all("description" in field for field in schemas[name]["properties"].values()), name
+        assert name == "DocumentBody" or "example" in schemas[name]
+
+
+def test_the_python_api_embeds(client: openai.OpenAI) -> None:
+    wanted = vectors(client, [CAT, RATES])
+
+    async def use() -> list[list[float]]:
+        async with AsyncLLM(parallel=2, ctx_size=1024, threads=1) as model:
+            return await model.embed([CAT, RATES])
+
+    with LLM(parallel=2, ctx_size=1024, threads=1) as llm:
+        assert_same([np.array(one) for one in llm.embed([CAT, RATES])], wanted)
+        assert_same([np.array(one) for one in llm.embed(CAT)], wanted[:1])
+        assert llm.embed([]) == []
+        with pytest.raises(ContextLengthExceeded, match="input 0 has"):
+            llm.embed("word " * 5000)
+        with pytest.raises(InvalidRequest, match="empty"):
+            llm.embed([CAT, ""])
+    assert_same([np.array(one) for one in asyncio.run(use())], wanted)
