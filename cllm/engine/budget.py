@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
+from cllm.engine.cost import StepClock, StepShape
+
 
 class StepBudget:
-    """Turns a time target into a token count, from the steps it has seen.
+    """Turns a time target into prefill tokens, with the cost of a step as measured.
 
-    Prefill is close to linear in tokens, so one figure is kept: seconds per token of steps dominated by
-    prefill, smoothed. With nobody generating, a step is as large as the batch allows.
+    With nobody generating, a step is as large as the batch allows.
     """
 
-    SMALLEST_CHUNK = 32  # below this the fixed cost of a step dominates and nothing is won
-    FIRST_GUESS_TOKENS = 128  # until a prefill has been measured
-    SMOOTHING = 0.3
+    SMALLEST_CHUNK = 8  # whatever the clock says: a prompt must get on
+    FIRST_CHUNK = 64  # until a prefill was measured
+    GROWTH = 4  # no chunk is more than so many times what was measured
+    AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
 
-    def __init__(self, batch_tokens: int, target_s: float) -> None:
+    def __init__(self, batch_tokens: int, target_s: float, *, split: bool = True) -> None:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
-        self._seconds_per_token: float | None = None
+        self.clock = StepClock()
+        self._split = split  # then rows of unequal length are computed apart
 
-    def prefill_tokens(self, generating: int) -> int:
-        """Most prefill tokens of the next step when `generating` sequences each get their token too."""
+    @property
+    def seconds_per_token(self) -> float | None:
+        """What computing one more prompt token costs; None before it was measured."""
+        cost = self.clock.cost
+        if cost is None or not self.clock.largest_prefill:
+            return None
+        return cost.prefill_token or None
+
+    def prefill_tokens(self, generating: int, *, context: int = 0, position: int = 0) -> int:
+        """Most prefill tokens of the next step, beside one token for each of `generating` sequences.
+
+        Those hold `context` cells together; the prefill goes on at about `position`.
+        """
         room = self.batch_tokens - generating
-        if generating == 0:
-            return room
-        if self._seconds_per_token is None:
-            return min(room, self.FIRST_GUESS_TOKENS)
-        affordable = int(self.target_s / self._seconds_per_token) - generating
-        return max(min(room, self.SMALLEST_CHUNK), min(room, affordable))
+        if generating == 0 or room <= 0:
+            return max(0, room)
+        cost = self.clock.cost
+        measured = self.clock.largest_prefill
+        if cost is None or not measured:
+            return min(room, self.FIRST_CHUNK)
+        low = min(room, self.SMALLEST_CHUNK)
+        high = max(low, min(room, max(self.FIRST_CHUNK, self.GROWTH * measured)))
+        while low < high:  # the most that is within the aim
+            chunk = (low + high + 1) // 2
+            shape = StepShape(1 + self._split, chunk, generating, context + chunk * (position + chunk / 2))
+            if cost.seconds(shape) <= self.AIM * self.target_s:
+                low = chunk
+            else:
+                high = chunk - 1
+        return low
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a finished step; those without a sizeable prefill say nothing about its cost."""
-        if tokens < self.SMALLEST_CHUNK or seconds <= 0:
-            return
-        cost = max(seconds / tokens, 1e-9)
-        if self._seconds_per_token is None:
-            self._seconds_per_token = cost
-        else:
-            self._seconds_per_token += self.SMOOTHING * (cost - self._seconds_per_token)
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Learn from a finished step."""
+        self.clock.observe(shape, seconds)

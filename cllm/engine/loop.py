@@ -22,6 +22,7 @@ from cllm.engine.messages import (
     Submit,
 )
 from cllm.engine.scheduler import Scheduler, bisect
+from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,11 @@ class StepLoop:
         self._emit = emit
         self.scheduler = Scheduler(
             backend,
-            StepBudget(backend.limits.batch_tokens, config.target_itl_ms / 1000),
-            park_bytes=config.park_mb << 20,
+            StepBudget(
+                backend.limits.batch_tokens, config.target_itl_ms / 1000, split=not backend.limits.unified
+            ),
+            RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
+            share_across_tenants=config.share_prefixes_across_tenants,
         )
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do

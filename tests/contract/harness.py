@@ -139,9 +139,10 @@ class Answer:
 class Drive:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
-    def __init__(self, backend: Backend, *, park_mb: int = 64) -> None:
+    def __init__(self, backend: Backend, *, park_mb: int = 64, cache_mb: int = 0, **settings: bool) -> None:
         self.backend = backend if isinstance(backend, Watched) else Watched(backend)
-        self.loop = StepLoop(self.backend, EngineConfig(threads=1, park_mb=park_mb), self._take)
+        config = EngineConfig(threads=1, park_mb=park_mb, cache_ram_mb=cache_mb, **settings)
+        self.loop = StepLoop(self.backend, config, self._take)
         self.scheduler = self.loop.scheduler
         self.answers: dict[str, Answer] = {}
 
