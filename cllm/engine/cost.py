@@ -22,6 +22,12 @@ class StepShape(NamedTuple):
     rows: int  # rows with one token
     attended: float  # pairs of a token and a cell before it
 
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """Steps of one kind are alike in size: each figure is within a factor of two (context: four)."""
+        context = int(self.attended) // max(1, self.prefill_tokens + self.rows)
+        return self.prefill_tokens.bit_length(), self.rows.bit_length(), context.bit_length() // 2
+
     @classmethod
     def of(cls, rows: Iterable[Row], ubatches: int) -> StepShape:
         prefill = single = 0
@@ -53,57 +59,76 @@ class StepCost(NamedTuple):
         )
 
 
-class StepClock:
-    """Fits `StepCost` to the latest steps.
+class _Sample(NamedTuple):
+    shape: StepShape
+    seconds: float
+    number: int  # of the step
 
-    Steps with prefill and steps without are remembered apart, so that an hour of plain decoding does not
-    wash out what prefill costs. A step that took far longer than it should have (the machine was busy) is
-    weighed down, not believed.
+
+class StepClock:
+    """Fits `StepCost` to the latest steps of every kind.
+
+    Steps of different kinds (how much prefill, how many rows, how far into the context) are remembered
+    apart: an hour of plain decoding, or of one long prompt, must not wash out what the rest costs. Older
+    ones count less, and one that took far longer than it should have (the machine was busy) hardly at all.
     """
 
-    REMEMBERED = 48  # steps of either kind
-    REFIT_AFTER = 6  # new steps; fitting takes a fraction of a millisecond
-    # Units in which the costs are of similar size; the fit is drawn weakly towards zero in them.
+    REMEMBERED = 12  # steps of a kind
+    KINDS = 40
+    HALF_LIFE = 48  # steps after which one counts half
+    LEAST_WEIGHT = 0.02
+    SHORTEST_S = 1e-6  # no step is shorter, whatever a clock says
+    REFIT_AFTER = 16  # steps; fitting takes a fraction of a millisecond
+    SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once
+    # Units in which the costs are of similar size; what cannot be told apart is shared in them.
     UNITS: Vector = np.array([1.0, 64.0, 4.0, 65536.0])
 
     def __init__(self) -> None:
-        self._with_prefill: deque[tuple[StepShape, float]] = deque(maxlen=self.REMEMBERED)
-        self._without: deque[tuple[StepShape, float]] = deque(maxlen=self.REMEMBERED)
-        self._unfitted = 0
+        self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
+        self._number = 0
+        self._fitted = 0  # the number of the last step that is in the estimate
+        self._surprised = True
         self._cost: StepCost | None = None
+        self.largest_prefill = 0  # a guess far beyond it is no more than a guess
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a finished step; one without a time teaches nothing."""
         if seconds <= 0:
             return
-        (self._with_prefill if shape.prefill_tokens else self._without).append((shape, seconds))
-        self._unfitted += 1
-
-    @property
-    def largest_prefill(self) -> int:
-        """Of the steps remembered; a guess far beyond it is no more than a guess."""
-        return max((shape.prefill_tokens for shape, _ in self._with_prefill), default=0)
+        seconds = max(seconds, self.SHORTEST_S)
+        self._number += 1
+        kind = self._samples.pop(shape.kind, None) or deque(maxlen=self.REMEMBERED)
+        kind.append(_Sample(shape, seconds, self._number))
+        self._samples[shape.kind] = kind  # the kind seen last is the last
+        if len(self._samples) > self.KINDS:
+            del self._samples[next(iter(self._samples))]
+        self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
+        if self._cost is not None and abs(self._cost.seconds(shape) - seconds) > self.SURPRISE * seconds:
+            self._surprised = True
 
     @property
     def cost(self) -> StepCost | None:
         """The present estimate; None before the first step."""
-        seen = len(self._with_prefill) + len(self._without)
-        if self._unfitted and (self._unfitted >= self.REFIT_AFTER or seen <= 2 * self.REFIT_AFTER):
+        new = self._number - self._fitted
+        if new and (self._surprised or self._cost is None or new >= self.REFIT_AFTER):
             self._cost = self._fit()
-            self._unfitted = 0
+            self._fitted = self._number
+            self._surprised = False
         return self._cost
 
     def _fit(self) -> StepCost:
-        samples = (*self._with_prefill, *self._without)
-        shapes = np.array([shape for shape, _ in samples], float) / self.UNITS
-        seconds = np.array([time for _, time in samples])
-        weights = 1 / seconds  # errors count relative to the step, small steps as much as large ones
+        samples = [sample for kind in self._samples.values() for sample in kind]
+        shapes = np.array([sample.shape for sample in samples], float) / self.UNITS
+        seconds = np.array([sample.seconds for sample in samples])
+        ages = self._number - np.array([sample.number for sample in samples])
+        fresh = np.maximum(0.5 ** (ages / self.HALF_LIFE), self.LEAST_WEIGHT)
+        weights = fresh / seconds  # errors count relative to the step, small steps as much as large ones
         found = np.zeros(len(self.UNITS))
         for _ in range(3):
             found = _non_negative(shapes, seconds, weights)
             error = np.abs(shapes @ found - seconds) / seconds
-            usual = max(float(np.median(error)), 0.01)
-            weights = np.minimum(1.0, 2 * usual / np.maximum(error, 1e-9)) / seconds
+            usual = max(float(np.median(error[ages <= np.median(ages)])), 0.01)
+            weights = fresh * np.minimum(1.0, 2 * usual / np.maximum(error, 1e-9)) / seconds
         return StepCost(*(found / self.UNITS).tolist())
 
 

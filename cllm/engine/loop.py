@@ -157,6 +157,7 @@ class StepLoop:
         compute_s: float = 0.0,
         sample_s: float = 0.0,
     ) -> StepStats:
+        prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
         return StepStats(
             steps=steps,
             rows=rows,
@@ -169,4 +170,10 @@ class StepLoop:
             leases=len(self.scheduler.pool.leases),
             cells_used=self.scheduler.cells_used,
             integrity_failures=self.scheduler.integrity_failures,
+            prefix_hits=prefixes.hits,
+            prefix_tokens=prefixes.tokens,
+            prefix_saves=prefixes.saves,
+            prefix_evictions=prefixes.evictions,
+            prefix_bytes=tier.cached_bytes,
+            parked_bytes=tier.parked_bytes,
         )

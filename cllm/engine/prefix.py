@@ -43,11 +43,12 @@ class Origin(NamedTuple):
 
 
 class PrefixCounts(NamedTuple):
-    """What happened, since the engine started."""
+    """What happened."""
 
     hits: int = 0  # sequences that began with something taken over
     tokens: int = 0  # tokens they did not have to compute
     saves: int = 0  # states put into RAM
+    evictions: int = 0  # states pushed out of it
 
 
 class MemorySpeed:
@@ -90,11 +91,18 @@ class Prefixes:
         self._restoring = MemorySpeed()
         self._last_saved = (1, 0)  # tokens and bytes of a state: what to expect of the next
         self._spent_s = 0.0  # on saving, in this step
-        self.counts = PrefixCounts()
+        self._counts = PrefixCounts()  # since they were taken last
+        self._evictions_told = 0
 
     def new_step(self) -> None:
         """The time for which saving may keep others waiting is counted by the step."""
         self._spent_s = 0.0
+
+    def take_counts(self) -> PrefixCounts:
+        """What happened since the last call."""
+        evictions, self._evictions_told = self.tier.evictions - self._evictions_told, self.tier.evictions
+        counts, self._counts = self._counts._replace(evictions=evictions), PrefixCounts()
+        return counts
 
     def _tenant(self, sequence: Sequence) -> str:
         return "" if self._across_tenants else sequence.request.tenant
@@ -204,9 +212,8 @@ class Prefixes:
         sequence.computed = held
         if first_start:  # one that was parked has computed this before
             sequence.cached_tokens = held
-        self.counts = self.counts._replace(
-            hits=self.counts.hits + (held > 0), tokens=self.counts.tokens + held
-        )
+        counts = self._counts
+        self._counts = counts._replace(hits=counts.hits + (held > 0), tokens=counts.tokens + held)
 
     def _restore(self, sequence_id: int, entry: Entry, length: int) -> int:
         started = time.perf_counter()
@@ -250,7 +257,7 @@ class Prefixes:
             for other in covered:
                 self.tier.drop(other)
             self.tier.put(entry)
-            self.counts = self.counts._replace(saves=self.counts.saves + 1)
+            self._counts = self._counts._replace(saves=self._counts.saves + 1)
 
     def _pays(self, size: int, new: int, *, others: bool) -> bool:
         seconds = self._saving.seconds(size)

@@ -139,7 +139,7 @@ class Answer:
 class Drive:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
-    def __init__(self, backend: Backend, *, park_mb: int = 64, cache_mb: int = 0, **settings: bool) -> None:
+    def __init__(self, backend: Backend, *, park_mb: int = 64, cache_mb: int = 0, **settings: Any) -> None:
         self.backend = backend if isinstance(backend, Watched) else Watched(backend)
         config = EngineConfig(threads=1, park_mb=park_mb, cache_ram_mb=cache_mb, **settings)
         self.loop = StepLoop(self.backend, config, self._take)

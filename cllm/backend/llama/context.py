@@ -145,16 +145,26 @@ class LlamaContext(Owned):
         if sequence_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size(self.pointer, sequence_id)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self.api.llama_state_seq_get_data(self.pointer, buffer, size, sequence_id)
-        return bytes(buffer) if written == size else None
+        state = _new_bytes(None, size)  # filled once, before anybody else sees it: no second copy of it
+        written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, sequence_id)
+        return state if written == size else None
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         """Put saved KV into an empty sequence; on failure it is empty again."""
         if sequence_id in self._copying:
             return False
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        if self.api.llama_state_seq_set_data(self.pointer, buffer, len(state), sequence_id) == len(state):
+        size = len(state)
+        if self.api.llama_state_seq_set_data(self.pointer, _address(state), size, sequence_id) == size:
             return True
         self.remove(sequence_id)
         return False
+
+
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+
+
+def _address(state: bytes) -> Any:
+    """Where the bytes lie; good while `state` is held."""
+    return ctypes.cast(ctypes.c_char_p(state), ctypes.POINTER(ctypes.c_uint8))
