@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Row
+from cllm.backend.base import Batch
 
 Vector = npt.NDArray[np.float64]
 
@@ -29,10 +28,10 @@ class StepShape(NamedTuple):
         return self.prefill_tokens.bit_length(), self.rows.bit_length(), context.bit_length() // 2
 
     @classmethod
-    def of(cls, rows: Iterable[Row], ubatches: int) -> StepShape:
-        prefill = single = 0
+    def of(cls, batch: Batch, ubatches: int) -> StepShape:
+        prefill, single = 0, len(batch.fillers)
         attended = 0.0
-        for row in rows:
+        for row in batch.rows:
             count = len(row.tokens)
             attended += count * (row.position + count / 2)
             if count == 1:
@@ -78,8 +77,9 @@ class StepClock:
     HALF_LIFE = 48  # steps after which one counts half
     LEAST_WEIGHT = 0.02
     SHORTEST_S = 1e-6  # no step is shorter, whatever a clock says
-    REFIT_AFTER = 16  # steps; fitting takes a fraction of a millisecond
-    SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once
+    REFIT_AFTER = 16  # steps; fitting takes half a millisecond
+    SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
+    WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
     # Units in which the costs are of similar size; what cannot be told apart is shared in them.
     UNITS: Vector = np.array([1.0, 64.0, 4.0, 65536.0])
 
@@ -87,7 +87,7 @@ class StepClock:
         self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
         self._number = 0
         self._fitted = 0  # the number of the last step that is in the estimate
-        self._surprised = True
+        self._surprised = False
         self._cost: StepCost | None = None
         self.largest_prefill = 0  # a guess far beyond it is no more than a guess
 
@@ -103,14 +103,14 @@ class StepClock:
         if len(self._samples) > self.KINDS:
             del self._samples[next(iter(self._samples))]
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
-        if self._cost is not None and abs(self._cost.seconds(shape) - seconds) > self.SURPRISE * seconds:
-            self._surprised = True
+        if self._cost is not None and seconds >= self.WORTH_FITTING_S:
+            self._surprised |= abs(self._cost.seconds(shape) - seconds) > self.SURPRISE * seconds
 
     @property
     def cost(self) -> StepCost | None:
         """The present estimate; None before the first step."""
         new = self._number - self._fitted
-        if new and (self._surprised or self._cost is None or new >= self.REFIT_AFTER):
+        if new >= self.REFIT_AFTER or (new and (self._surprised or self._cost is None)):
             self._cost = self._fit()
             self._fitted = self._number
             self._surprised = False

@@ -16,6 +16,7 @@ from cllm.engine.budget import StepBudget
 from cllm.engine.constraints import ConstraintShop
 from cllm.engine.cost import StepShape
 from cllm.engine.joining import Joining
+from cllm.engine.layout import fill_holes
 from cllm.engine.parking import Parking
 from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import Origin, Prefixes
@@ -91,18 +92,23 @@ class Scheduler:
                     self._fail(sequence, error)
         if not rows:
             return None
-        batch = Batch(tuple(rows))
+        batch = Batch(tuple(rows), fillers=self._fillers(rows))
         assert batch.token_count <= self.backend.limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
+
+    def _fillers(self, rows: list[Row]) -> tuple[int, ...]:
+        """Ids that fill holes between the rows' own, where a hole is dear."""
+        limits = self.backend.limits
+        if limits.unified or self.backend.facts.recurrent:  # no holes; states that must not be moved about
+            return ()
+        return fill_holes(rows, self.pool.free_ids, self.budget.clock, limits.batch_tokens)
 
     def apply(self, batch: Batch, result: StepResult) -> None:
         """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
         match result.status:
             case StepStatus.DONE:
                 self._failed_steps = 0
-                self.budget.observe(
-                    StepShape.of(batch.rows, result.ubatches), result.compute_s + result.sample_s
-                )
+                self.budget.observe(StepShape.of(batch, result.ubatches), result.compute_s + result.sample_s)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(self._running[row.sequence_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:

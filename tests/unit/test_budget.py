@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backend.base import Row
+from cllm.backend.base import Batch, Row
 from cllm.engine.budget import StepBudget
 from cllm.engine.cost import StepClock, StepCost, StepShape
 from cllm.engine.shares import divide
@@ -150,7 +150,8 @@ def test_no_step_is_ever_over_the_batch(batch: int, generating: int, seen: list[
 
 def test_the_shape_of_a_step() -> None:
     rows = (Row(0, 100, (1,), 1, None), Row(1, 50, (1, 2, 3, 4), 0, None))
-    assert StepShape.of(rows, 2) == StepShape(2, 4, 1, 100.5 + 4 * 52)
+    assert StepShape.of(Batch(rows), 2) == StepShape(2, 4, 1, 100.5 + 4 * 52)
+    assert StepShape.of(Batch(rows, fillers=(2, 3)), 2) == StepShape(2, 4, 3, 100.5 + 4 * 52)
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.batch import NativeBatch, count_ubatches
+from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus, count_ubatches
+from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
@@ -35,6 +35,13 @@ def status_of(code: int) -> StepStatus:
             return StepStatus.BAD_BATCH
         case _:
             return StepStatus.FAILED
+
+
+def _with_fillers(batch: Batch) -> tuple[Row, ...]:
+    if not batch.fillers:
+        return batch.rows
+    fillers = (Row(sequence_id, 0, (0,), 0, None) for sequence_id in batch.fillers)
+    return tuple(sorted((*batch.rows, *fillers), key=lambda row: row.sequence_id))
 
 
 class LlamaBackend(Backend):
@@ -108,9 +115,12 @@ class LlamaBackend(Backend):
 
     def forward(self, batch: Batch) -> StepResult:
         self._graveyard.bury()
-        self._batch.fill(batch.rows)
+        rows = _with_fillers(batch)
+        self._batch.fill(rows)
         started = time.perf_counter()
         code = self._context.decode(self._batch.struct)
+        for sequence_id in batch.fillers:
+            self._context.remove(sequence_id)
         decoded = time.perf_counter()
         status = status_of(code)
         if status is not StepStatus.DONE:
@@ -120,7 +130,7 @@ class LlamaBackend(Backend):
             status,
             results,
             ubatches=count_ubatches(
-                batch.rows,
+                rows,
                 self._context.ubatch_tokens,
                 # a recurrent memory cuts by sequence in either layout
                 unified=self._context.unified and not self._context.recurrent,
