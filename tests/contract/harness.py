@@ -14,6 +14,7 @@ from cllm.backend.fake import FakeSampler
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
+from cllm.engine.cost import StepClock, StepCost, StepShape
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport
 from cllm.types import (
@@ -134,6 +135,17 @@ class Answer:
     def recomputed(self) -> int:
         """Tokens that went through the model a second time."""
         return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
+
+
+class StoppedClock(StepClock):
+    """Costs that no measurement changes, so that the same is decided every time."""
+
+    def __init__(self, cost: StepCost | None) -> None:
+        super().__init__()
+        self._cost = cost
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        pass
 
 
 class Drive:
