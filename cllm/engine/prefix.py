@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable
-from statistics import median
 from typing import NamedTuple
 
 from cllm.backend.base import Backend
 from cllm.engine.budget import StepBudget
 from cllm.engine.radix import Match
 from cllm.engine.sequence import Sequence
+from cllm.engine.speed import MemorySpeed
 from cllm.engine.tier import Entry, RamTier, size_of
 
 log = logging.getLogger(__name__)
@@ -49,28 +48,6 @@ class PrefixCounts(NamedTuple):
     tokens: int = 0  # tokens they did not have to compute
     saves: int = 0  # states put into RAM
     evictions: int = 0  # states pushed out of it
-
-
-class MemorySpeed:
-    """Seconds for a byte moved between KV memory and RAM: the median of the last moves.
-
-    It begins with a guess, and falls back to it bit by bit while nothing is moved: one bad moment of the
-    machine must not switch the cache off for good.
-    """
-
-    GUESS = 1 / 4e9
-
-    def __init__(self) -> None:
-        self._seen: deque[float] = deque([self.GUESS] * 3, maxlen=7)
-
-    def observe(self, size: int, seconds: float) -> None:
-        self._seen.append(seconds / max(1, size))
-
-    def doubt(self) -> None:
-        self._seen.append(self.GUESS)
-
-    def seconds(self, size: int) -> float:
-        return median(self._seen) * size
 
 
 class Prefixes:
@@ -199,10 +176,11 @@ class Prefixes:
         first_start = sequence.decoded_tokens == 0
         held = 0
         try:
-            if origin.donor is not None:
+            entry = origin.entry or self._through_ram(origin)
+            if entry is not None:
+                held = self._restore(sequence.sequence_id, entry, origin.length)
+            elif origin.donor is not None:
                 held = self._backend.copy(origin.donor.sequence_id, sequence.sequence_id, origin.length)
-            elif origin.entry is not None:
-                held = self._restore(sequence.sequence_id, origin.entry, origin.length)
         except Exception:
             log.exception("request %s could not take over what is known of it; it is computed", sequence.id)
         if held != origin.length:
@@ -214,6 +192,21 @@ class Prefixes:
             sequence.cached_tokens = held
         counts = self._counts
         self._counts = counts._replace(hits=counts.hits + (held > 0), tokens=counts.tokens + held)
+
+    def _through_ram(self, origin: Origin) -> Entry | None:
+        """The donor's state put into RAM, where that and restoring it are quicker than copying a stream.
+
+        Whoever comes next with the same beginning has only the restoring left to do.
+        """
+        donor = origin.donor
+        if donor is None or self._unified or not self.tier.cached_limit:
+            return None
+        size = size_of(donor.computed, self._state_bytes(donor.computed))
+        stream = self._state_bytes(self._backend.limits.sequence_cells)
+        if self._saving.seconds(size) + self._restoring.seconds(size) >= self._restoring.seconds(stream):
+            return None
+        tokens = donor.tokens[: donor.computed]
+        return self._keep(donor, tokens, self._known(donor, tokens))
 
     def _restore(self, sequence_id: int, entry: Entry, length: int) -> int:
         started = time.perf_counter()
@@ -241,23 +234,29 @@ class Prefixes:
         if best is not None and new < WORTH_COPYING:
             self.tier.touch(best.value)
             return
-        # What the new state begins with as a whole is not needed beside it, if that can be cut.
-        covered = [match.value for match in known if len(match.value.tokens) == match.length]
-        covered = covered if self._cuttable else []
         size = size_of(len(tokens), self._state_bytes(len(tokens)))
         if not self.tier.could_hold(size) or not self._pays(size, new, others=others):
             return
-        if not covered and size > self.tier.cache_room and new * self.NEW_PART < len(tokens):
+        if not self._covered(known) and size > self.tier.cache_room and new * self.NEW_PART < len(tokens):
             return
+        self._keep(sequence, tokens, known)
+
+    def _covered(self, known: list[Match[Entry]]) -> list[Entry]:
+        """What a new state begins with as a whole: not needed beside it, if that can be cut."""
+        return [match.value for match in known if self._cuttable and len(match.value.tokens) == match.length]
+
+    def _keep(self, sequence: Sequence, tokens: list[int], known: list[Match[Entry]]) -> Entry | None:
+        """Put what a sequence holds, `tokens`, into RAM, in place of what it covers. None if it fails."""
         state = self._save(sequence)
         if state is None:
-            return
+            return None
         entry = Entry(self._tenant(sequence), tokens, state)
         if self.tier.could_hold(entry.size):
-            for other in covered:
+            for other in self._covered(known):
                 self.tier.drop(other)
             self.tier.put(entry)
             self._counts = self._counts._replace(saves=self._counts.saves + 1)
+        return entry
 
     def _pays(self, size: int, new: int, *, others: bool) -> bool:
         seconds = self._saving.seconds(size)

@@ -12,7 +12,7 @@ from cllm.config import EngineConfig
 from cllm.engine.cost import StepShape
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport, StepStats
-from cllm.engine.prefix import MemorySpeed
+from cllm.engine.speed import MemorySpeed
 from cllm.engine.tier import Entry
 from cllm.types import Delta, FinishReason, Request, SamplingParams, Usage
 
@@ -234,6 +234,29 @@ def test_what_is_being_computed_is_waited_for_and_then_copied() -> None:
     names = [talk.submit(SYSTEM * 4 + tail) for tail in ((), (1,), (2, 3))]
     talk.run()
     assert [talk.usage(name).cached_tokens for name in names] == [0, 4 * len(SYSTEM), 4 * len(SYSTEM)]
+
+
+@pytest.mark.parametrize(("cells", "copies"), [(65_536, 0), (2048, 3)], ids=["long streams", "short ones"])
+def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_streams(
+    cells: int, copies: int
+) -> None:
+    talk = Talk(FakeBackend(sequences=4, cells=cells, batch_tokens=64))
+    talk.ask(tuple(b"so that it is known how large a state is" * 3))
+    calls: list[str] = []
+
+    def listen(_: int, name: str) -> None:
+        calls.append(name)
+
+    talk.backend.fail = listen
+    prompts = [(*SYSTEM, *SYSTEM, letter) for letter in b"abcd"]
+    names = [talk.submit(prompt, 30) for prompt in prompts]
+    while talk.loop.scheduler.waiting_count:
+        talk.loop.step()
+    assert [calls.count(name) for name in ("copy", "save", "restore")] == [copies, copies == 0, 3 - copies]
+    talk.run()
+    assert [talk.usage(name).cached_tokens for name in names] == [0, *[2 * len(SYSTEM)] * 3]
+    for name, prompt in zip(names, prompts, strict=True):
+        assert talk.text(name) == expected_text(prompt, 30, ends=False)
 
 
 def test_two_who_share_more_with_each_other_wait_for_each_other() -> None:
