@@ -98,6 +98,13 @@ class Life:
             known = [*self.requests[lease.request_id].prompt, *tokens]
             memory = self.backend.memory[lease.sequence_id]
             assert memory == known[: len(memory)]
+        # RAM: never over its limits, and what is cached is what it says it is.
+        tier = scheduler.prefixes.tier
+        assert tier.cached_bytes <= tier.cached_limit and tier.parked_bytes <= tier.parked_limit
+        assert tier.cached_bytes + tier.parked_bytes <= tier.limit
+        assert tier.cached_bytes == sum(entry.size for entry in tier._entries)
+        for entry in tier._entries:
+            assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
 
     def outcome(self, name: str) -> FinishReason:
         ends = [delta for delta in self.deltas[name] if delta.finish_reason is not None]
@@ -172,6 +179,10 @@ def test_the_laws_hold_through_any_life(
         fail=fail,
     )
     life = Life(backend, park_mb, cache_mb)
+    tier = life.loop.scheduler.prefixes.tier
+    tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
+    tier.parked_limit = min(tier.parked_limit, 400)
+    tier.limit = max(tier.cached_limit, tier.parked_limit)
     life.short_of_room = StepStatus.NO_ROOM in failures.values()
     for action, value in actions:
         if life.died:
@@ -208,6 +219,9 @@ def a_busy_life(backend: FakeBackend, cache_mb: int) -> Life:
     life = Life(backend, cache_mb=cache_mb)
     for number in range(6):
         life.add(b"prompt %d " % number * (1 + number % 3), 12, ignore_eos=True)
+    if cache_mb:  # these find what the first have left behind
+        for number in range(3):
+            life.add(b"prompt %d " % number * (1 + number % 3) + b"more", 6, ignore_eos=True)
     return life
 
 
@@ -235,6 +249,14 @@ def test_one_failure_at_every_native_call_in_turn(
         assert not life.died, f"one failure (call {k}) killed the engine"
         failed = [name for name in life.requests if life.outcome(name) is FinishReason.ERROR]
         assert len(failed) <= 1, f"call {k} failed {failed}"
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_the_busy_life_finds_what_was_left_behind(unified: bool) -> None:
+    life = a_busy_life(small_backend(unified=unified, trimmable=True), cache_mb=1)
+    life.run()
+    cached = [life.deltas[name][-1].usage for name in ("r6", "r7", "r8")]
+    assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
 
 
 def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:
