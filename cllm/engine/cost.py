@@ -13,32 +13,49 @@ from cllm.backend.base import Batch
 Vector = npt.NDArray[np.float64]
 
 
+TILE = 64  # tokens: llama.cpp's flash attention on a CPU takes so many at once, and fewer one by one
+
+
 class StepShape(NamedTuple):
     """What a step computes, as far as its time depends on it."""
 
     ubatches: int  # each reads all weights once
     prefill_tokens: int  # tokens of rows with more than one
     rows: int  # rows with one token
-    attended: float  # pairs of a token and a cell before it
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """Steps of one kind are alike in size: each figure is within a factor of two (context: four)."""
-        context = int(self.attended) // max(1, self.prefill_tokens + self.rows)
-        return self.prefill_tokens.bit_length(), self.rows.bit_length(), context.bit_length() // 2
+    attended: float  # pairs of a token and a cell before it, token by token
+    tiled: float = 0.0  # such pairs in tiles
 
     @classmethod
-    def of(cls, batch: Batch, ubatches: int) -> StepShape:
+    def of(cls, batch: Batch, ubatches: int, *, split: bool) -> StepShape:
+        """The shape of a batch; with `split` streams, rows of unequal length are computed apart."""
         prefill, single = 0, len(batch.fillers)
-        attended = 0.0
+        attended = tiled = 0.0
+        together = batch.token_count
+        first = int(len(batch.rows) > 1)  # of a long row: goes along with the others
         for row in batch.rows:
             count = len(row.tokens)
-            attended += count * (row.position + count / 2)
             if count == 1:
                 single += 1
             else:
                 prefill += count
-        return cls(ubatches, prefill, single, attended)
+            pairs = attended_pairs(count, row.position, count - first if split else together)
+            attended += pairs[0]
+            tiled += pairs[1]
+        return cls(ubatches, prefill, single, attended, tiled)
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """Steps of one kind are alike in size: each figure is within a factor of two (context: four)."""
+        context = int(self.attended + self.tiled) // max(1, self.prefill_tokens + self.rows)
+        return self.prefill_tokens.bit_length(), self.rows.bit_length(), context.bit_length() // 2
+
+
+def attended_pairs(count: int, position: int, together: int) -> tuple[float, float]:
+    """Pairs of `count` tokens from `position` on: one by one, and in tiles if enough go `together`."""
+    context = position + count / 2
+    if together < TILE:
+        return count * context, 0.0
+    return 0.0, max(count, -(-together // TILE) * TILE * (count / together)) * context
 
 
 class StepCost(NamedTuple):
@@ -48,6 +65,7 @@ class StepCost(NamedTuple):
     prefill_token: float
     row: float
     attended: float
+    tiled: float = 0.0
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -55,6 +73,7 @@ class StepCost(NamedTuple):
             + self.prefill_token * shape.prefill_tokens
             + self.row * shape.rows
             + self.attended * shape.attended
+            + self.tiled * shape.tiled
         )
 
 
@@ -81,7 +100,7 @@ class StepClock:
     SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
     WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
     # Units in which the costs are of similar size; what cannot be told apart is shared in them.
-    UNITS: Vector = np.array([1.0, 64.0, 4.0, 65536.0])
+    UNITS: Vector = np.array([1.0, 64.0, 4.0, 65536.0, 65536.0])
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
@@ -89,7 +108,9 @@ class StepClock:
         self._fitted = 0  # the number of the last step that is in the estimate
         self._surprised = False
         self._cost: StepCost | None = None
-        self.largest_prefill = 0  # a guess far beyond it is no more than a guess
+        # The most of a step so far: a guess far beyond is no more than a guess.
+        self.largest_prefill = 0
+        self.largest_attended = 0.0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from a finished step; one without a time teaches nothing."""
@@ -103,6 +124,7 @@ class StepClock:
         if len(self._samples) > self.KINDS:
             del self._samples[next(iter(self._samples))]
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
+        self.largest_attended = max(self.largest_attended, shape.attended)
         if self._cost is not None and seconds >= self.WORTH_FITTING_S:
             self._surprised |= abs(self._cost.seconds(shape) - seconds) > self.SURPRISE * seconds
 

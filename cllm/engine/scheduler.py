@@ -14,14 +14,13 @@ from typing import Any
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
 from cllm.engine.budget import StepBudget
 from cllm.engine.constraints import ConstraintShop
-from cllm.engine.cost import StepShape
 from cllm.engine.joining import Joining
 from cllm.engine.layout import fill_holes
 from cllm.engine.parking import Parking
 from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import Origin, Prefixes
 from cllm.engine.sequence import Sequence, State
-from cllm.engine.shares import share_out
+from cllm.engine.shares import Sharing
 from cllm.engine.tier import RamTier
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot, TokenLogprob
@@ -48,6 +47,7 @@ class Scheduler:
         self.parking = Parking(backend, tier)
         self.prefixes = Prefixes(backend, budget, tier, across_tenants=share_across_tenants)
         self._joining = Joining(backend, self.pool, self.parking, self.prefixes)
+        self._sharing = Sharing(budget, self._joining.urgency)
         self._constraints = ConstraintShop(backend.vocabulary)
         self.integrity_failures = 0
 
@@ -82,7 +82,7 @@ class Scheduler:
         self.prefixes.new_step()
         self._start_waiting()
         self._check_positions()
-        shares = share_out(self._running.values(), self.budget, self._joining.urgency)
+        shares = self._sharing.shares(self._running.values())
         rows = []
         for _, sequence in sorted(self._running.items()):
             if sequence.id in shares:
@@ -108,7 +108,7 @@ class Scheduler:
         match result.status:
             case StepStatus.DONE:
                 self._failed_steps = 0
-                self.budget.observe(StepShape.of(batch, result.ubatches), result.compute_s + result.sample_s)
+                self.budget.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(self._running[row.sequence_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:

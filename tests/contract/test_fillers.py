@@ -103,7 +103,7 @@ def test_a_crowd_with_holes_says_the_same_in_fewer_passes(
 def test_a_failed_step_with_fillers_is_undone_whole(opened: Opened, reference: Reference) -> None:
     drive = Drive(opened(DENSE, sequences=4))
     drive.scheduler.budget.clock = StoppedClock(DEAR_PASS)
-    failed = []
+    failed: list[int] = []
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if not batch.fillers or len(failed) > 3 or number % 2:

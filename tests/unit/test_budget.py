@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row
 from cllm.engine.budget import StepBudget
-from cllm.engine.cost import StepClock, StepCost, StepShape
-from cllm.engine.shares import divide
+from cllm.engine.cost import TILE, StepClock, StepCost, StepShape, attended_pairs
+from cllm.engine.shares import Sharing, divide
 
 TARGET = 0.25
 # A small model on two cores: 4 ms to read the weights, 1.2 ms a prompt token, 1.5 ms a row, attention.
-SMALL = StepCost(ubatch=4e-3, prefill_token=1.2e-3, row=1.5e-3, attended=2e-7)
-FAST = StepCost(ubatch=1e-3, prefill_token=2e-5, row=5e-5, attended=1e-9)
-SLOW = StepCost(ubatch=6e-2, prefill_token=1e-2, row=5e-3, attended=1e-6)
+SMALL = StepCost(ubatch=4e-3, prefill_token=6e-4, row=1.5e-3, attended=2e-6, tiled=5e-7)
+FAST = StepCost(ubatch=1e-3, prefill_token=2e-5, row=5e-5, attended=1e-9, tiled=1e-9)
+SLOW = StepCost(ubatch=4e-2, prefill_token=1e-2, row=5e-3, attended=1e-6, tiled=1e-6)
 
 
 class Machine:
@@ -33,7 +33,7 @@ class Machine:
         """One step: its time as it would be without a hiccup."""
         seconds = self.cost.seconds(shape) * self.random.uniform(1 - self.noise, 1 + self.noise)
         hiccup = 3 if self.random.random() < self.hiccups else 1
-        budget.observe(shape, seconds * hiccup)
+        budget.clock.observe(shape, seconds * hiccup)
         return seconds
 
 
@@ -49,8 +49,8 @@ def arrival(machine: Machine, prompt: int, streams: int = 6, budget: StepBudget 
     position = 0
     while position < prompt:
         chunk = min(budget.prefill_tokens(streams, context=context, position=position), prompt - position)
-        attended = context + chunk * (position + chunk / 2)
-        times.append(machine.step(budget, StepShape(2, chunk, streams, attended)))
+        attended, tiled = attended_pairs(chunk, position, chunk - 1)
+        times.append(machine.step(budget, StepShape(2, chunk, streams, context + attended, tiled)))
         position += chunk
         context += streams
     return times
@@ -99,8 +99,9 @@ def test_the_costs_are_found_among_outliers() -> None:
         rows, position = number % 8, 37 * number
         chunk = (0, 40, 150)[number % 3]
         if rows or chunk:
-            attended = rows * 500.0 + chunk * (position + chunk / 2)
-            machine.step(clock, StepShape(1 + bool(chunk and rows), chunk, rows, attended))
+            attended, tiled = attended_pairs(chunk, position, chunk)
+            passes = 1 + bool(chunk and rows)
+            machine.step(clock, StepShape(passes, chunk, rows, rows * 500.0 + attended, tiled))
     found = clock.clock.cost
     assert found is not None
     for one, other in zip(found, SMALL, strict=True):
@@ -143,35 +144,85 @@ def test_no_cost_is_ever_negative_or_lost(samples: list[tuple[int, int, int, flo
 def test_no_step_is_ever_over_the_batch(batch: int, generating: int, seen: list[tuple[int, float]]) -> None:
     budget = StepBudget(batch, TARGET)
     for tokens, seconds in seen:
-        budget.observe(StepShape(1, tokens, 1, 0.0), seconds)
+        budget.clock.observe(StepShape(1, tokens, 1, 0.0), seconds)
     assert 0 <= budget.prefill_tokens(generating) <= batch - generating
     assert generating == batch or budget.prefill_tokens(generating) >= 1
 
 
 def test_the_shape_of_a_step() -> None:
     rows = (Row(0, 100, (1,), 1, None), Row(1, 50, (1, 2, 3, 4), 0, None))
-    assert StepShape.of(Batch(rows), 2) == StepShape(2, 4, 1, 100.5 + 4 * 52)
-    assert StepShape.of(Batch(rows, fillers=(2, 3)), 2) == StepShape(2, 4, 3, 100.5 + 4 * 52)
+    assert StepShape.of(Batch(rows), 2, split=True) == StepShape(2, 4, 1, 100.5 + 4 * 52)
+    assert StepShape.of(Batch(rows, fillers=(2, 3)), 2, split=True) == StepShape(2, 4, 3, 100.5 + 4 * 52)
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    assert divide(200, [100_000, 150]) == [50, 150]
-    assert divide(200, [100_000, 100]) == [100, 100]
-    assert divide(200, [150, 100_000]) == [150, 50]
-    assert divide(200, [100_000, 90_000, 80_000]) == [50, 0, 150]
+def test_a_chunk_of_whole_tiles_is_told_from_one_that_is_not() -> None:
+    decode = Row(0, 100, (1,), 1, None)
+    for count, tiled in ((64, 0), (65, 65), (66, 66 / 65 * 128), (129, 129)):
+        shape = StepShape.of(Batch((decode, Row(1, 1000, (1,) * count, 0, None))), 2, split=True)
+        assert shape.tiled == pytest.approx(tiled * (1000 + count / 2))
+    alone = StepShape.of(Batch((Row(1, 1000, (1,) * 64, 0, None),)), 1, split=True)
+    assert (alone.attended, alone.tiled) == (0, 64 * 1032)
+    together = StepShape.of(Batch((decode, Row(1, 1000, (1,) * 63, 0, None))), 1, split=False)
+    assert (together.attended, together.tiled) == (0, 100.5 + 63 * 1031.5)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_chunks_are_whole_tiles_where_there_is_time_for_one(split: bool) -> None:
+    budget = StepBudget(512, TARGET, split=split)
+    arrival(Machine(SMALL), 2000, budget=budget)
+    for generating in (1, 6, 30):
+        chunk = budget.prefill_tokens(generating, context=100 * generating)
+        assert chunk > TILE
+        assert ((chunk - 1) if split else (chunk + generating)) % TILE == 0
+
+
+def test_a_prompt_is_ended_or_gets_whole_tiles() -> None:
+    assert divide(512, [300, 400, 20]) == [300, 192, 20]
+    assert divide(193, [100_000, 50], 1) == [193, 0]
+    assert divide(200, [100_000, 7], 1) == [193, 7]
+    assert divide(40, [100_000, 90_000]) == [40, 0], "no room for a tile: the first gets what there is"
+    assert divide(512, [563]) == [448], "what is left shall be a tile as well"
+    assert divide(512, [576]) == [512]
+
+
+class Prompt:
+    """What `Sharing` looks at of a sequence."""
+
+    def __init__(self, name: str, arrival: int, pending: int) -> None:
+        self.id, self.arrival, self.pending, self.computed = name, arrival, pending, 0
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
+    sharing = Sharing(StepBudget(512, TARGET), lambda prompt: prompt.pending)
+    long = Prompt("long", 0, 100_000)
+    given = 0
+    for number in range(40):
+        short = Prompt("short", 1 + number, 700)
+        steps = 0
+        while short.pending > 1:
+            shares = sharing.shares([long, short])  # type: ignore[list-item]
+            assert sum(shares.values()) <= 512
+            short.pending -= shares.get("short", 0)
+            given += shares.get("long", 0)
+            steps += 1
+        assert steps <= 3
+    assert given >= 40 * 700 / 4
 
 
 def test_who_is_waited_for_counts_as_who_waits() -> None:
-    assert divide(200, [100_000, 500, 5_000], [100_000, 500, 20]) == [50, 0, 150]
+    prompts = [Prompt("a", 0, 5000), Prompt("b", 1, 600), Prompt("awaited", 2, 9000)]
+    urgency = {"a": 5000, "b": 600, "awaited": 20}
+    sharing = Sharing(StepBudget(512, TARGET), lambda prompt: urgency[prompt.id])
+    assert sharing.shares(prompts) == {"awaited": 512}  # type: ignore[arg-type]
 
 
 @given(
-    room=st.integers(0, 2000),
-    prompts=st.lists(st.tuples(st.integers(1, 100_000), st.integers(1, 100_000)), min_size=1, max_size=10),
+    room=st.integers(1, 2000),
+    wanted=st.lists(st.integers(1, 100_000), min_size=1, max_size=10),
+    offset=st.integers(-8, 1),
 )
-def test_shares_use_the_room_and_the_oldest_gets_on(room: int, prompts: list[tuple[int, int]]) -> None:
-    wanted = [prompt[0] for prompt in prompts]
-    shares = divide(room, wanted, [prompt[1] for prompt in prompts])
-    assert sum(shares) == min(room, sum(wanted))
+def test_shares_are_within_the_room_and_somebody_gets_on(room: int, wanted: list[int], offset: int) -> None:
+    shares = divide(room, wanted, offset)
+    assert 0 < sum(shares) <= room
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
-    assert shares[0] >= min(room // 4, wanted[0])
+    assert shares[0] >= min(wanted[0], room, TILE // 2)

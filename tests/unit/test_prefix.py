@@ -319,7 +319,7 @@ def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
     budget, prefixes = talk.loop.scheduler.budget, talk.loop.scheduler.prefixes
     talk.ask(SYSTEM)
     for _ in range(20):
-        budget.observe(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
+        budget.clock.observe(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
         prefixes._restoring.observe(1000, 1.0)
     assert talk.ask(SYSTEM) == 0
     # It is not given up for good: now and then the guess is believed again.
