@@ -65,6 +65,7 @@ class LlamaContext(Owned):
         )
         self.sliding_window = int(api.llama_model_n_swa(model.pointer))
         self.unified = config.unified_kv
+        self._sequences = config.parallel
         self.cells = int(api.llama_n_ctx(pointer))
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
@@ -103,8 +104,14 @@ class LlamaContext(Owned):
         return int(self.api.llama_memory_seq_pos_max(self.memory, sequence_id)) + 1
 
     def remove(self, sequence_id: int) -> None:
-        """Remove a whole sequence; llama.cpp never refuses that."""
+        """Remove a whole sequence; llama.cpp never refuses that.
+
+        When a common pool is empty, the place where llama.cpp looks for cells next goes back to the first:
+        left in the middle, it would widen the attention of whoever comes, and round their text otherwise.
+        """
         self.api.llama_memory_seq_rm(self.memory, sequence_id, -1, -1)
+        if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
+            self.api.llama_memory_clear(self.memory, False)
 
     def truncate(self, sequence_id: int, length: int) -> int:
         """See `Backend.truncate`."""
