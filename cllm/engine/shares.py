@@ -52,7 +52,7 @@ def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
 
     A prompt is ended or gets whole tiles (and `offset`); only the first gets less, if there is no more room.
     """
-    shares = []
+    shares: list[int] = []
     for want in wanted:
         part = want if want <= room else _whole_tiles(room, want, offset)
         if part == 0 and not any(shares):
