@@ -67,6 +67,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Most tokens of one text to embed; 0: as of a request, at most 4096"),
     ] = 0
+    cache_ram_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="RAM for computed prefixes that may come again, MiB, shared with parked requests "
+            "(both together take the larger of the two settings); 0: none are kept",
+        ),
+    ] = 1024
+    share_prefixes_across_tenants: Annotated[
+        bool, Meta(description="Let tenants use each other's prefixes; timing then tells what others asked")
+    ] = False
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ out, logits never do. The engine knows nothing of llama.cpp and a backend knows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
@@ -53,10 +53,14 @@ class Batch(NamedTuple):
     In an EMBED batch ids mean nothing beyond the step and rows with `outputs` yield a vector. A row begins
     at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory stays
     until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
+
+    `fillers` are ids of empty sequences between those of the rows. Each is given one token that is thrown
+    away again, and is empty afterwards whatever becomes of the step: so the ids have no holes.
     """
 
     rows: tuple[Row, ...]
     kind: BatchKind = BatchKind.GENERATE
+    fillers: tuple[int, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -152,3 +156,29 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything native. Idempotent."""
+
+
+def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) -> int:
+    """Into how many physical batches llama.cpp cuts these rows.
+
+    One pool of cells: by size alone. One stream per sequence: a physical batch takes a run of consecutive
+    ids and the same number of tokens of each, so gaps between ids and rows of unequal length cost extra.
+    """
+    left = {row.sequence_id: len(row.tokens) for row in rows}
+    if unified:
+        return -(-sum(left.values()) // ubatch_tokens)
+    if set(left.values()) == {1} and max(left) - min(left) + 1 == len(left) <= ubatch_tokens:
+        return 1  # everybody generates, and no id is missing between them
+    count = 0
+    while left:
+        first = min(left)
+        run = [first]
+        while run[-1] + 1 in left and len(run) < ubatch_tokens:
+            run.append(run[-1] + 1)
+        take = min(min(left[i] for i in run), max(1, ubatch_tokens // len(run)))
+        for sequence_id in run:
+            left[sequence_id] -= take
+            if not left[sequence_id]:
+                del left[sequence_id]
+        count += 1
+    return count

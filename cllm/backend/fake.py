@@ -254,7 +254,10 @@ class FakeBackend(Backend):
     def _check(self, batch: Batch) -> None:
         ids = [row.sequence_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
-        assert 0 < batch.token_count <= self._limits.batch_tokens
+        assert 0 < batch.token_count + len(batch.fillers) <= self._limits.batch_tokens
+        for sequence_id in batch.fillers:
+            assert ids[0] < sequence_id < ids[-1] and sequence_id not in ids
+            assert not self.memory[sequence_id], "a filler must be an empty sequence"
         for row in batch.rows:
             assert row.tokens and row.outputs <= 1
             assert row.position == len(self.memory[row.sequence_id]), "positions must follow the memory"

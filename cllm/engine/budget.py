@@ -2,39 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from cllm.backend.base import Batch, StepResult
+from cllm.engine.cost import TILE, StepClock, StepShape, attended_pairs
+
 
 class StepBudget:
-    """Turns a time target into a token count, from the steps it has seen.
+    """Turns a time target into prefill tokens, with the cost of a step as measured.
 
-    Prefill is close to linear in tokens, so one figure is kept: seconds per token of steps dominated by
-    prefill, smoothed. With nobody generating, a step is as large as the batch allows.
+    With nobody generating, a step is as large as the batch allows. Chunks are whole tiles where there is
+    time for one: at 1,600 tokens of context, 63 tokens take three times as long as 64.
     """
 
-    SMALLEST_CHUNK = 32  # below this the fixed cost of a step dominates and nothing is won
-    FIRST_GUESS_TOKENS = 128  # until a prefill has been measured
-    SMOOTHING = 0.3
+    SMALLEST_CHUNK = 2  # whatever the clock says: a prompt must get on
+    GROWTH = 4  # no chunk is more than so many times what was measured
+    AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
+    TILE_AIM = 1.1  # for a single tile: the next smaller chunk computes a third as much in the same time
 
-    def __init__(self, batch_tokens: int, target_s: float) -> None:
+    def __init__(self, batch_tokens: int, target_s: float, *, split: bool = True) -> None:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
-        self._seconds_per_token: float | None = None
+        self.clock = StepClock()
+        self.split = split  # then rows of unequal length are computed apart
 
-    def prefill_tokens(self, generating: int) -> int:
-        """Most prefill tokens of the next step when `generating` sequences each get their token too."""
+    @property
+    def seconds_per_token(self) -> float | None:
+        """What computing one more prompt token costs; None before it was measured."""
+        cost = self.clock.cost
+        if cost is None or not self.clock.largest_prefill:
+            return None
+        return cost.prefill_token or None
+
+    def offset(self, generating: int) -> int:
+        """What a chunk must have beyond whole tiles, to be computed in whole tiles beside these rows.
+
+        In streams of their own, a row's first token goes along with the others' only ones; in a common
+        pool all tokens are computed together.
+        """
+        return int(generating > 0) if self.split else -(generating % TILE)
+
+    def prefill_tokens(self, generating: int, *, context: int = 0, position: int = 0) -> int:
+        """Most prefill tokens of the next step, beside one token for each of `generating` sequences.
+
+        Those hold `context` cells together; the prefill goes on at about `position`.
+        """
         room = self.batch_tokens - generating
-        if generating == 0:
-            return room
-        if self._seconds_per_token is None:
-            return min(room, self.FIRST_GUESS_TOKENS)
-        affordable = int(self.target_s / self._seconds_per_token) - generating
-        return max(min(room, self.SMALLEST_CHUNK), min(room, affordable))
+        if generating == 0 or room <= 0:
+            return max(0, room)
+        offset = self.offset(generating)
+        cost, measured = self.clock.cost, self.clock.largest_prefill
+        if cost is None or not measured:
+            return min(room, TILE + offset)
+        most = min(room, max(TILE + offset, self.GROWTH * measured))
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a finished step; those without a sizeable prefill say nothing about its cost."""
-        if tokens < self.SMALLEST_CHUNK or seconds <= 0:
-            return
-        cost = max(seconds / tokens, 1e-9)
-        if self._seconds_per_token is None:
-            self._seconds_per_token = cost
+        def fits(chunk: int, aim: float = self.AIM) -> bool:
+            shape = self._shape(chunk, generating, context, position)
+            if shape.attended > self.GROWTH * max(self.clock.largest_attended, context):
+                return False
+            return cost.seconds(shape) <= aim * self.target_s
+
+        tiles = _most(0, (most - offset) // TILE, lambda count: fits(count * TILE + offset))
+        if tiles == 0 and most >= TILE + offset:
+            tiles = int(fits(TILE + offset, self.TILE_AIM))
+        if tiles > 0:
+            return tiles * TILE + offset
+        smallest = min(room, self.SMALLEST_CHUNK)
+        return _most(smallest, max(smallest, min(most, TILE - 1)), fits)
+
+    def _shape(self, chunk: int, generating: int, context: int, position: int) -> StepShape:
+        """Of a step with one prefill chunk."""
+        together = chunk - 1 if self.split else chunk + generating
+        attended, tiled = attended_pairs(chunk, position, together)
+        return StepShape(1 + self.split, chunk, generating, context + attended, tiled)
+
+    def observe(self, batch: Batch, result: StepResult) -> None:
+        """Learn from a finished step."""
+        shape = StepShape.of(batch, result.ubatches, split=self.split)
+        self.clock.observe(shape, result.compute_s + result.sample_s)
+
+
+def _most(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `high` that fits, `low` if none does; what is larger than a misfit is one."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
         else:
-            self._seconds_per_token += self.SMOOTHING * (cost - self._seconds_per_token)
+            high = middle - 1
+    return low

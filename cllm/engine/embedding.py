@@ -165,7 +165,7 @@ class EmbedQueue:
         match result.status:
             case StepStatus.DONE:
                 self._failed_steps = 0
-                self.budget.observe(batch.token_count, result.compute_s)
+                self.budget.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(row, outcome, result.ubatches)
             case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:

@@ -24,6 +24,7 @@ from cllm.engine.messages import (
     Submit,
 )
 from cllm.engine.scheduler import Scheduler, bisect
+from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import Delta
 
@@ -41,13 +42,16 @@ class StepLoop:
         self._emit = emit
         self.scheduler = Scheduler(
             backend,
-            StepBudget(backend.limits.batch_tokens, config.target_itl_ms / 1000),
-            park_bytes=config.park_mb << 20,
+            StepBudget(
+                backend.limits.batch_tokens, config.target_itl_ms / 1000, split=not backend.limits.unified
+            ),
+            RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
+            share_across_tenants=config.share_prefixes_across_tenants,
         )
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(
             backend,
-            StepBudget(backend.limits.embed.batch_tokens, config.target_itl_ms / 1000),
+            StepBudget(backend.limits.embed.batch_tokens, config.target_itl_ms / 1000, split=False),
             generating=lambda: self.scheduler.running_count,
         )
         self._embedded_last = False
@@ -199,6 +203,7 @@ class StepLoop:
         compute_s: float = 0.0,
         sample_s: float = 0.0,
     ) -> StepStats:
+        prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
         return StepStats(
             steps=steps,
             rows=rows,
@@ -212,4 +217,10 @@ class StepLoop:
             cells_used=self.scheduler.cells_used,
             integrity_failures=self.scheduler.integrity_failures,
             interrupted=self._interrupt.count,
+            prefix_hits=prefixes.hits,
+            prefix_tokens=prefixes.tokens,
+            prefix_saves=prefixes.saves,
+            prefix_evictions=prefixes.evictions,
+            prefix_bytes=tier.cached_bytes,
+            parked_bytes=tier.parked_bytes,
         )

@@ -41,6 +41,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cells_used: int = 0
     integrity_failures: int = 0
     interrupted: int = 0  # steps ended early since the start, because somebody in them had gone
+    prefix_hits: int = 0  # requests that began with something computed before
+    prefix_tokens: int = 0  # tokens they did not have to compute
+    prefix_saves: int = 0  # states put into RAM
+    prefix_evictions: int = 0  # states pushed out of it
+    prefix_bytes: int = 0
+    parked_bytes: int = 0
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):

@@ -64,6 +64,12 @@ class EngineMetrics:
         self.step_seconds = counter("step_seconds", "Time in steps, Python included")
         self.compute_seconds = counter("step_compute_seconds", "Time in native decode")
         self.sample_seconds = counter("step_sample_seconds", "Time choosing tokens")
+        self.prefix_hits = counter("prefix_hits", "Requests that began with a prefix computed before")
+        self.prefix_tokens = counter("prefix_tokens", "Tokens taken over instead of computed")
+        self.prefix_saves = counter("prefix_saves", "Prefixes put into RAM")
+        self.prefix_evictions = counter("prefix_evictions", "Prefixes pushed out of RAM")
+        self.prefix_bytes = gauge("prefix_ram_bytes", "RAM held by computed prefixes")
+        self.parked_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
         self.ready = gauge("ready", "1 when requests are computed")
 
     def loaded(self, limits: Limits) -> None:
@@ -81,6 +87,12 @@ class EngineMetrics:
         self.kv_cells_used.set(stats.cells_used)
         self.interrupted.set(stats.interrupted)
         self.integrity_failures.set(stats.integrity_failures)
+        self.prefix_hits.inc(stats.prefix_hits)
+        self.prefix_tokens.inc(stats.prefix_tokens)
+        self.prefix_saves.inc(stats.prefix_saves)
+        self.prefix_evictions.inc(stats.prefix_evictions)
+        self.prefix_bytes.set(stats.prefix_bytes)
+        self.parked_bytes.set(stats.parked_bytes)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -116,8 +128,9 @@ class EngineMetrics:
 
     def gone(self) -> None:
         """The engine is dead: nothing runs, nothing is held."""
-        for gauge in (self.ready, self.running, self.leases, self.kv_cells_used):
+        for gauge in (self.ready, self.running, self.leases, self.kv_cells_used, self.prefix_bytes):
             gauge.set(0)
+        self.parked_bytes.set(0)
 
     def render(self) -> bytes:
         """The exposition format."""

@@ -6,6 +6,7 @@ import logging
 
 from cllm.backend.base import Backend
 from cllm.engine.sequence import Sequence
+from cllm.engine.tier import RamTier
 
 log = logging.getLogger(__name__)
 
@@ -13,9 +14,13 @@ log = logging.getLogger(__name__)
 class Parking:
     """Saves and restores KV. What does not fit the budget, or cannot be saved, is recomputed instead."""
 
-    def __init__(self, backend: Backend, budget_bytes: int) -> None:
+    def __init__(self, backend: Backend, tier: RamTier) -> None:
         self._backend = backend
-        self.bytes_left = budget_bytes
+        self._tier = tier
+
+    @property
+    def bytes_left(self) -> int:
+        return self._tier.parked_limit - self._tier.parked_bytes
 
     def save(self, sequence: Sequence) -> None:
         """Keep the KV of a sequence that is about to lose its lease."""
@@ -24,8 +29,7 @@ class Parking:
             state = self._backend.save(sequence.sequence_id)
         except Exception:
             log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
-        if state is not None and len(state) <= self.bytes_left:
-            self.bytes_left -= len(state)
+        if state is not None and self._tier.reserve(len(state)):
             sequence.saved = state
         else:
             sequence.computed = 0
@@ -47,5 +51,5 @@ class Parking:
     def forget(self, sequence: Sequence) -> None:
         """Give back the RAM of a sequence; nothing happens if it holds none."""
         if sequence.saved is not None:
-            self.bytes_left += len(sequence.saved)
+            self._tier.give_back(len(sequence.saved))
             sequence.saved = None

@@ -65,6 +65,11 @@ class SequencePool:
     def free_count(self) -> int:
         return len(self._free)
 
+    @property
+    def free_ids(self) -> frozenset[int]:
+        """The ids that can be leased; they hold nothing."""
+        return frozenset(self._free)
+
     def _release(self, lease: SequenceLease) -> None:
         if self._held.get(lease.sequence_id) is not lease:
             raise IntegrityError(f"seq {lease.sequence_id} was released twice for request {lease.request_id}")

@@ -14,10 +14,14 @@ from typing import Any
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
 from cllm.engine.budget import StepBudget
 from cllm.engine.constraints import ConstraintShop
+from cllm.engine.joining import Joining
+from cllm.engine.layout import fill_holes
 from cllm.engine.parking import Parking
 from cllm.engine.pool import SequencePool
-from cllm.engine.prefix import find_donor, take_over
+from cllm.engine.prefix import Origin, Prefixes
 from cllm.engine.sequence import Sequence, State
+from cllm.engine.shares import Sharing
+from cllm.engine.tier import RamTier
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot, TokenLogprob
 
@@ -27,7 +31,9 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Owns every sequence from arrival to its one terminal delta."""
 
-    def __init__(self, backend: Backend, budget: StepBudget, *, park_bytes: int = 0) -> None:
+    def __init__(
+        self, backend: Backend, budget: StepBudget, tier: RamTier, *, share_across_tenants: bool = False
+    ) -> None:
         self.backend = backend
         self.budget = budget
         self.pool = SequencePool(backend.limits.sequences, self._clear)
@@ -38,11 +44,12 @@ class Scheduler:
         self._deltas: list[Delta] = []
         self._failed_steps = 0  # in a row
         self._kv_full = False  # a step found no room; nobody joins until somebody has left
-        self.parking = Parking(backend, park_bytes)
+        self.parking = Parking(backend, tier)
+        self.prefixes = Prefixes(backend, budget, tier, across_tenants=share_across_tenants)
+        self._joining = Joining(backend, self.pool, self.parking, self.prefixes)
+        self._sharing = Sharing(budget, self._joining.urgency)
         self._constraints = ConstraintShop(backend.vocabulary)
         self.integrity_failures = 0
-        # Where memory cannot be cut, a copy is good only as a whole, which a running donor never is for long.
-        self._shares_prefixes = not (backend.facts.recurrent or backend.facts.sliding_window)
 
     # What comes in ---------------------------------------------------------------------------------
 
@@ -51,7 +58,7 @@ class Scheduler:
         assert request.id not in self._arrivals, f"request {request.id} is here already"
         self._arrived += 1
         self._arrivals[request.id] = self._arrived
-        sequence = Sequence(request, self.backend.limits.request_tokens)
+        sequence = Sequence(request, self.backend.limits.request_tokens, self._arrived)
         if request.constraint is not None:
             sequence.compiling = self._constraints.submit(request.constraint)
         self._waiting.append(sequence)
@@ -72,15 +79,10 @@ class Scheduler:
 
     def plan(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
+        self.prefixes.new_step()
         self._start_waiting()
         self._check_positions()
-        sequences = sorted(self._running.values(), key=lambda sequence: self._arrivals[sequence.id])
-        shares = {sequence.id: 1 for sequence in sequences if sequence.pending == 1}
-        room = self.budget.prefill_tokens(len(shares))
-        for sequence in sequences:
-            if sequence.pending > 1 and room > 0:
-                shares[sequence.id] = min(sequence.pending, room)
-                room -= shares[sequence.id]
+        shares = self._sharing.shares(self._running.values())
         rows = []
         for _, sequence in sorted(self._running.items()):
             if sequence.id in shares:
@@ -90,16 +92,23 @@ class Scheduler:
                     self._fail(sequence, error)
         if not rows:
             return None
-        batch = Batch(tuple(rows))
+        batch = Batch(tuple(rows), fillers=self._fillers(rows))
         assert batch.token_count <= self.backend.limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
+
+    def _fillers(self, rows: list[Row]) -> tuple[int, ...]:
+        """Ids that fill holes between the rows' own, where a hole is dear."""
+        limits = self.backend.limits
+        if limits.unified or self.backend.facts.recurrent:  # no holes; states that must not be moved about
+            return ()
+        return fill_holes(rows, self.pool.free_ids, self.budget.clock, limits.batch_tokens)
 
     def apply(self, batch: Batch, result: StepResult) -> None:
         """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
         match result.status:
             case StepStatus.DONE:
                 self._failed_steps = 0
-                self.budget.observe(batch.token_count, result.compute_s)
+                self.budget.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(self._running[row.sequence_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:
@@ -213,19 +222,10 @@ class Scheduler:
         if self._kv_full and self._running:
             return
         self._kv_full = False
-        for sequence in list(self._waiting):
-            if not self.pool.free_count or not self._fits(sequence):
-                return
-            if not sequence.startable:
-                continue
-            donor = None
-            if self._shares_prefixes and sequence.saved is None:
-                donor = find_donor(sequence, self._running.values())
-            if donor is not None and donor.computed < sequence.shared_with(donor):
-                continue  # what both begin with is being computed: wait for it, then copy
-            self._start(sequence, donor)
+        for sequence, origin in self._joining.next(self._waiting, self._running):
+            self._start(sequence, origin)
 
-    def _start(self, sequence: Sequence, donor: Sequence | None) -> None:
+    def _start(self, sequence: Sequence, origin: Origin | None) -> None:
         """Give a waiting sequence its lease and what KV there is for it already."""
         lease = self.pool.lease(sequence.id)
         assert lease is not None
@@ -234,24 +234,9 @@ class Scheduler:
         sequence.move_to(State.RUNNING)
         self._running[lease.sequence_id] = sequence
         try:
-            if sequence.compiling is not None:
-                sequence.constraint, sequence.compiling = sequence.compiling.result(), None
-            if sequence.sampler is None:
-                sequence.sampler = self.backend.create_sampler(sequence.request.sampling)
-                sequence.sampler.accept(sequence.tokens)
-            if sequence.saved is not None:
-                self.parking.restore(sequence)
-            elif donor is not None:
-                take_over(self.backend, donor, sequence)
+            self._joining.prepare(sequence, origin)
         except Exception as error:
             self._fail(sequence, _as_engine_error(error))
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """With one common pool of cells, do not start what would evict somebody at once."""
-        if not self.backend.limits.unified or not self._running:
-            return True
-        taken = sum(len(other.tokens) for other in self._running.values())
-        return taken + len(sequence.tokens) < self.backend.limits.cells
 
     def _check_positions(self) -> None:
         """Law 3: the next position is what the memory says; a sequence that disagrees fails alone."""
@@ -350,6 +335,8 @@ class Scheduler:
         if sequence.lease is None:
             self._waiting.remove(sequence)
         else:
+            if reason is not FinishReason.ERROR:
+                self.prefixes.leave(sequence, others=len(self._running) > 1)
             self._release(sequence)
         self.parking.forget(sequence)
         if sequence.sampler is not None:

@@ -46,8 +46,9 @@ class Sequence:
     the lease. Whatever is beyond is pending. A token is wanted whenever nothing would stay pending.
     """
 
-    def __init__(self, request: Request, capacity: int) -> None:
+    def __init__(self, request: Request, capacity: int, arrival: int = 0) -> None:
         self.request = request
+        self.arrival = arrival  # its number: a lower one was here before
         self.tokens: list[int] = list(request.prompt)
         self.computed = 0
         self.state = State.WAITING

@@ -14,6 +14,7 @@ from cllm.backend.fake import FakeSampler
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
+from cllm.engine.cost import StepClock, StepCost, StepShape
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport
 from cllm.types import (
@@ -145,12 +146,24 @@ class Answer:
         return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
 
 
+class StoppedClock(StepClock):
+    """Costs that no measurement changes, so that the same is decided every time."""
+
+    def __init__(self, cost: StepCost | None) -> None:
+        super().__init__()
+        self._cost = cost
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        pass
+
+
 class Drive:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
-    def __init__(self, backend: Backend, *, park_mb: int = 64) -> None:
+    def __init__(self, backend: Backend, *, park_mb: int = 64, cache_mb: int = 0, **settings: Any) -> None:
         self.backend = backend if isinstance(backend, Watched) else Watched(backend)
-        self.loop = StepLoop(self.backend, EngineConfig(threads=1, park_mb=park_mb), self._take)
+        config = EngineConfig(threads=1, park_mb=park_mb, cache_ram_mb=cache_mb, **settings)
+        self.loop = StepLoop(self.backend, config, self._take)
         self.scheduler = self.loop.scheduler
         self.answers: dict[str, Answer] = {}
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.batch import count_ubatches
+from cllm.backend.base import Batch, Row, StepStatus, count_ubatches
 from tests.contract.harness import GREEDY, Aborts, native
 from tests.contract.kinds import NATIVE, Kind, open_backend
 

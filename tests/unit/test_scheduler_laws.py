@@ -31,10 +31,11 @@ def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 class Life:
     """An engine on the fake backend, its clients' ledger, and the laws."""
 
-    def __init__(self, backend: FakeBackend, park_mb: int = 1) -> None:
+    def __init__(self, backend: FakeBackend, park_mb: int = 1, cache_mb: int = 0) -> None:
         self.backend = backend
         self.reports: list[Report] = []
-        self.loop = StepLoop(backend, EngineConfig(park_mb=park_mb), self.reports.append)
+        config = EngineConfig(park_mb=park_mb, cache_ram_mb=cache_mb)
+        self.loop = StepLoop(backend, config, self.reports.append)
         self.requests: dict[str, Request] = {}
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
         self.died = False
@@ -97,6 +98,13 @@ class Life:
             known = [*self.requests[lease.request_id].prompt, *tokens]
             memory = self.backend.memory[lease.sequence_id]
             assert memory == known[: len(memory)]
+        # RAM: never over its limits, and what is cached is what it says it is.
+        tier = scheduler.prefixes.tier
+        assert tier.cached_bytes <= tier.cached_limit and tier.parked_bytes <= tier.parked_limit
+        assert tier.cached_bytes + tier.parked_bytes <= tier.limit
+        assert tier.cached_bytes == sum(entry.size for entry in tier._entries)
+        for entry in tier._entries:
+            assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
 
     def outcome(self, name: str) -> FinishReason:
         ends = [delta for delta in self.deltas[name] if delta.finish_reason is not None]
@@ -142,6 +150,7 @@ ACTIONS = st.lists(
     unified=st.booleans(),
     trimmable=st.booleans(),
     park_mb=st.sampled_from([0, 1]),
+    cache_mb=st.sampled_from([0, 1]),
     failures=st.dictionaries(st.integers(0, 400), st.sampled_from(FORWARD_FAILURES), max_size=6),
     raises=st.sets(st.integers(0, 400), max_size=4),
 )
@@ -151,6 +160,7 @@ def test_the_laws_hold_through_any_life(
     unified: bool,
     trimmable: bool,
     park_mb: int,
+    cache_mb: int,
     failures: dict[int, StepStatus],
     raises: set[int],
 ) -> None:
@@ -168,7 +178,11 @@ def test_the_laws_hold_through_any_life(
         request_tokens=96 // sequences,
         fail=fail,
     )
-    life = Life(backend, park_mb)
+    life = Life(backend, park_mb, cache_mb)
+    tier = life.loop.scheduler.prefixes.tier
+    tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
+    tier.parked_limit = min(tier.parked_limit, 400)
+    tier.limit = max(tier.cached_limit, tier.parked_limit)
     life.short_of_room = StepStatus.NO_ROOM in failures.values()
     for action, value in actions:
         if life.died:
@@ -201,21 +215,25 @@ def small_backend(*, unified: bool, trimmable: bool, fail: Fail | None = None) -
     )
 
 
-def a_busy_life(backend: FakeBackend) -> Life:
-    life = Life(backend)
+def a_busy_life(backend: FakeBackend, cache_mb: int) -> Life:
+    life = Life(backend, cache_mb=cache_mb)
     for number in range(6):
         life.add(b"prompt %d " % number * (1 + number % 3), 12, ignore_eos=True)
+    if cache_mb:  # these find what the first have left behind
+        for number in range(3):
+            life.add(b"prompt %d " % number * (1 + number % 3) + b"more", 6, ignore_eos=True)
     return life
 
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("trimmable", [False, True])
 @pytest.mark.parametrize("status", [None, *FORWARD_FAILURES])
+@pytest.mark.parametrize("cache_mb", [0, 1])
 def test_one_failure_at_every_native_call_in_turn(
-    status: StepStatus | None, trimmable: bool, unified: bool
+    cache_mb: int, status: StepStatus | None, trimmable: bool, unified: bool
 ) -> None:
     """As SQLite does with malloc: call k fails, for every k; at most one request may suffer from it."""
-    undisturbed = a_busy_life(small_backend(unified=unified, trimmable=trimmable))
+    undisturbed = a_busy_life(small_backend(unified=unified, trimmable=trimmable), cache_mb)
     undisturbed.run()
     for k in range(undisturbed.backend.calls):
 
@@ -224,13 +242,21 @@ def test_one_failure_at_every_native_call_in_turn(
                 return None
             return status if status is not None and name == "forward" else RuntimeError("native call failed")
 
-        life = a_busy_life(small_backend(unified=unified, trimmable=trimmable, fail=fail))
+        life = a_busy_life(small_backend(unified=unified, trimmable=trimmable, fail=fail), cache_mb)
         life.short_of_room = status is StepStatus.NO_ROOM
         life.run()
         life.check_end()
         assert not life.died, f"one failure (call {k}) killed the engine"
         failed = [name for name in life.requests if life.outcome(name) is FinishReason.ERROR]
         assert len(failed) <= 1, f"call {k} failed {failed}"
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_the_busy_life_finds_what_was_left_behind(unified: bool) -> None:
+    life = a_busy_life(small_backend(unified=unified, trimmable=True), cache_mb=1)
+    life.run()
+    cached = [life.deltas[name][-1].usage for name in ("r6", "r7", "r8")]
+    assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
 
 
 def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:

@@ -9,8 +9,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.batch import NativeBatch, count_ubatches
+from cllm.backend.base import (
+    Backend,
+    Batch,
+    BatchKind,
+    Row,
+    RowResult,
+    StepResult,
+    StepStatus,
+    count_ubatches,
+)
+from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.choosing import Chooser
 from cllm.backend.llama.context import LlamaContext, status_of
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
@@ -24,6 +33,13 @@ from cllm.types import Limits, ModelFacts, SamplingParams
 
 MOST_SAMPLER_THREADS = 8
 _NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+
+def _with_fillers(batch: Batch) -> tuple[Row, ...]:
+    if not batch.fillers:
+        return batch.rows
+    fillers = (Row(sequence_id, 0, (0,), 0, None) for sequence_id in batch.fillers)
+    return tuple(sorted((*batch.rows, *fillers), key=lambda row: row.sequence_id))
 
 
 class LlamaBackend(Backend):
@@ -117,9 +133,12 @@ class LlamaBackend(Backend):
         if batch.kind is BatchKind.EMBED:
             assert self._embedding is not None, "open_embedding comes first"
             return self._embedding.forward(batch)
-        self._batch.fill(batch.rows)
+        rows = _with_fillers(batch)
+        self._batch.fill(rows)
         started = time.perf_counter()
         code = self._context.decode(self._batch.struct)
+        for sequence_id in batch.fillers:
+            self._context.remove(sequence_id)
         decoded = time.perf_counter()
         status = status_of(code)
         if status is not StepStatus.DONE:
@@ -129,7 +148,7 @@ class LlamaBackend(Backend):
             status,
             results,
             ubatches=count_ubatches(
-                batch.rows,
+                rows,
                 self._context.ubatch_tokens,
                 # a recurrent memory cuts by sequence in either layout
                 unified=self._context.unified and not self._context.recurrent,

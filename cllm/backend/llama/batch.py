@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,34 +60,3 @@ class NativeBatch:
             self._output[end - row.outputs : end] = 1
             begin = end
         self.struct.n_tokens = count
-
-
-def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) -> int:
-    """Into how many physical batches llama.cpp cuts these rows.
-
-    One pool of cells: by size alone. One stream per sequence: a physical batch takes a run of consecutive
-    ids and the same number of tokens of each, so gaps between ids and rows of unequal length cost extra.
-    """
-    left = {row.sequence_id: len(row.tokens) for row in rows}
-    if unified:
-        return -(-sum(left.values()) // ubatch_tokens)
-    if (
-        left
-        and len(left) <= ubatch_tokens
-        and max(left) - min(left) + 1 == len(left)
-        and set(left.values()) == {1}
-    ):
-        return 1  # everybody generates, and no id is missing between them
-    count = 0
-    while left:
-        first = min(left)
-        run = [first]
-        while run[-1] + 1 in left and len(run) < ubatch_tokens:
-            run.append(run[-1] + 1)
-        take = min(min(left[i] for i in run), max(1, ubatch_tokens // len(run)))
-        for sequence_id in run:
-            left[sequence_id] -= take
-            if not left[sequence_id]:
-                del left[sequence_id]
-        count += 1
-    return count

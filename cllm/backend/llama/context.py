@@ -87,6 +87,7 @@ class LlamaContext(Owned):
         )
         self.sliding_window = int(api.llama_model_n_swa(model.pointer))
         self.unified = config.unified_kv
+        self._sequences = config.parallel
         self.cells = int(api.llama_n_ctx(pointer))
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
@@ -127,8 +128,14 @@ class LlamaContext(Owned):
         return int(self.api.llama_memory_seq_pos_max(self.memory, sequence_id)) + 1
 
     def remove(self, sequence_id: int) -> None:
-        """Remove a whole sequence; llama.cpp never refuses that."""
+        """Remove a whole sequence; llama.cpp never refuses that.
+
+        When a common pool is empty, the place where llama.cpp looks for cells next goes back to the first:
+        left in the middle, it would widen the attention of whoever comes, and round their text otherwise.
+        """
         self.api.llama_memory_seq_rm(self.memory, sequence_id, -1, -1)
+        if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
+            self.api.llama_memory_clear(self.memory, False)
 
     def truncate(self, sequence_id: int, length: int) -> int:
         """See `Backend.truncate`."""
@@ -169,16 +176,26 @@ class LlamaContext(Owned):
         if sequence_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size(self.pointer, sequence_id)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self.api.llama_state_seq_get_data(self.pointer, buffer, size, sequence_id)
-        return bytes(buffer) if written == size else None
+        state = _new_bytes(None, size)  # filled once, before anybody else sees it: no second copy of it
+        written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, sequence_id)
+        return state if written == size else None
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         """Put saved KV into an empty sequence; on failure it is empty again."""
         if sequence_id in self._copying:
             return False
-        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        if self.api.llama_state_seq_set_data(self.pointer, buffer, len(state), sequence_id) == len(state):
+        size = len(state)
+        if self.api.llama_state_seq_set_data(self.pointer, _address(state), size, sequence_id) == size:
             return True
         self.remove(sequence_id)
         return False
+
+
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+
+
+def _address(state: bytes) -> Any:
+    """Where the bytes lie; good while `state` is held."""
+    return ctypes.cast(ctypes.c_char_p(state), ctypes.POINTER(ctypes.c_uint8))

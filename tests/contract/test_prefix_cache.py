@@ -1,0 +1,187 @@
+"""Prefixes that outlive their request, on every kind of memory: the same texts, and less to compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.types import Request
+from tests.contract.alone import Reference
+from tests.contract.harness import Drive, Tokens, ask, words
+from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
+
+every_layout = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
+
+SYSTEM = words(77, 150)
+
+
+def cuttable(kind: Kind) -> bool:
+    return kind.model in ("dense", "fake")
+
+
+def cached(drive: Drive, request: Request) -> int:
+    """Ask alone; how many tokens were taken over."""
+    drive.submit(request)
+    drive.finish()
+    assert drive.answers[request.id].recomputed == 0
+    return drive.answers[request.id].work.cached_tokens
+
+
+@every_layout
+def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    drive = Drive(opened(kind), cache_mb=64)
+    assert cached(drive, ask("first", SYSTEM, 12, ignore_eos=True)) == 0
+    again = cached(drive, ask("again", SYSTEM, 12, ignore_eos=True))
+    assert again == (149 if cuttable(kind) else 0)
+    for name in ("first", "again"):
+        reference.check(kind, SYSTEM, 12, drive.answers[name], endless=True)
+
+
+@every_layout
+def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, reference: Reference) -> None:
+    drive = Drive(opened(kind, sequences=2, cells=2048), cache_mb=64)
+    history: Tokens = SYSTEM
+    known = 0
+    for turn in range(4):
+        history += words(turn, 40)
+        # Every memory can do this: what was computed is the beginning of the next turn as a whole.
+        assert cached(drive, ask(f"turn {turn}", history, 40, ignore_eos=True)) == known
+        answer = drive.answers[f"turn {turn}"]
+        reference.check(kind, history, 40, answer, endless=True)
+        known = len(history) + 39
+        history += answer.tokens
+
+
+@every_layout
+def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference: Reference) -> None:
+    drive = Drive(opened(kind), cache_mb=64)
+    prompts = {f"r{n}": SYSTEM + words(n, 20 + 30 * n) for n in range(6)}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        found = cached(drive, ask(name, prompt, 10))
+        # now and then a first token of the rest is the same, too
+        assert found in ((150, 151, 152) if cuttable(kind) and number else (0,))
+    for name, prompt in prompts.items():
+        reference.check(kind, prompt, 10, drive.answers[name])
+
+
+@every_layout
+def test_a_crowd_with_and_without_the_cache_says_the_same(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    drive = Drive(opened(kind, sequences=3), cache_mb=64)
+    asked: dict[str, tuple[Tokens, int]] = {}
+    for number in range(30):
+        begin = (SYSTEM, words(78, 90), SYSTEM[:100] + words(79, 60))[number % 3]
+        asked[f"r{number}"] = (begin + words(number % 7, number % 40), 4 + number % 9)
+        prompt, count = asked[f"r{number}"]
+        drive.submit(ask(f"r{number}", prompt, count, ignore_eos=True))
+        drive.step(number % 5)
+        if number % 11 == 10:
+            drive.scheduler.cancel(f"r{number - 1}")
+            del asked[f"r{number - 1}"]
+    answers = drive.finish()
+    for name, (prompt, count) in asked.items():
+        reference.check(kind, prompt, count, answers[name], endless=True)
+    if cuttable(kind):
+        assert sum(answers[name].work.cached_tokens for name in asked) > 1000
+
+
+@every_layout
+def test_states_that_do_not_fit_in_ram_are_pushed_out(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    drive = Drive(opened(kind), cache_mb=64)
+    drive.submit(ask("measure", words(99, 120), 2))
+    drive.finish()
+    tier = drive.scheduler.prefixes.tier
+    tier.cached_limit = tier.limit = int(2.5 * tier.cached_bytes)
+    for number in range(8):
+        prompt = words(number % 4, 120)
+        assert cached(drive, ask(f"r{number}", prompt, 4)) == 0, "four take turns where two fit"
+        assert tier.cached_bytes <= tier.limit
+        reference.check(kind, prompt, 4, drive.answers[f"r{number}"])
+    assert tier.evictions > 0
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind("fake", unified=True), Kind("dense", unified=True), Kind("sliding", unified=True)]
+)
+def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Reference) -> None:
+    drive = Drive(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64)
+    tier = drive.scheduler.prefixes.tier
+    lengths = {1: 70, 2: 40, 3: 64, 4: 90}
+    for round_ in range(2):
+        names = {f"{round_}.{seed}": words(seed, length) for seed, length in lengths.items()}
+        drive.submit(*(ask(name, prompt, 120, ignore_eos=True) for name, prompt in names.items()))
+        answers = drive.finish()
+        for name, prompt in names.items():
+            reference.check(kind, prompt, 120, answers[name], endless=True)
+        assert tier.parked_bytes == 0
+        assert tier.cached_bytes > 0
+
+
+@every_layout
+@pytest.mark.parametrize("status", [StepStatus.FAILED, StepStatus.ABORTED, StepStatus.BAD_BATCH])
+def test_a_failed_step_leaves_no_wrong_state_behind(
+    kind: Kind, status: StepStatus, opened: Opened, reference: Reference
+) -> None:
+    drive = Drive(opened(kind), cache_mb=64)
+    codes = {StepStatus.FAILED: -3, StepStatus.ABORTED: 2, StepStatus.BAD_BATCH: -1}
+
+    def fail(number: int, batch: Batch) -> StepResult | None:
+        if number not in (1, 5, 9):
+            return None
+        if not status.memory_intact:
+            drive.backend.inner.forward(batch)  # what it computed stays in memory
+        return StepResult(status, code=codes[status])
+
+    drive.backend.fail = fail
+    prompts = {f"r{n}": SYSTEM + words(n, 70) for n in range(2)}
+    drive.submit(*(ask(name, prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
+    drive.finish()
+    drive.backend.fail = lambda number, batch: None
+    drive.submit(*(ask(f"{name} again", prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
+    answers = drive.finish()
+    for name, prompt in prompts.items():
+        reference.check(kind, prompt, 20, answers[f"{name} again"], endless=True)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: bool, opened: Opened) -> None:
+    """Computed in the same steps, with the common part once from RAM and once from the model."""
+    kind = Kind("dense", unified=unified)
+    texts = []
+    for cache_mb in (64, 0):
+        drive = Drive(opened(kind), cache_mb=cache_mb)
+        # 64 tokens are a step: the rest of the second prompt begins at the same place either way.
+        drive.submit(ask("first", SYSTEM[:128], 1, logprobs=8))
+        drive.finish()
+        drive.submit(ask("second", SYSTEM[:128] + words(5, 60), 6, logprobs=8))
+        answer = drive.finish()["second"]
+        assert answer.work.cached_tokens == (128 if cache_mb else 0)
+        texts.append((answer.tokens, answer.logprobs))
+    assert texts[0] == texts[1]
+
+
+def test_tenants_do_not_share(opened: Opened) -> None:
+    drive = Drive(opened(DENSE), cache_mb=64)
+
+    def asked_by(tenant: str, name: str) -> int:
+        plain = ask(name, SYSTEM, 4)
+        return cached(
+            drive,
+            Request(
+                id=name,
+                prompt=plain.prompt,
+                max_tokens=4,
+                sampling=plain.sampling,
+                logprobs=2,
+                tenant=tenant,
+            ),
+        )
+
+    assert asked_by("one", "a") == 0
+    assert asked_by("two", "b") == 0
+    assert asked_by("one", "c") == asked_by("two", "d") == 149
