@@ -22,6 +22,7 @@ from cllm.engine.messages import (
     Submit,
 )
 from cllm.engine.scheduler import Scheduler, bisect
+from cllm.engine.speculation import Speculator
 from cllm.errors import CllmError, EngineDied, IntegrityError
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class StepLoop:
             backend,
             StepBudget(backend.limits.batch_tokens, config.target_itl_ms / 1000),
             park_bytes=config.park_mb << 20,
+            speculator=Speculator(config.draft_tokens),
         )
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do

@@ -18,6 +18,7 @@ from cllm.engine.parking import Parking
 from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import find_donor, take_over
 from cllm.engine.sequence import Sequence, State
+from cllm.engine.speculation import Speculator
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot, TokenLogprob
 
@@ -27,7 +28,14 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """Owns every sequence from arrival to its one terminal delta."""
 
-    def __init__(self, backend: Backend, budget: StepBudget, *, park_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        budget: StepBudget,
+        *,
+        park_bytes: int = 0,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.backend = backend
         self.budget = budget
         self.pool = SequencePool(backend.limits.sequences, self._clear)
@@ -43,6 +51,7 @@ class Scheduler:
         self.integrity_failures = 0
         # Where memory cannot be cut, a copy is good only as a whole, which a running donor never is for long.
         self._shares_prefixes = not (backend.facts.recurrent or backend.facts.sliding_window)
+        self._speculator = speculator if self._shares_prefixes and speculator else Speculator(0)
 
     # What comes in ---------------------------------------------------------------------------------
 
@@ -52,6 +61,7 @@ class Scheduler:
         self._arrived += 1
         self._arrivals[request.id] = self._arrived
         sequence = Sequence(request, self.backend.limits.request_tokens)
+        sequence.speculation = self._speculator.for_request(request)
         if request.constraint is not None:
             sequence.compiling = self._constraints.submit(request.constraint)
         self._waiting.append(sequence)
@@ -81,11 +91,12 @@ class Scheduler:
             if sequence.pending > 1 and room > 0:
                 shares[sequence.id] = min(sequence.pending, room)
                 room -= shares[sequence.id]
+        drafts = self._speculator.draft(sequences)
         rows = []
         for _, sequence in sorted(self._running.items()):
             if sequence.id in shares:
                 try:
-                    rows.append(sequence.row(shares[sequence.id]))
+                    rows.append(sequence.row(shares[sequence.id], drafts.get(sequence.sequence_id, ())))
                 except CllmError as error:  # a grammar that ran dry
                     self._fail(sequence, error)
         if not rows:
@@ -272,10 +283,16 @@ class Scheduler:
     # Going on --------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, row: Row, outcome: RowResult, ubatches: int) -> None:
+        drafted = max(0, row.outputs - 1)
+        rejected = row.outputs - len(outcome.tokens) if drafted else 0
         sequence.computed += len(row.tokens)
-        sequence.decoded_tokens += len(row.tokens)
+        sequence.decoded_tokens += len(row.tokens) - rejected
         sequence.steps += 1
         sequence.ubatches += ubatches
+        if drafted and sequence.speculation is not None:
+            sequence.speculation.observe(drafted, drafted - rejected)
+        if rejected and not self._take_back(sequence, rejected):
+            return
         if outcome.error is not None:
             self._fail(sequence, EngineError(outcome.error))
             return
@@ -293,6 +310,15 @@ class Scheduler:
             )
         else:
             self._finish(sequence, taken.reason, text=taken.text, tokens=taken.tokens, logprobs=logprobs)
+
+    def _take_back(self, sequence: Sequence, count: int) -> bool:
+        """Remove the last `count` tokens from its memory: guesses that were wrong."""
+        try:
+            sequence.computed = self.backend.truncate(sequence.sequence_id, sequence.computed - count)
+        except Exception as error:
+            self._fail(sequence, _as_engine_error(error))
+            return False
+        return True
 
     def _spelled(self, entry: TokenLogprob) -> TokenLogprob:
         """A log-probability with the bytes of its tokens: the parent has no vocabulary."""
