@@ -52,6 +52,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: Annotated[
         int, Meta(ge=-1, description="Layers put on a GPU when the library has one; -1: all")
     ] = -1
+    draft_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Most tokens guessed ahead from the text so far, shared by all who generate; 0: off",
+        ),
+    ] = 8
     park_mb: Annotated[
         int,
         Meta(ge=0, description="RAM for the state of parked requests, MiB; beyond it they are recomputed"),

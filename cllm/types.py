@@ -110,6 +110,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # from acceptance to the last token
     priority: int = 0  # higher goes first
     tenant: str = ""  # whose it is: shares are fair between tenants, caches are not shared across them
+    speculate: bool = True  # may guess ahead; the text is the same either way
     reuse: bool = True  # may take over, and leave behind, computed prefixes
     embed: tuple[tuple[int, ...], ...] = ()  # inputs that become vectors; then nothing is generated
 
@@ -150,6 +151,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0  # native decode calls it took part in
     ubatches: int = 0  # physical batches these calls were cut into
     cells: int = 0  # KV cells it held at its end
+    drafted_tokens: int = 0  # guessed ahead, beside those decoded
+    accepted_tokens: int = 0  # of them, those that were right
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cllm.backend.base import Backend, Batch, BatchKind, RowResult, Sampler, StepResult, StepStatus
+from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, Sampler, StepResult, StepStatus
 from cllm.types import EmbedLimits, InfillTokens, Limits, ModelFacts, Pooling, SamplingParams, TokenLogprob
 
 END_TOKEN = 256
@@ -209,15 +209,29 @@ class FakeBackend(Backend):
             if not row.outputs:
                 results.append(RowResult())
                 continue
-            assert isinstance(row.sampler, FakeSampler)
-            params = row.sampler.params
-            token = next_token(memory, params.seed, ends=not params.ignore_eos)
+            results.append(self._chosen(row))
+        return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+
+    def _chosen(self, row: Row) -> RowResult:
+        """Token after token, as long as the next draft is what was chosen. Wrong drafts stay in memory."""
+        assert isinstance(row.sampler, FakeSampler)
+        params = row.sampler.params
+        memory = self.memory[row.sequence_id]
+        drafts = list(row.tokens[len(row.tokens) - row.outputs + 1 :])
+        tokens: list[int] = []
+        for place in range(row.outputs):
+            known = memory[: len(memory) - len(drafts) + place]
+            token = next_token(known, params.seed, ends=not params.ignore_eos)
             if row.mask is not None and not row.mask[token]:
                 allowed = row.mask.nonzero()[0]  # the first at or after what the model wanted
                 token = int(allowed[allowed.searchsorted(token) % len(allowed)])
-            logprobs = (TokenLogprob(token, 0.0, ((token, 0.0),)),) if row.logprobs else ()
-            results.append(RowResult((token,), logprobs))
-        return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+            tokens.append(token)
+            if place < len(drafts) and drafts[place] != token:
+                break
+        logprobs = (
+            tuple(TokenLogprob(token, 0.0, ((token, 0.0),)) for token in tokens) if row.logprobs else ()
+        )
+        return RowResult(tuple(tokens), logprobs)
 
     def _embed(self, batch: Batch) -> StepResult:
         limits, held = self._limits.embed, self.embedding_memory
@@ -259,7 +273,8 @@ class FakeBackend(Backend):
             assert ids[0] < sequence_id < ids[-1] and sequence_id not in ids
             assert not self.memory[sequence_id], "a filler must be an empty sequence"
         for row in batch.rows:
-            assert row.tokens and row.outputs <= 1
+            assert row.tokens and row.outputs <= len(row.tokens)
+            assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be taken back"
             assert row.position == len(self.memory[row.sequence_id]), "positions must follow the memory"
             assert row.position + len(row.tokens) <= self._limits.sequence_cells
 

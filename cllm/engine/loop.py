@@ -24,6 +24,7 @@ from cllm.engine.messages import (
     Submit,
 )
 from cllm.engine.scheduler import Scheduler, bisect
+from cllm.engine.speculation import Speculator
 from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import Delta
@@ -47,6 +48,7 @@ class StepLoop:
             ),
             RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
             share_across_tenants=config.share_prefixes_across_tenants,
+            speculator=Speculator(config.draft_tokens),
         )
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(

@@ -7,11 +7,11 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
+from cllm.engine.account import empty_all, lease_facts, left_over
 from cllm.engine.budget import StepBudget
 from cllm.engine.constraints import ConstraintShop
 from cllm.engine.joining import Joining
@@ -21,9 +21,10 @@ from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import Origin, Prefixes
 from cllm.engine.sequence import Sequence, State
 from cllm.engine.shares import Sharing
+from cllm.engine.speculation import Speculator
 from cllm.engine.tier import RamTier
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
-from cllm.types import Delta, Failure, FinishReason, LeaseFacts, Request, Snapshot, TokenLogprob
+from cllm.types import Delta, Failure, FinishReason, Request, Snapshot, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,13 @@ class Scheduler:
     """Owns every sequence from arrival to its one terminal delta."""
 
     def __init__(
-        self, backend: Backend, budget: StepBudget, tier: RamTier, *, share_across_tenants: bool = False
+        self,
+        backend: Backend,
+        budget: StepBudget,
+        tier: RamTier,
+        *,
+        share_across_tenants: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         self.backend = backend
         self.budget = budget
@@ -49,6 +56,9 @@ class Scheduler:
         self._joining = Joining(backend, self.pool, self.parking, self.prefixes)
         self._sharing = Sharing(budget, self._joining.urgency)
         self._constraints = ConstraintShop(backend.vocabulary)
+        # A wrong guess is taken back, which not every memory can.
+        can_cut = not (backend.facts.recurrent or backend.facts.sliding_window)
+        self._speculator = speculator if speculator is not None and can_cut else Speculator(0)
         self.integrity_failures = 0
 
     # What comes in ---------------------------------------------------------------------------------
@@ -59,6 +69,7 @@ class Scheduler:
         self._arrived += 1
         self._arrivals[request.id] = self._arrived
         sequence = Sequence(request, self.backend.limits.request_tokens, self._arrived)
+        sequence.speculation = self._speculator.for_request(request)
         if request.constraint is not None:
             sequence.compiling = self._constraints.submit(request.constraint)
         self._waiting.append(sequence)
@@ -83,11 +94,12 @@ class Scheduler:
         self._start_waiting()
         self._check_positions()
         shares = self._sharing.shares(self._running.values())
+        drafts = self._speculator.draft(self._running.values())
         rows = []
         for _, sequence in sorted(self._running.items()):
             if sequence.id in shares:
                 try:
-                    rows.append(sequence.row(shares[sequence.id]))
+                    rows.append(sequence.row(shares[sequence.id], drafts.get(sequence.sequence_id, ())))
                 except CllmError as error:  # a grammar that ran dry
                     self._fail(sequence, error)
         if not rows:
@@ -112,7 +124,8 @@ class Scheduler:
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(self._running[row.sequence_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:
-                self._make_room()
+                if not self._speculator.withdraw(batch, self._running):
+                    self._make_room()
             case StepStatus.BAD_BATCH:
                 # The loop has bisected: what is left is the culprit.
                 for row in batch.rows:
@@ -169,23 +182,12 @@ class Scheduler:
         return sum(sequence.computed for sequence in self._running.values())
 
     def snapshot(self) -> Snapshot:
-        """Every lease and counter; positions are read from the memory, so drift would show."""
-        now = time.monotonic()
+        """Every lease and counter."""
         return Snapshot(
             sequences_total=self.pool.size,
             cells_total=self.backend.limits.cells,
             cells_used=self.cells_used,
-            leases=tuple(
-                LeaseFacts(
-                    seq_id=lease.sequence_id,
-                    request_id=lease.request_id,
-                    tokens=len(self._running[lease.sequence_id].tokens),
-                    position=self.backend.next_position(lease.sequence_id),
-                    state=self._running[lease.sequence_id].state.value,
-                    age_s=round(now - lease.leased_at, 3),
-                )
-                for lease in self.pool.leases
-            ),
+            leases=lease_facts(self.backend, self.pool, self._running),
             waiting=tuple(sequence.id for sequence in self._waiting),
             leased_total=self.pool.leased_total,
             released_total=self.pool.released_total,
@@ -196,23 +198,14 @@ class Scheduler:
     def check_idle(self) -> None:
         """Law 7: idle means zero. Raises IntegrityError naming everything that is left over."""
         assert self.idle
-        left = [f"lease of seq {lease.sequence_id}" for lease in self.pool.leases]
-        left += [
-            f"{cells} cells in seq {sequence_id}"
-            for sequence_id in range(self.pool.size)
-            if sequence_id not in self.pool.retired
-            and (cells := self.backend.next_position(sequence_id)) != 0
-        ]
-        left += [f"request {request_id}" for request_id in self._arrivals]
+        left = left_over(self.backend, self.pool) + [f"request {name}" for name in self._arrivals]
         if left:
             self.integrity_failures += 1
             raise IntegrityError(f"idle, but not empty: {', '.join(left)}")
 
     def repair_idle(self) -> None:
         """Empty every sequence after a failed idle check, so that the next request starts clean."""
-        for sequence_id in range(self.pool.size):
-            if sequence_id not in self.pool.retired:
-                self.backend.truncate(sequence_id, 0)
+        empty_all(self.backend, self.pool)
 
     # Joining ---------------------------------------------------------------------------------------
 
@@ -257,10 +250,16 @@ class Scheduler:
     # Going on --------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, row: Row, outcome: RowResult, ubatches: int) -> None:
+        drafted = max(0, row.outputs - 1)
+        rejected = row.outputs - len(outcome.tokens) if drafted else 0
         sequence.computed += len(row.tokens)
-        sequence.decoded_tokens += len(row.tokens)
+        sequence.decoded_tokens += len(row.tokens) - rejected
         sequence.steps += 1
         sequence.ubatches += ubatches
+        if drafted and sequence.speculation is not None:
+            sequence.speculation.observe(drafted, drafted - rejected)
+        if rejected and not self._take_back(sequence, rejected):
+            return
         if outcome.error is not None:
             self._fail(sequence, EngineError(outcome.error))
             return
@@ -278,6 +277,15 @@ class Scheduler:
             )
         else:
             self._finish(sequence, taken.reason, text=taken.text, tokens=taken.tokens, logprobs=logprobs)
+
+    def _take_back(self, sequence: Sequence, count: int) -> bool:
+        """Remove the last `count` tokens from its memory: guesses that were wrong."""
+        try:
+            sequence.computed = self.backend.truncate(sequence.sequence_id, sequence.computed - count)
+        except Exception as error:
+            self._fail(sequence, _as_engine_error(error))
+            return False
+        return True
 
     def _spelled(self, entry: TokenLogprob) -> TokenLogprob:
         """A log-probability with the bytes of its tokens: the parent has no vocabulary."""

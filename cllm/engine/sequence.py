@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cllm.backend.base import Row, Sampler
 from cllm.engine.pool import SequenceLease
+from cllm.engine.speculation import Speculation
 from cllm.text.assembler import TextAssembler
 from cllm.text.constraint import Constraint
 from cllm.types import FinishReason, Request, Usage, Vocabulary
@@ -62,6 +63,7 @@ class Sequence:
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from somebody else's KV instead of being computed
+        self.speculation: Speculation | None = None
         self.decoded_tokens = 0
         self.steps = 0
         self.ubatches = 0
@@ -94,14 +96,18 @@ class Sequence:
         """False while its grammar is still being compiled."""
         return self.compiling is None or self.compiling.done()
 
-    def row(self, count: int) -> Row:
-        """Its part of a step: the next `count` pending tokens, and what is wanted after the last of them."""
+    def row(self, count: int, drafts: Tokens[int] = ()) -> Row:
+        """Its part of a step: the next `count` pending tokens, and what is wanted after the last of them.
+
+        `drafts` are guesses of what follows, to be verified: only where a token is wanted.
+        """
         wants_output = count == self.pending
+        assert wants_output or not drafts
         return Row(
             sequence_id=self.sequence_id,
             position=self.computed,
-            tokens=self.tokens[self.computed : self.computed + count],
-            outputs=int(wants_output),
+            tokens=[*self.tokens[self.computed : self.computed + count], *drafts],
+            outputs=wants_output + len(drafts),
             sampler=self.sampler,
             mask=self.constraint.mask() if wants_output and self.constraint is not None else None,
             logprobs=self.request.logprobs,
@@ -184,4 +190,6 @@ class Sequence:
             steps=self.steps,
             ubatches=self.ubatches,
             cells=self.computed,
+            drafted_tokens=self.speculation.drafted if self.speculation is not None else 0,
+            accepted_tokens=self.speculation.accepted if self.speculation is not None else 0,
         )

@@ -5,14 +5,21 @@ A guess that is wrong costs time, never text: each token is chosen as it would b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING, Protocol
+
+from cllm.backend.base import Batch
+from cllm.types import Request
+
+if TYPE_CHECKING:
+    from cllm.engine.sequence import Sequence
 
 
 class Drafter(Protocol):
     """Guesses the tokens that follow a sequence. One for each sequence."""
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
         """At most `most` guesses of what follows `tokens`, which only ever grow between two calls."""
 
 
@@ -29,7 +36,7 @@ class PromptLookup:
         self._seen: dict[tuple[int, ...], int] = {}  # tokens -> the position after their latest occurrence
         self._indexed = 0  # positions up to here have been looked at
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
         self._index(tokens)
         for length in self.LENGTHS:
             place = self._seen.get(tuple(tokens[-length:]))
@@ -37,7 +44,7 @@ class PromptLookup:
                 return list(tokens[place : place + most])
         return []
 
-    def _index(self, tokens: Sequence[int]) -> None:
+    def _index(self, tokens: Tokens[int]) -> None:
         # Up to the last token but one: the newest tokens themselves are no earlier occurrence.
         end = min(len(tokens), self._indexed + self.INDEXED_AT_ONCE)
         for place in range(max(1, self._indexed), end):
@@ -66,7 +73,7 @@ class Speculation:
         self.drafted = 0
         self.accepted = 0
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
         """Guesses for the next step, at most `most`; often none."""
         if self._pause > 0:
             self._pause -= 1
@@ -97,13 +104,49 @@ def allowance(longest: int, generating: int) -> int:
     return longest // generating if generating and longest // generating > 1 else 0
 
 
-def same_length(proposals: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """The proposals cut to one common length, the one that saves the most tokens.
+class Speculator:
+    """Who may guess, and what is guessed in the next step."""
 
-    llama.cpp computes rows of unequal length apart, which would cost more than the longer guesses win.
-    """
-    lengths = {len(proposal) for proposal in proposals.values()} - {0}
-    if not lengths:
-        return {}
-    best = max(lengths, key=lambda length: length * sum(len(each) >= length for each in proposals.values()))
-    return {key: list(proposal[:best]) for key, proposal in proposals.items() if len(proposal) >= best}
+    def __init__(self, longest: int, new_drafter: Callable[[], Drafter] = PromptLookup) -> None:
+        self._longest = longest
+        self._new_drafter = new_drafter
+
+    def for_request(self, request: Request) -> Speculation | None:
+        """None where guesses are not wanted, or where a grammar would have to be asked about each."""
+        if not self._longest or not request.speculate or request.constraint is not None:
+            return None
+        return Speculation(self._new_drafter(), self._longest)
+
+    def withdraw(self, batch: Batch, running: Mapping[int, Sequence]) -> bool:
+        """There was no room for a batch: True if it held guesses, which then pause for a while."""
+        guessing = [row for row in batch.rows if row.outputs > 1]
+        for row in guessing:
+            speculation = running[row.sequence_id].speculation
+            assert speculation is not None
+            speculation.observe(row.outputs - 1, 0)
+        return bool(guessing)
+
+    def draft(self, sequences: Collection[Sequence]) -> dict[int, list[int]]:
+        """What each of the sequences that generate in the next step guesses, by sequence id: all equally far.
+
+        llama.cpp computes rows of unequal length apart, which would cost more than the longer guesses win: so
+        the length is the one that saves the most tokens, and who cannot guess that far does not guess.
+        """
+        most = allowance(self._longest, len(sequences))
+        if not most or any(sequence.pending > 1 for sequence in sequences):
+            return {}
+        proposals = {
+            sequence.sequence_id: sequence.speculation.propose(
+                sequence.tokens, min(most, sequence.token_limit - len(sequence.tokens) - 1)
+            )
+            for sequence in sequences
+            if sequence.speculation is not None
+        }
+        lengths = {len(proposal) for proposal in proposals.values()} - {0}
+        if not lengths:
+            return {}
+        saved = {
+            length: length * sum(len(each) >= length for each in proposals.values()) for length in lengths
+        }
+        best = max(lengths, key=lambda length: saved[length])
+        return {key: proposal[:best] for key, proposal in proposals.items() if len(proposal) >= best}
