@@ -20,7 +20,11 @@ WORKERS = 2  # a long prompt must not hold up the short ones behind it
 def serve_text(channel: Channel, config: EngineConfig) -> None:
     """Answer text tasks until the parent closes its end."""
     model = LlamaModel(load(), Path(config.model), Graveyard(), vocabulary_only=True)
-    worker = TextWorker(model.vocabulary, model.facts().chat_template)
+    answer_tasks(channel, TextWorker(model.vocabulary, model.facts().chat_template))
+
+
+def answer_tasks(channel: Channel, worker: TextWorker) -> None:
+    """Do what is asked, several tasks at a time, until the parent closes its end."""
     decoder = msgspec.msgpack.Decoder(Numbered)
 
     def answer(numbered: Numbered) -> None:

@@ -106,6 +106,7 @@ class FakeBackend(Backend):
         unified: bool = False,
         trimmable: bool = True,
         step_s: float = 0.0,
+        chat_template: str | None = None,
         fail: Callable[[int, str], Exception | StepStatus | None] | None = None,
     ) -> None:
         self._limits = Limits(
@@ -126,6 +127,7 @@ class FakeBackend(Backend):
             context_train=cells,
             embedding_length=0,
             layers=0,
+            chat_template=chat_template,
             recurrent=not trimmable,
         )
         self._vocabulary = FakeVocabulary()
@@ -180,13 +182,17 @@ class FakeBackend(Backend):
                 continue
             assert isinstance(row.sampler, FakeSampler)
             params = row.sampler.params
-            token = next_token(memory, params.seed, ends=not params.ignore_eos)
+            token = self._choose(memory, params)
             if row.mask is not None and not row.mask[token]:
                 allowed = row.mask.nonzero()[0]  # the first at or after what the model wanted
                 token = int(allowed[allowed.searchsorted(token) % len(allowed)])
             logprobs = (TokenLogprob(token, 0.0, ((token, 0.0),)),) if row.logprobs else ()
             results.append(RowResult((token,), logprobs))
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
+
+    def _choose(self, memory: Sequence[int], params: SamplingParams) -> int:
+        """What the model says next, before any mask."""
+        return next_token(memory, params.seed, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
         ids = [row.sequence_id for row in batch.rows]

@@ -99,5 +99,37 @@ class OpenAIDialect:
         )
 
 
+class ChatDialect:
+    """`POST /v1/chat/completions`: the prompt as one user's message."""
+
+    path = "/v1/chat/completions"
+
+    def body(self, request: BenchRequest) -> bytes:
+        return _encode(
+            model="default",
+            messages=[{"role": "user", "content": request.prompt}],
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            ignore_eos=request.ignore_eos,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+
+    def read(self, payload: bytes) -> Piece:
+        if payload == b"[DONE]":
+            return Piece(final=True)
+        event: dict[str, Any] = json.loads(payload)
+        if "error" in event:
+            return Piece(final=True, error=str(event["error"]))
+        choice: dict[str, Any] = (event.get("choices") or [{}])[0]
+        usage: dict[str, int] = event.get("usage") or {}
+        return Piece(
+            text=(choice.get("delta") or {}).get("content") or "",
+            generated_tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            finish_reason=choice.get("finish_reason"),
+        )
+
+
 def _encode(**fields: object) -> bytes:
     return json.dumps(fields).encode()
