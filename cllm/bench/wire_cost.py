@@ -69,7 +69,7 @@ def run(
     streams: int = 32,
     tokens: int = 250,
     rounds: int = 3,
-    step_ms: float = 25.0,
+    step_ms: float = 10.0,
     out: Path | None = None,
 ) -> int:
     """Print the table; 0 if every route stays under the bar, else 1. Raises SetupError."""
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=32, help="at the same time (default 32)")
     parser.add_argument("--tokens", type=int, default=250, help="of each stream (default 250)")
     parser.add_argument("--rounds", type=int, default=3, help="of each route, in turn (default 3)")
-    parser.add_argument("--step-ms", type=float, default=25.0, help="time between two tokens (default 25)")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="time between two tokens (default 10)")
     parser.add_argument("--out", type=Path, help="folder to write wire_cost.md and wire_cost.json into")
     options = parser.parse_args(arguments)
     try:

@@ -228,6 +228,7 @@ class Engine:
     def _take_deltas(self, deltas: tuple[Delta, ...]) -> None:
         now = time.monotonic()
         ended = False
+        generated = 0
         for delta in deltas:
             ticket = self._admission.find(delta.request_id)
             if ticket is None or ticket.place is not Place.ENGINE:
@@ -237,11 +238,13 @@ class Engine:
                 ticket.first_token = ticket.first_token or now
                 ticket.last_token = now
                 ticket.generated += len(delta.tokens)
+                generated += len(delta.tokens)
             if delta.finish_reason is None:
                 ticket.stream.push(delta)
             else:
                 ended = True
                 self._end(ticket, delta)
+        self.metrics.generated_tokens.inc(generated)
         if ended:
             self._restarts = 0
             self._feed()

@@ -50,23 +50,33 @@ class Stream:
 
 
 class AsyncStream(Stream):
-    """Read with `async for`, on the event loop that pushes."""
+    """Read with `async for`, or one `next` at a time, by one reader on the event loop that pushes."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
-        self._ready = asyncio.Event()
+        # A bare future: asyncio.Event would cost more than all the rest here, once a token.
+        self._waiter: asyncio.Future[None] | None = None
 
     def _wake(self) -> None:
-        self._ready.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> Delta:
+        """Everything unread, or what comes next. Not to be called again after the last delta."""
+        while (delta := self._take()) is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return delta
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
-            await self._ready.wait()
-            self._ready.clear()
-            if (delta := self._take()) is not None:
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+            delta = await self.next()
+            yield delta
+            if delta.finish_reason is not None:
+                return
 
 
 class BlockingStream(Stream):

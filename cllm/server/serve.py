@@ -16,6 +16,7 @@ from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.errors import PortInUse
 from cllm.server.app import create_app
+from cllm.server.sse import DirectSend
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ async def serve(
     try:
         await asyncio.wrap_future(engine.loaded)
         settings = uvicorn.Config(
-            create_app({"default": engine}, config),
+            DirectSend(create_app({"default": engine}, config)),
             log_config=None,
             log_level=logging.WARNING,
             access_log=False,

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
@@ -17,6 +17,18 @@ from cllm.errors import from_code
 from cllm.types import Delta
 
 _encoder = msgspec.json.Encoder()
+DIRECT = "cllm.send"  # in the scope: the server's own `send`, without what middleware wrapped around it
+
+
+class DirectSend:
+    """Outermost around an app: lets streams pass by the middleware, which cares for their start only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT] = send
+        await self._app(scope, receive, send)
 
 
 def encode(event: Any) -> bytes:
@@ -96,7 +108,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            sender = asyncio.ensure_future(self._send_events(send))
+            sender = asyncio.ensure_future(self._send_events(scope.get(DIRECT, send)))
             watcher = asyncio.ensure_future(wait_for_disconnect(receive))
             try:
                 await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
