@@ -28,7 +28,7 @@ from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
 from cllm.engine.stream import AsyncStream, BlockingStream
 from cllm.errors import InvalidRequest, from_code
-from cllm.text.work import TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
+from cllm.text.work import Chat, TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
 from cllm.types import Delta, FinishReason, ModelFacts, Request, SamplingParams, Usage
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class AsyncLLM(_Base):
 
 
 def _chat(messages: Sequence[Message]) -> TokenizeChat:
-    return TokenizeChat(tuple(dict(message) for message in messages))
+    return TokenizeChat(Chat(tuple(dict(message) for message in messages)))
 
 
 def _task(prompt: str | Sequence[Message]) -> TextTask:

@@ -77,6 +77,7 @@ class ConstraintKind(StrEnum):
     REGEX = "regex"
     GRAMMAR = "grammar"  # GBNF or Lark
     CHOICE = "choice"  # a JSON list of texts
+    TOOLS = "tools"  # a Lark grammar of tool calls
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
@@ -206,6 +207,14 @@ class Vocabulary(Protocol):
     @property
     def special_texts(self) -> frozenset[str]:
         """Spellings of control tokens: what must never be parsed out of a user's text."""
+
+    @property
+    def begin_text(self) -> str:
+        """The spelling of the token a text begins with; empty where there is none."""
+
+    @property
+    def end_text(self) -> str:
+        """The spelling of the token a text ends with; empty where there is none."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""

@@ -44,6 +44,8 @@ class FakeVocabulary:
 
     size = VOCABULARY_SIZE
     special_texts = frozenset({"<|x|>"})
+    begin_text = ""
+    end_text = "<|end|>"
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if not parse_special:

@@ -54,6 +54,7 @@ class Sequence:
         self.lease: SequenceLease | None = None
         self.sampler: Sampler | None = None
         self.assembler = TextAssembler(request.stop)
+        self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
         self.compiling: Future[Constraint] | None = None  # done before it may start
         self.saved: bytes | None = None  # KV memory while parked
@@ -118,7 +119,7 @@ class Sequence:
                 break
             self.tokens.append(token)
             taken.append(token)
-            texts.append(self.assembler.push(vocabulary.piece(token)))
+            texts.append(self.assembler.push(self._piece(token, vocabulary)))
             if self.constraint is not None:
                 self.constraint.accept(token)
             reason = self._reason_to_end()
@@ -127,6 +128,20 @@ class Sequence:
         if reason is not None:
             texts.append(self.assembler.finish())
         return Taken(tuple(taken), "".join(texts), reason)
+
+    def _piece(self, token: int, vocabulary: Vocabulary) -> bytes:
+        """The token's bytes; those of a control token only where the client asked to see its spelling."""
+        if self._markers is None:
+            spelled = {
+                marker: vocabulary.tokenize(marker, add_special=False, parse_special=True)
+                for marker in self.request.markers
+            }
+            self._markers = {
+                tokens[0]: marker.encode()
+                for marker, tokens in spelled.items()
+                if len(tokens) == 1 and vocabulary.is_control(tokens[0])
+            }
+        return self._markers.get(token) or vocabulary.piece(token)
 
     def _reason_to_end(self) -> FinishReason | None:
         if self.assembler.stopped_by is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from cllm.server.openai.schema import MOST_MESSAGES, MessageBody
 from cllm.server.schema import Body, ConstrainedBody, StopText, Text
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -44,12 +43,3 @@ class LlamaDetokenizeBody(Body):
     """`POST /detokenize`."""
 
     tokens: list[TokenId] = Field(max_length=1_000_000)
-
-
-class TemplateBody(Body):
-    """`POST /apply-template`."""
-
-    messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
-
-    def plain(self) -> tuple[dict[str, Any], ...]:
-        return tuple(message.plain() for message in self.messages)

@@ -95,6 +95,7 @@ FIELDS = {
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "grammar",
     ConstraintKind.CHOICE: "choice",
+    ConstraintKind.TOOLS: "tools",
 }
 
 
@@ -118,6 +119,8 @@ def grammar_of(spec: ConstraintSpec) -> str:
             case ConstraintKind.CHOICE:
                 choices = json.loads(spec.source)
                 return LLMatcher.grammar_from_regex("|".join(f"({_literal(choice)})" for choice in choices))
+            case ConstraintKind.TOOLS:
+                return LLMatcher.grammar_from_lark(spec.source)
             case ConstraintKind.GRAMMAR:
                 lark = spec.source if is_lark_syntax(spec.source) else gbnf_to_lark(spec.source)
                 return LLMatcher.grammar_from_lark(lark)

@@ -23,17 +23,28 @@ class TokenizeText(msgspec.Struct, frozen=True, tag=True):
     parse_special: bool = False  # True only where the client is trusted to write control tokens
 
 
-class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
-    """Messages through the chat template; answered with Tokens, as above."""
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation as the chat template takes it; see `PromptBuilder.from_messages`."""
 
     messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    options: dict[str, Any] = {}
+    opening: str = ""
+    prefill: str = ""
+    think: bool = True
+
+
+class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
+    """A conversation through the chat template; answered with Tokens, as above."""
+
+    chat: Chat
     most: int = 0
 
 
 class RenderChat(msgspec.Struct, frozen=True, tag=True):
-    """What the chat template makes of messages; answered with Text."""
+    """What the chat template makes of a conversation; answered with Text."""
 
-    messages: tuple[dict[str, Any], ...]
+    chat: Chat
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +61,7 @@ class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
+    thinking: bool = False  # they end inside the model's thoughts
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
@@ -99,10 +111,19 @@ class TextWorker:
                         text, add_special=add_special, parse_special=parse_special
                     )
                     return _within(tokens, most)
-                case RenderChat(messages):
-                    return Text(self._prompts.render(messages))
-                case TokenizeChat(messages, most):
-                    return _within(self._prompts.from_messages(messages), most)
+                case RenderChat(chat):
+                    rendered = self._prompts.render(chat.messages, tools=chat.tools, options=chat.options)
+                    return Text(rendered + chat.opening + chat.prefill)
+                case TokenizeChat(chat, most):
+                    prompt = self._prompts.from_messages(
+                        chat.messages,
+                        tools=chat.tools,
+                        options=chat.options,
+                        opening=chat.opening,
+                        prefill=chat.prefill,
+                        think=chat.think,
+                    )
+                    return _within(prompt.tokens, most, thinking=prompt.thinking)
                 case Detokenize(tokens):
                     pieces = map(self._vocabulary.piece, tokens)
                     return Text(b"".join(pieces).decode("utf-8", "replace"))
@@ -114,8 +135,8 @@ class TextWorker:
             return Refused(error.code, error.message, getattr(error, "field", None))
 
 
-def _within(tokens: list[int], most: int) -> Tokens:
+def _within(tokens: list[int], most: int, *, thinking: bool = False) -> Tokens:
     """Millions of tokens that are refused anyway need not cross to the parent."""
     if most and len(tokens) > most:
         raise ContextLengthExceeded(len(tokens), most)
-    return Tokens(tuple(tokens))
+    return Tokens(tuple(tokens), thinking)

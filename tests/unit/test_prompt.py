@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cllm.backend.fake import FakeVocabulary
 from cllm.errors import InvalidRequest
 from cllm.text.prompt import PromptBuilder
-from cllm.text.work import Refused, TextWorker, TokenizeChat, TokenizeText, Tokens
+from cllm.text.work import Chat, Refused, TextWorker, TokenizeChat, TokenizeText, Tokens
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
 CONTROL = 257
@@ -17,13 +19,17 @@ def builder(template: str | None = TEMPLATE) -> PromptBuilder:
     return PromptBuilder(FakeVocabulary(), template)
 
 
+def tokens_of(template: str | None, *messages: dict[str, Any], **more: Any) -> list[int]:
+    return builder(template).from_messages(messages, **more).tokens
+
+
 def test_a_conversation_is_rendered_with_control_tokens() -> None:
-    tokens = builder().from_messages([{"role": "user", "content": "hi"}])
+    tokens = tokens_of(TEMPLATE, {"role": "user", "content": "hi"})
     assert tokens == [CONTROL, *b"user:hi", CONTROL]
 
 
 def test_control_tokens_in_a_message_stay_plain_text() -> None:
-    tokens = builder().from_messages([{"role": "user", "content": " a<|x|>b <|x|>"}])
+    tokens = tokens_of(TEMPLATE, {"role": "user", "content": " a<|x|>b <|x|>"})
     assert tokens == [CONTROL, *b"user:a<|x|>b <|x|>", CONTROL]
     worker = TextWorker(FakeVocabulary(), None)
     assert worker.perform(TokenizeText("<|x|>")) == Tokens(tuple(b"<|x|>"))
@@ -31,7 +37,7 @@ def test_control_tokens_in_a_message_stay_plain_text() -> None:
 
 
 def test_control_tokens_hidden_in_a_role_or_deeper_stay_plain_text() -> None:
-    tokens = builder("{{ messages[0].parts[0].text }}").from_messages([{"parts": [{"text": "<|x|>"}]}])
+    tokens = tokens_of("{{ messages[0].parts[0].text }}", {"parts": [{"text": "<|x|>"}]})
     assert tokens == list(b"<|x|>")
 
 
@@ -49,5 +55,5 @@ def test_a_template_that_refuses_is_a_client_error() -> None:
     "hostile", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}"]
 )
 def test_a_template_cannot_walk_out_of_its_sandbox(hostile: str) -> None:
-    answer = TextWorker(FakeVocabulary(), hostile).perform(TokenizeChat(({"role": "user"},)))
+    answer = TextWorker(FakeVocabulary(), hostile).perform(TokenizeChat(Chat(({"role": "user"},))))
     assert isinstance(answer, Refused)

@@ -116,6 +116,19 @@ class LlamaVocabulary:
             if attributes(self.pointer, token) & _CONTROL_OR_UNKNOWN
         )
 
+    @cached_property
+    def begin_text(self) -> str:
+        return self._spelling(self._api.llama_vocab_bos(self.pointer))
+
+    @cached_property
+    def end_text(self) -> str:
+        return self._spelling(self._api.llama_vocab_eos(self.pointer))
+
+    def _spelling(self, token: int) -> str:
+        if not 0 <= token < self._size:
+            return ""
+        return str(self._api.llama_vocab_get_text(self.pointer, token).decode("utf-8", "replace"))
+
     def is_end(self, token: int) -> bool:
         return token in self.ends
 

@@ -8,9 +8,9 @@ from typing import Any
 from cllm.types import Delta, TokenLogprob, Usage
 
 
-def usage(deltas: Sequence[Delta], prompt_tokens: int) -> dict[str, Any]:
+def usage(usages: Sequence[Usage | None], prompt_tokens: int) -> dict[str, Any]:
     """Of all choices together; a prompt counts once however many answers it got."""
-    ended = [delta.usage for delta in deltas if delta.usage is not None]
+    ended = [one for one in usages if one is not None]
     generated = sum(one.completion_tokens for one in ended)
     return {
         "prompt_tokens": prompt_tokens,

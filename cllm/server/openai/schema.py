@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`."""
+"""The body of `/v1/completions`, and what it shares with that of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from cllm.types import ConstraintKind, ConstraintSpec
 
 MOST_CHOICES = 64
 MOST_PROMPTS = 256
-MOST_MESSAGES = 4096
 
 TokenId = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(max_length=256)]
@@ -115,48 +114,3 @@ class CompletionBody(OpenAIBody):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
-class MessageBody(Body):
-    """One message. Only text: this server has no eyes."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = None
-    name: Name | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates want it: text content, and no role they do not know."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content or "", **({"name": self.name} if self.name else {})}
-
-
-class ChatBody(OpenAIBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: list[MessageBody] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_tokens: int | None = Field(
-        None,
-        ge=1,
-        validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
-        description="Most tokens to generate (also `max_completion_tokens`); null: as many as fit",
-    )
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
-        return self

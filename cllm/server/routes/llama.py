@@ -15,10 +15,12 @@ from cllm import __version__
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
 from cllm.server.errors import error_body
-from cllm.server.llama_schema import LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody, TemplateBody
+from cllm.server.llama_schema import LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.openai import render
+from cllm.server.openai.chat_schema import ConversationBody
 from cllm.server.sse import EventStream, collect, encode
 from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, sampling_of, to_tokens
+from cllm.text.dialects import dialect_of
 from cllm.text.work import Detokenize, RenderChat, Text, TokenizeText
 from cllm.types import Delta, FinishReason, Request
 
@@ -156,9 +158,10 @@ def routes(engine: Engine) -> APIRouter:
         return {"content": answer.text}
 
     @router.post("/apply-template")
-    async def apply_template(body: TemplateBody) -> dict[str, str]:
+    async def apply_template(body: ConversationBody) -> dict[str, str]:
         """What the chat template makes of a conversation."""
-        answer = await do_text(engine, RenderChat(body.plain()))
+        chat = body.conversation().for_template(dialect_of(loaded(engine)[0].chat_template))
+        answer = await do_text(engine, RenderChat(chat))
         assert isinstance(answer, Text)
         return {"prompt": answer.text}
 

@@ -7,17 +7,20 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import CllmError, NotFound
+from cllm.errors import NotFound
+from cllm.server.chat import open_chat
 from cllm.server.openai import render
-from cllm.server.openai.schema import ChatBody, CompletionBody, OpenAIBody
+from cllm.server.openai.chat import DONE, ChatAnswer
+from cllm.server.openai.chat_schema import ChatBody
+from cllm.server.openai.schema import CompletionBody
 from cllm.server.sse import EventStream, collect, encode, merged
+from cllm.server.submit import choices_of, submit_all
 from cllm.server.text import (
     checked_tokens,
     constraint_of,
@@ -25,71 +28,62 @@ from cllm.server.text import (
     loaded,
     prompt_tokens,
     sampling_of,
-    to_tokens,
 )
-from cllm.text.work import Detokenize, Text, TokenizeChat
+from cllm.text.work import Detokenize, Text
 from cllm.types import ConstraintSpec, Delta, Request
 
-DONE = b"data: [DONE]\n\n"
 Head = dict[str, Any]
 Choices = Callable[[int, Delta], dict[str, Any]]
 
 
 class Job:
-    """One call: its requests (several choices of several prompts) and what every answer to it repeats."""
+    """One call of `/v1/completions`: its requests (several choices of several prompts), and their answers."""
 
     def __init__(
         self,
         engine: Engine,
-        body: OpenAIBody,
+        body: CompletionBody,
         prompts: Sequence[tuple[int, ...]],
         constraint: ConstraintSpec | None,
-        kind: str,
     ) -> None:
         self.engine = engine
         self.body = body
         self.prompts = prompts
-        self.id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.kind = kind
         self.constraint = constraint
         facts, self.limits = loaded(engine)
         self.model = body.model or facts.name
         self.sampling = sampling_of(body, facts.vocabulary_size)
         self.prompt_tokens = sum(map(len, prompts))
 
-    def submit(self, choices: int, logprobs: int, max_tokens: int | None) -> list[AsyncStream]:
-        """All requests at once, or none: a refusal takes back those before it."""
-        streams: list[AsyncStream] = []
-        try:
-            for prompt in self.prompts:
-                for choice in range(choices):
-                    # Each choice draws differently, and the same call again draws the same.
-                    seed = (self.sampling.seed + choice) % (2**32 - 1)
-                    request = Request(
-                        id=f"{self.id}-{len(streams)}",
-                        prompt=prompt,
-                        max_tokens=min(max_tokens or self.limits.request_tokens, self.limits.request_tokens),
-                        sampling=msgspec.structs.replace(self.sampling, seed=seed),
-                        stop=self.body.stops,
-                        logprobs=logprobs,
-                        constraint=self.constraint,
-                    )
-                    streams.append(self.engine.submit(request, AsyncStream))
-        except CllmError:
-            for stream in streams:
-                self.engine.cancel(stream.request_id)
-            raise
-        return streams
+    def submit(self, choices: int, logprobs: int) -> list[AsyncStream]:
+        """All requests at once, or none."""
+        most = self.limits.request_tokens
+        requests = (
+            Request(
+                id=f"{self.id}-{number}",
+                prompt=prompt,
+                max_tokens=min(self.body.max_tokens or most, most),
+                sampling=self.sampling,
+                stop=self.body.stops,
+                logprobs=logprobs,
+                constraint=self.constraint,
+            )
+            for number, prompt in enumerate(self.prompts)
+        )
+        return submit_all(
+            self.engine, (choice for request in requests for choice in choices_of(request, choices))
+        )
 
-    def head(self, kind: str) -> Head:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def head(self) -> Head:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
 
     async def events(
         self, streams: Sequence[AsyncStream], choice: Choices, first: bytes
     ) -> AsyncIterator[bytes]:
         """Chunks as the choices come, the usage if it was asked for, `[DONE]`; or an error, and the end."""
-        head = self.head(self.kind)
+        head = self.head()
         if first:
             yield first
         ended: list[Delta] = []
@@ -103,11 +97,17 @@ class Job:
             if delta.finish_reason is not None:
                 ended.append(delta)
         if self.body.include_usage:
-            yield encode({**head, "choices": [], "usage": render.usage(ended, self.prompt_tokens)})
+            yield encode(
+                {
+                    **head,
+                    "choices": [],
+                    "usage": render.usage([delta.usage for delta in ended], self.prompt_tokens),
+                }
+            )
         yield DONE
 
 
-def _check_model(name: str | None) -> None:
+def check_model(name: str | None) -> None:
     """Any plain name is served by the one loaded model; a path is not a name."""
     if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
         raise NotFound("there is no such model; GET /v1/models lists what is served")
@@ -131,13 +131,13 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete prompts."""
-        _check_model(body.model)
+        check_model(body.model)
         constraint = await constraint_of(engine, body)
-        job = Job(engine, body, await _prompts(engine, body), constraint, "text_completion")
+        job = Job(engine, body, await _prompts(engine, body), constraint)
         echoes = await _echoes(engine, body, job.prompts)
         best_of = body.best_of or body.n
         logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
-        streams = job.submit(best_of, logprobs, body.max_tokens)
+        streams = job.submit(best_of, logprobs)
         shown = body.logprobs is not None
 
         def chunk(index: int, delta: Delta) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def routes(engine: Engine) -> APIRouter:
             }
 
         if body.stream:
-            head = job.head("text_completion")
+            head = job.head()
             opening = {"logprobs": None, "finish_reason": None}
             first = b"".join(
                 encode({**head, "choices": [{**opening, "index": index, "text": echoes[index // best_of]}]})
@@ -162,7 +162,7 @@ def routes(engine: Engine) -> APIRouter:
             return Response(status_code=499)
         kept = _best(answers, best_of, body.n)
         return {
-            **job.head("text_completion"),
+            **job.head(),
             "choices": [
                 {
                     "index": index,
@@ -176,54 +176,34 @@ def routes(engine: Engine) -> APIRouter:
                 }
                 for index, deltas in enumerate(kept)
             ],
-            "usage": render.usage([deltas[-1] for deltas in answers], job.prompt_tokens),
+            "usage": render.usage([deltas[-1].usage for deltas in answers], job.prompt_tokens),
         }
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
-        """Answer a conversation."""
-        _check_model(body.model)
-        messages = tuple(message.plain() for message in body.messages)
-        task = TokenizeChat(messages, loaded(engine)[1].request_tokens)
-        constraint = await constraint_of(engine, body)
-        job = Job(engine, body, [await to_tokens(engine, task)], constraint, "chat.completion.chunk")
-        top = body.top_logprobs or 0
-        streams = job.submit(body.n, max(1, top) if body.logprobs else 0, body.max_tokens)
-
-        def logprobs(deltas: Sequence[Delta]) -> dict[str, Any] | None:
-            return render.chat_logprobs(render.joined_logprobs(deltas), top) if body.logprobs else None
-
-        def chunk(index: int, delta: Delta) -> dict[str, Any]:
-            return {
-                "index": index,
-                "delta": {"content": delta.text} if delta.text else {},
-                "logprobs": logprobs([delta]),
-                "finish_reason": _finish(delta),
-            }
-
+        """Answer a conversation; with tools, maybe by calling them."""
+        check_model(body.model)
+        facts, limits = loaded(engine)
+        request = Request(
+            id=f"chatcmpl-{uuid.uuid4().hex}",
+            prompt=(),
+            max_tokens=min(body.max_tokens or limits.request_tokens, limits.request_tokens),
+            sampling=sampling_of(body, facts.vocabulary_size),
+            stop=body.stops,
+            logprobs=max(1, body.top_logprobs or 0) if body.logprobs else 0,
+            constraint=await constraint_of(engine, body),
+        )
+        job = await open_chat(engine, body.conversation(), request)
+        job.submit(body.n)
+        head = {"id": request.id, "created": int(time.time()), "model": body.model or facts.name}
+        top = (body.top_logprobs or 0) if body.logprobs else None
+        answer = ChatAnswer(head, top, include_usage=body.include_usage)
         if body.stream:
-            head = job.head("chat.completion.chunk")
-            opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            first = b"".join(
-                encode({**head, "choices": [{"index": index, **opening}]}) for index in range(body.n)
-            )
-            return EventStream(engine, streams, job.events(streams, chunk, first))
-        answers = await collect(engine, streams, http.receive)
-        if answers is None:
+            return EventStream(engine, job.streams, answer.chunks(job))
+        replies = await job.replies(http.receive)
+        if replies is None:
             return Response(status_code=499)
-        return {
-            **job.head("chat.completion"),
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": render.joined_text(deltas), "refusal": None},
-                    "logprobs": logprobs(deltas),
-                    "finish_reason": _finish(deltas[-1]),
-                }
-                for index, deltas in enumerate(answers)
-            ],
-            "usage": render.usage([deltas[-1] for deltas in answers], job.prompt_tokens),
-        }
+        return answer.whole(replies, job.prompt_tokens)
 
     return router
 

@@ -1,0 +1,185 @@
+"""Conversations, whatever API they came by: from messages and tools to an answer taken apart.
+
+`/v1/chat/completions`, `/v1/responses` and `/v1/messages` say the same things in different words. Each turns
+its words into a `Conversation`, and what a `ChatJob` yields back into its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import Receive
+
+from cllm.engine.engine import Engine
+from cllm.engine.stream import AsyncStream
+from cllm.errors import InvalidRequest
+from cllm.server.sse import collect, merged
+from cllm.server.submit import choices_of, submit_all
+from cllm.server.text import GRAMMAR_LIMIT_S, do_text, loaded
+from cllm.text.dialects import Dialect, Tool, dialect_of
+from cllm.text.reply import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent, ReplyReader
+from cllm.text.work import Chat, CheckConstraint, TokenizeChat, Tokens
+from cllm.types import Delta, FinishReason, Request, TokenLogprob, Usage
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be answered. Messages are dicts of `role`, `content` and, as OpenAI has them, `tool_calls`
+    (arguments as JSON text) and `tool_call_id`."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[Tool, ...] = ()  # those that may be called
+    forced: bool = False  # at least one of them must be
+    parallel: bool = True  # several may be
+    options: dict[str, Any] = {}  # for the chat template
+    reasoning: bool = True  # thoughts are told apart; otherwise they are plain text
+    think: bool = True  # thoughts that the template opens stay open
+
+    @property
+    def prefill(self) -> str:
+        """A conversation that ends with the assistant's own words is to be continued there."""
+        last = self.messages[-1]
+        ends_with_words = last["role"] == "assistant" and not last.get("tool_calls")
+        return str(last.get("content") or "") if ends_with_words else ""
+
+    def for_template(self, dialect: Dialect) -> Chat:
+        """As the model's template takes it."""
+        messages = self.messages[:-1] if self.prefill else self.messages
+        shown = self.tools if dialect.template_takes_tools else ()
+        return Chat(
+            messages=tuple(dialect.prepare(messages, self.tools)),
+            tools=tuple(tool.for_template() for tool in shown),
+            options=self.options,
+            opening=dialect.forced_opening if self.forced else "",
+            prefill=self.prefill,
+            think=self.think,
+        )
+
+
+class Call(msgspec.Struct):
+    """One tool call of an answer."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Reply(msgspec.Struct):
+    """A finished answer, taken apart."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = []
+    logprobs: list[TokenLogprob] = []
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    usage: Usage | None = None
+
+    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> None:
+        """Take in a step's events."""
+        for event in events:
+            match event:
+                case AnswerText(text):
+                    self.text += text
+                case ReasoningText(text):
+                    self.reasoning += text
+                case CallBegun(_, name):
+                    self.calls.append(Call(new_call_id(), name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop, self.usage = delta.finish_reason, delta.stop, delta.usage
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ChatJob:
+    """A conversation on its way: prepared, submitted, and read as events. Made by `open_chat`."""
+
+    def __init__(
+        self, engine: Engine, conversation: Conversation, dialect: Dialect, prompt: Tokens, request: Request
+    ) -> None:
+        self.engine = engine
+        self.prompt_tokens = len(prompt.tokens)
+        self._conversation = conversation
+        self._dialect = dialect
+        self._thinking = prompt.thinking
+        self._constrained = request.constraint is not None
+        self._request = request
+        self.streams: list[AsyncStream] = []
+
+    def submit(self, count: int = 1) -> None:
+        """Ask for `count` answers; raises what the engine refuses with."""
+        self.streams = submit_all(self.engine, choices_of(self._request, count))
+
+    async def events(self) -> AsyncIterator[tuple[int, list[ReplyEvent], Delta]]:
+        """Of each step: which answer, what it added, and the step's own account of itself."""
+        readers = [self._reader() for _ in self.streams]
+        async for index, delta in merged(self.streams):
+            yield index, _read(readers[index], delta), delta
+
+    async def replies(self, receive: Receive) -> list[Reply] | None:
+        """The finished answers, or None if the client has gone."""
+        collected = await collect(self.engine, self.streams, receive)
+        if collected is None:
+            return None
+        replies: list[Reply] = []
+        for deltas in collected:
+            reader, reply = self._reader(), Reply()
+            for delta in deltas:
+                reply.add(_read(reader, delta), delta)
+            replies.append(reply)
+        return replies
+
+    def _reader(self) -> ReplyReader:
+        conversation = self._conversation
+        if conversation.forced:
+            names = [tool.name for tool in conversation.tools]
+            return ReplyReader(self._dialect, names, calling=True, parallel=conversation.parallel)
+        if self._constrained:
+            return ReplyReader(reasoning=False)
+        return ReplyReader(
+            self._dialect if conversation.tools else None,
+            [tool.name for tool in conversation.tools],
+            thinking=self._thinking,
+            parallel=conversation.parallel,
+            reasoning=conversation.reasoning,
+        )
+
+
+def _read(reader: ReplyReader, delta: Delta) -> list[ReplyEvent]:
+    events = reader.feed(delta.text) if delta.text else []
+    return events if delta.finish_reason is None else events + reader.finish()
+
+
+async def open_chat(engine: Engine, conversation: Conversation, request: Request) -> ChatJob:
+    """Prepare a conversation. `request` says everything but the prompt (and the grammar of forced calls).
+
+    Raises InvalidRequest for what the template or the grammar cannot do.
+    """
+    facts, limits = loaded(engine)
+    dialect = dialect_of(facts.chat_template)
+    constraint = request.constraint
+    if conversation.forced:
+        if constraint is not None:
+            raise InvalidRequest(
+                "a tool call is demanded and the answer's form too: give only one", "tool_choice"
+            )
+        constraint = dialect.forced(conversation.tools, parallel=conversation.parallel)
+        await do_text(engine, CheckConstraint(constraint), GRAMMAR_LIMIT_S)
+    if constraint is not None:
+        conversation = msgspec.structs.replace(conversation, think=False)
+    task = TokenizeChat(conversation.for_template(dialect), limits.request_tokens)
+    prompt = await do_text(engine, task)
+    assert isinstance(prompt, Tokens)
+    request = msgspec.structs.replace(
+        request,
+        prompt=prompt.tokens,
+        constraint=constraint,
+        markers=dialect.markers if conversation.tools and constraint is None else (),
+    )
+    return ChatJob(engine, conversation, dialect, prompt, request)
