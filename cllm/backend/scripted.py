@@ -1,7 +1,7 @@
 """A fake model that says what its prompt tells it to: exact answers for tests of what surrounds an engine.
 
-`<<text>>` in a prompt makes it answer `text`, one byte a token, and end; `<<text!>>` makes the step after
-`text` fail for that request. Anything else is answered as `FakeBackend` does.
+`say("text")` anywhere in a prompt makes it answer `text`, one byte a token, and end. With `fails`, the step
+after `text` fails for that request. Anything else is answered as `FakeBackend` does.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ TURN = 257  # the fake vocabulary's control token: the template opens the assist
 # Roles and tools as text, then the token that opens the answer. What it says of tool calls names their
 # format, as published templates do.
 CHAT_TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools> as <tool_call>{...}</tool_call>\n{% endif %}"
+    "{% if tools %}tools: {{ tools | tojson }}, to be used as <tool_call>{...}</tool_call>\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}<|x|>"
 )
+BEGIN, END, FAIL = "\x02", "\x03", "\x04"
+
+
+def say(text: str, *, fails: bool = False) -> str:
+    """What to put into a prompt."""
+    return f"{BEGIN}{text}{FAIL if fails else ''}{END}"
 
 
 class Script:
     """An answer as its prompt dictates it, and how much of it has been said."""
 
     def __init__(self, text: bytes, said: int) -> None:
-        self.fails = text.endswith(b"!")
-        self.text = text.removesuffix(b"!")
+        self.fails = text.endswith(FAIL.encode())
+        self.text = text.removesuffix(FAIL.encode())
         self.said = said
 
     @property
@@ -38,12 +44,12 @@ def script_of(memory: Sequence[int]) -> Script | None:
     """The script in a sequence's tokens, if there is one: the last of a conversation, or of a raw prompt."""
     turns = [index for index, token in enumerate(memory) if token == TURN]
     plain = bytes(token if token < 256 else 0 for token in memory)
-    begin = plain.rfind(b"<<", 0, turns[-1]) if turns else plain.find(b"<<")
-    end = plain.find(b">>", begin)
+    begin = plain.rfind(BEGIN.encode(), 0, turns[-1] if turns else len(plain))
+    end = plain.find(END.encode(), begin)
     if begin < 0 or end < 0:
         return None
-    answer = turns[-1] + 1 if turns else end + 2
-    return Script(plain[begin + 2 : end], len(memory) - answer)
+    answer = turns[-1] + 1 if turns else end + 1
+    return Script(plain[begin + 1 : end], len(memory) - answer)
 
 
 class ScriptedBackend(FakeBackend):

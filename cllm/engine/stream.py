@@ -29,8 +29,10 @@ class Stream:
         self._wake()
 
     def _take(self) -> Delta | None:
-        """Everything unread as one delta, or None."""
+        """Everything unread as one delta, or None. An error comes alone: what was said before it is kept."""
         unread, self._unread = self._unread, []
+        if len(unread) > 1 and unread[-1].error is not None:
+            self._unread = [unread.pop()]
         if len(unread) <= 1:
             return unread[0] if unread else None
         last = unread[-1]

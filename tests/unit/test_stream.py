@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from cllm.engine.stream import AsyncStream
-from cllm.types import Delta, FinishReason
+from cllm.engine.stream import AsyncStream, BlockingStream
+from cllm.types import Delta, Failure, FinishReason
 
 
 def delta(text: str, reason: FinishReason | None = None) -> Delta:
@@ -67,3 +67,19 @@ def test_a_cancelled_reader_loses_nothing() -> None:
         return await stream.next()
 
     assert asyncio.run(read()).text == "kept"
+
+
+def test_what_was_said_before_an_error_is_told_first() -> None:
+    failed = Delta(request_id="r", finish_reason=FinishReason.ERROR, error=Failure("bad_batch", "no"))
+
+    async def read() -> list[Delta]:
+        stream = AsyncStream("r")
+        for each in (delta("a"), delta("b"), failed):
+            stream.push(each)
+        return [each async for each in stream]
+
+    blocking = BlockingStream("r")
+    for each in (delta("a"), delta("b"), failed):
+        blocking.push(each)
+    for deltas in (asyncio.run(read()), list(blocking)):
+        assert [each.text for each in deltas] == ["ab", ""] and deltas[-1].error == failed.error

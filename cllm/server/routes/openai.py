@@ -139,12 +139,15 @@ def routes(engine: Engine) -> APIRouter:
         logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
         streams = job.submit(best_of, logprobs)
         shown = body.logprobs is not None
+        offsets = [len(echoes[index // best_of]) for index in range(len(streams))]
 
         def chunk(index: int, delta: Delta) -> dict[str, Any]:
+            told = render.completion_logprobs(delta.logprobs, offsets[index]) if shown else None
+            offsets[index] += sum(map(len, told["tokens"])) if told else 0
             return {
                 "index": index,
                 "text": delta.text,
-                "logprobs": render.completion_logprobs(delta.logprobs, 0) if shown else None,
+                "logprobs": told,
                 "finish_reason": _finish(delta),
             }
 
