@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard
 from cllm.config import EngineConfig
 from cllm.engine.child import Channel
-from cllm.text.work import Numbered, NumberedAnswer, TextWorker
+from cllm.errors import EngineError
+from cllm.text.work import Numbered, NumberedAnswer, Refused, TextWorker
 
+log = logging.getLogger(__name__)
 WORKERS = 2  # a long prompt must not hold up the short ones behind it
 
 
@@ -28,8 +31,13 @@ def answer_tasks(channel: Channel, worker: TextWorker) -> None:
     decoder = msgspec.msgpack.Decoder(Numbered)
 
     def answer(numbered: Numbered) -> None:
-        reply = NumberedAnswer(numbered.number, worker.perform(numbered.task))
-        channel.send(msgspec.msgpack.encode(reply))
+        try:
+            reply = msgspec.msgpack.encode(NumberedAnswer(numbered.number, worker.perform(numbered.task)))
+        except Exception:  # whoever waits must hear of it at once, not when their time is up
+            log.exception("a text task failed")
+            refused = Refused(EngineError.code, "this text could not be processed; the log has the details")
+            reply = msgspec.msgpack.encode(NumberedAnswer(numbered.number, refused))
+        channel.send(reply)
 
     with ThreadPoolExecutor(WORKERS) as pool:
         while (frame := channel.receive()) is not None:

@@ -75,6 +75,16 @@ class _Pending:
         self.deaths = 0
 
 
+def _encoded(numbered: Numbered) -> bytes:
+    """A task as bytes. Free-form parts (tools, template options) may hold what no message can carry."""
+    try:
+        return msgspec.msgpack.encode(numbered)
+    except OverflowError:
+        raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
+
+
 class ChildText:
     """Text work in a process of its own, replaced whenever it dies. A task that kills it twice is refused."""
 
@@ -99,10 +109,11 @@ class ChildText:
                 raise ShuttingDown("the server is shutting down")
             pending = _Pending(task)
             number = next(self._numbers)
+            frame = _encoded(Numbered(number, task))
             self._pending[number] = pending
             if self._child is None:
                 self._child = self._start()
-            self._child.send(msgspec.msgpack.encode(Numbered(number, task)))
+            self._child.send(frame)
             return pending.future
 
     def abort(self, future: Future[TextAnswer]) -> None:
