@@ -5,7 +5,8 @@
     │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
     │   ├── PayloadTooLarge        the body is over the limit                               413
-    │   └── NotFound               no such model, route or request                          404
+    │   └── NotFound               no such route or request                                 404
+    │       └── ModelNotFound      no such model                                            404
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
     │   ├── EngineNotReady         loading or restarting                                    503
@@ -58,7 +59,8 @@ class ContextLengthExceeded(InvalidRequest):
 
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens, but a request may hold at most {limit} "
+            # Clients tell this error from others by the words OpenAI uses: "maximum context length is".
+            f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit} "
             "(prompt and answer together, at least one of them generated); "
             "shorten the prompt or start the server with a larger --ctx-size",
             field="prompt",
@@ -73,6 +75,10 @@ class PayloadTooLarge(ClientError):
 
 class NotFound(ClientError):
     code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
 
 
 class CapacityError(CllmError):

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 
 class PlainHistogram(Collector):
@@ -30,7 +29,7 @@ class PlainHistogram(Collector):
         """Cumulative, as the exposition format has it."""
         buckets: list[tuple[str, float]] = []
         seen = 0
-        for bound, count in zip((*self._bounds, float("inf")), tuple(self._counts), strict=True):
+        for bound, count in zip((*map(float, self._bounds), float("inf")), tuple(self._counts), strict=True):
             seen += count
-            buckets.append((floatToGoString(bound), seen))
+            buckets.append((str(bound) if bound < float("inf") else "+Inf", seen))
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)

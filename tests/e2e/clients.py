@@ -1,4 +1,4 @@
-"""What the tests of other people's clients share: silence towards the outside, questions, answers to expect."""
+"""What the tests of other people's clients share: silence towards the outside, questions, tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.e2e.fuzz` (`make fuzz`): schemathesis on every route of a server with a tiny real model."""
+"""`python -m tests.e2e.fuzz` (`make fuzz`): schemathesis on every route, on a tiny real model."""
 
 from __future__ import annotations
 

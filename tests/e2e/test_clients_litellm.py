@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.clients import PATH_LIKE, QUESTION, WEATHER_TOOL, Weather, only_loopback
-from tests.e2e.server import Server
+from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
@@ -28,12 +29,13 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def litellm(quiet: None) -> Any:
+def litellm(quiet: None) -> Iterator[Any]:
     import litellm
 
     litellm.telemetry = False
     litellm.suppress_debug_info = True
-    return litellm
+    with httpx.Client(trust_env=False, timeout=PATIENCE_S) as litellm.client_session:
+        yield litellm
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,7 @@ def test_several_answers_and_their_probabilities(litellm: Any, settings: dict[st
 
 def test_a_forced_tool_call(litellm: Any, settings: dict[str, Any]) -> None:
     fields = {"messages": QUESTION, "tools": [WEATHER_TOOL], "tool_choice": "required", **settings}
+    fields["_skip_mcp_handler"] = True  # else tools need the package `mcp`, which LiteLLM does not install
     answer = litellm.completion(parallel_tool_calls=False, **fields)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "Weather" and Weather.model_validate_json(call.function.arguments)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import NotFound
+from cllm.errors import ModelNotFound
 from cllm.server.chat import open_chat
 from cllm.server.openai import render
 from cllm.server.openai.chat import DONE, ChatAnswer
@@ -110,7 +110,7 @@ class Job:
 def check_model(name: str | None) -> None:
     """Any plain name is served by the one loaded model; a path is not a name."""
     if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
-        raise NotFound("there is no such model; GET /v1/models lists what is served")
+        raise ModelNotFound("there is no such model; GET /v1/models lists what is served")
 
 
 def _finish(delta: Delta) -> str | None:

@@ -120,7 +120,7 @@ def _apart(event: Event) -> list[Event]:
         words["data"]["choices"][0]["finish_reason"] = None
         last = ending["data"]["choices"][0]
         last["logprobs"] = None
-        last.update({"delta": {}} if "delta" in last else {"text": ""})
+        last |= dict[str, Any](delta={}) if "delta" in last else dict[str, Any](text="")
         return [words, ending]
     if data.get("stop") is True and data.get("content"):
         kept = ("content", "tokens", "completion_probabilities")
