@@ -13,10 +13,10 @@ from rich.table import Table
 
 from cllm import __version__
 from cllm.backend.llama import cpu, library
-from cllm.backend.llama.context import default_threads
 from cllm.backend.llama.files import MemoryFit, embedded_model
 from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.probe import run_probe, settings_to_try
+from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 

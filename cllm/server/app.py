@@ -10,8 +10,9 @@ from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.engine.engine import Engine
 from cllm.server import errors
+from cllm.server.anthropic.request_ids import RequestIds
 from cllm.server.limits import RequestLimits
-from cllm.server.routes import admin, generate, llama, openai
+from cllm.server.routes import admin, generate, llama, messages, openai, responses
 
 
 def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
@@ -25,7 +26,10 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig) -> FastAPI:
     errors.install(app)
     app.include_router(generate.routes(engine))
     app.include_router(openai.routes(engine))
+    app.include_router(responses.routes(engine))
+    app.include_router(messages.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
     app.add_middleware(RequestLimits, most_bytes=config.max_body_mb << 20)
+    app.add_middleware(RequestIds)
     return app

@@ -24,6 +24,8 @@ from cllm.text.reply import AnswerText, CallArguments, CallBegun, ReasoningText,
 from cllm.text.work import Chat, CheckConstraint, TokenizeChat, Tokens
 from cllm.types import Delta, FinishReason, Request, TokenLogprob, Usage
 
+Step = tuple[list[ReplyEvent], Delta]  # what it added, and its own account of itself
+
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be answered. Messages are dicts of `role`, `content` and, as OpenAI has them, `tool_calls`
@@ -122,16 +124,27 @@ class ChatJob:
         async for index, delta in merged(self.streams):
             yield index, _read(readers[index], delta), delta
 
-    async def replies(self, receive: Receive) -> list[Reply] | None:
-        """The finished answers, or None if the client has gone."""
+    async def steps(self, receive: Receive) -> list[list[Step]] | None:
+        """The finished answers, step by step, or None if the client has gone."""
         collected = await collect(self.engine, self.streams, receive)
         if collected is None:
             return None
-        replies: list[Reply] = []
+        answers: list[list[Step]] = []
         for deltas in collected:
-            reader, reply = self._reader(), Reply()
-            for delta in deltas:
-                reply.add(_read(reader, delta), delta)
+            reader = self._reader()
+            answers.append([(_read(reader, delta), delta) for delta in deltas])
+        return answers
+
+    async def replies(self, receive: Receive) -> list[Reply] | None:
+        """The finished answers, or None if the client has gone."""
+        answers = await self.steps(receive)
+        if answers is None:
+            return None
+        replies: list[Reply] = []
+        for steps in answers:
+            reply = Reply()
+            for events, delta in steps:
+                reply.add(events, delta)
             replies.append(reply)
         return replies
 
@@ -171,11 +184,9 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
             )
         constraint = dialect.forced(conversation.tools, parallel=conversation.parallel)
         await do_text(engine, CheckConstraint(constraint), GRAMMAR_LIMIT_S)
-    if constraint is not None:
-        conversation = msgspec.structs.replace(conversation, think=False)
-    task = TokenizeChat(conversation.for_template(dialect), limits.request_tokens)
-    prompt = await do_text(engine, task)
-    assert isinstance(prompt, Tokens)
+    prompt = await _prompt(
+        engine, conversation, dialect, constrained=constraint is not None, most=limits.request_tokens
+    )
     request = msgspec.structs.replace(
         request,
         prompt=prompt.tokens,
@@ -183,3 +194,20 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
         markers=dialect.markers if conversation.tools and constraint is None else (),
     )
     return ChatJob(engine, conversation, dialect, prompt, request)
+
+
+async def count_tokens(engine: Engine, conversation: Conversation, *, constrained: bool) -> int:
+    """How long the prompt of this conversation is, even where it is too long; nothing is generated."""
+    dialect = dialect_of(loaded(engine)[0].chat_template)
+    constrained = constrained or conversation.forced
+    return len((await _prompt(engine, conversation, dialect, constrained=constrained, most=0)).tokens)
+
+
+async def _prompt(
+    engine: Engine, conversation: Conversation, dialect: Dialect, *, constrained: bool, most: int
+) -> Tokens:
+    if constrained or conversation.prefill:  # neither may begin inside thoughts
+        conversation = msgspec.structs.replace(conversation, think=False)
+    prompt = await do_text(engine, TokenizeChat(conversation.for_template(dialect), most))
+    assert isinstance(prompt, Tokens)
+    return prompt

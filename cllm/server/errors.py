@@ -1,4 +1,4 @@
-"""One table from error types to HTTP, and the two shapes an error is told in."""
+"""One table from error types to HTTP, and the shapes an error is told in."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ STATUS: dict[type[Exception], int] = {
     CllmError: 500,
 }
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+# Of a union's branch: the value is not of this kind at all.
+_OTHER_KIND = (
+    "string_type",
+    "list_type",
+    "dict_type",
+    "model_type",
+    "model_attributes_type",
+    "literal_error",
+)
+# Anthropic's names of errors, by status.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 def status_of(error: Exception) -> int:
@@ -43,7 +62,10 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(path: str, status: int, code: str, message: str, field: str | None = None) -> dict[str, Any]:
-    """`/v1/*` speaks OpenAI's shape, everything else cLLM's."""
+    """`/v1/messages` speaks Anthropic's shape, the rest of `/v1/*` OpenAI's, everything else cLLM's."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith("/v1/"):
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
@@ -77,7 +99,7 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
         (
             error
             for error in errors
-            if error["loc"][:2] == errors[0]["loc"][:2] and error["type"] not in ("string_type", "list_type")
+            if error["loc"][:2] == errors[0]["loc"][:2] and error["type"] not in _OTHER_KIND
         ),
         errors[0],
     )
@@ -89,6 +111,10 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     # Unions add the name of the branch; the field is the first part.
     field = where[0] if where else None
     message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "missing" and len(where) > 1:
+        message = f"{where[-1]!r} is missing in it"
+    if field is None and (named := message.partition(": ")[0]).isidentifier():
+        return message, named  # fields that contradict each other: the message names the one to change
     return (f"{field}: {message}" if field else f"the body must be a JSON object: {message}"), field
 
 

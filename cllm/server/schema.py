@@ -33,6 +33,15 @@ Text = Annotated[str, AfterValidator(_text)]
 StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_stop)]
 
 
+def _object(value: dict[str, Any]) -> dict[str, Any]:
+    _text(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_object)]
+"""Anything, as long as it can be written as text."""
+
+
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()

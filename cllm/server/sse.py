@@ -36,6 +36,11 @@ def encode(event: Any) -> bytes:
     return b"data: " + _encoder.encode(event) + b"\n\n"
 
 
+def encode_named(name: str, event: Any) -> bytes:
+    """One event of a kind that clients listen for by name."""
+    return b"event: " + name.encode() + b"\n" + encode(event)
+
+
 async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":

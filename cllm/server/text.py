@@ -55,6 +55,18 @@ async def constraint_of(engine: Engine, body: ConstrainedBody) -> ConstraintSpec
     return spec
 
 
+async def constraint_as(engine: Engine, body: ConstrainedBody, field: str) -> ConstraintSpec | None:
+    """The same where the form of an answer is asked for in another field than `response_format`."""
+    try:
+        return await constraint_of(engine, body)
+    except InvalidRequest as error:
+        if error.field in (None, "response_format"):
+            field = "json_schema" if body.json_schema is not None else field
+            message = error.message.removeprefix("response_format: ")
+            raise InvalidRequest(f"{field}: {message}", field) from None
+        raise
+
+
 def sampling_of(body: SamplingBody, vocabulary_size: int) -> SamplingParams:
     """The sampling parameters. Raises InvalidRequest."""
     try:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cllm.backend.base import Row
 from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.sampler import LlamaSampler
 from cllm.types import SamplingParams
 from tests.tiny_models import VOCABULARY
 
@@ -30,6 +32,13 @@ def probabilities(logits: Logits) -> npt.NDArray[np.float64]:
     return np.asarray(weights / weights.sum())
 
 
+def choose(backend: LlamaBackend, sampler: LlamaSampler, logits: Logits) -> int:
+    """The token a step with this one output would give."""
+    (result,) = backend.chooser.choose((Row(0, 0, (0,), 1, sampler),), logits[None].copy())
+    assert result.error is None, result.error
+    return result.tokens[0]
+
+
 def draws(
     backend: LlamaBackend, logits: Logits, count: int = 300, *, history: Sequence[int] = (), **sampling: Any
 ) -> list[int]:
@@ -38,9 +47,7 @@ def draws(
     sampler.accept(history)
     found = []
     for _ in range(count):
-        row = logits.copy()
-        sampler.exclude(row, None)
-        found.append(sampler.sample(row))
+        found.append(choose(backend, sampler, logits))
     sampler.close()
     return found
 

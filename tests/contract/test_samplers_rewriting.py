@@ -20,6 +20,7 @@ from tests.contract.drawing import (
     C,
     D,
     Logits,
+    choose,
     draws,
     row_of,
 )
@@ -180,11 +181,11 @@ def test_a_clone_goes_on_as_the_original_does_and_apart_from_it(
     original = backend.create_sampler(SamplingParams(**{**OFF, "seed": 3, **sampling}))
     original.accept((A, B, C, A, B))
     for _ in range(20):
-        original.sample(logits)
+        choose(backend, original, logits)
     clone, spare = original.clone(), original.clone()
-    expected = [original.sample(logits) for _ in range(40)]
+    expected = [choose(backend, original, logits) for _ in range(40)]
     original.close()
-    assert [clone.sample(logits) for _ in range(40)] == expected
+    assert [choose(backend, clone, logits) for _ in range(40)] == expected
     clone.close()
-    assert [spare.sample(logits) for _ in range(40)] == expected
+    assert [choose(backend, spare, logits) for _ in range(40)] == expected
     spare.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server
+from tests.e2e.thinking import make_thinking
 from tests.tiny_models import make_dense
 
 StartServer = Callable[..., Server]
@@ -49,3 +50,12 @@ def start(tmp_path: Path) -> Iterator[StartServer]:
             return server.__enter__()
 
         yield start_one
+
+
+@pytest.fixture(scope="session")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tiny model that begins every answer with thoughts."""
+    folder = tmp_path_factory.mktemp("thinking")
+    model = make_thinking(folder / "thinking.gguf")
+    with Server(folder / "log", str(model), "--parallel", "2", "--threads", "1") as server:
+        yield server

@@ -11,14 +11,17 @@ import numpy.typing as npt
 
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
 from cllm.backend.llama.batch import NativeBatch, count_ubatches
+from cllm.backend.llama.choosing import Chooser
 from cllm.backend.llama.context import LlamaContext
 from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.backend.llama.sampler import Candidates, DryPrototypes, LlamaSampler, build_chain, log_probabilities
+from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
+from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 from cllm.types import Limits, ModelFacts, SamplingParams
 
+MOST_SAMPLER_THREADS = 8
 _NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
@@ -68,7 +71,8 @@ class LlamaBackend(Backend):
         self._facts = self._model.facts()
         self._limits = self._read_limits(config)
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
-        self._candidates = Candidates(self._api, self._vocabulary.size)
+        threads = min(MOST_SAMPLER_THREADS, config.threads or default_threads())
+        self.chooser = Chooser(self._api, self._vocabulary.size, threads)
         self._dry = DryPrototypes(
             self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._graveyard
         )
@@ -130,30 +134,10 @@ class LlamaBackend(Backend):
         )
 
     def _sample(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
-        """One token for each row that wants output; the rows all greedy are one argmax together."""
         outputs = sum(row.outputs for row in rows)
         if outputs == 0:
             return (RowResult(),) * len(rows)
-        logits = self._context.logits(outputs)
-        wanting = [row for row in rows if row.outputs]
-        originals = {index: logits[index].copy() for index, row in enumerate(wanting) if row.logprobs}
-        greedy = False
-        for index, row in enumerate(wanting):
-            assert row.outputs == 1 and isinstance(row.sampler, LlamaSampler)
-            row.sampler.exclude(logits[index], row.mask)
-            greedy = greedy or row.sampler.chain is None
-        best = logits.argmax(axis=1) if greedy else ()
-        results: dict[int, RowResult] = {}
-        for index, row in enumerate(wanting):
-            assert isinstance(row.sampler, LlamaSampler)
-            try:
-                token = int(best[index]) if row.sampler.chain is None else row.sampler.sample(logits[index])
-            except ValueError as error:  # law 5: the others of this step have their tokens
-                results[row.sequence_id] = RowResult(error=str(error))
-                continue
-            logprobs = (log_probabilities(originals[index], token, row.logprobs),) if row.logprobs else ()
-            results[row.sequence_id] = RowResult((token,), logprobs)
-        return tuple(results.get(row.sequence_id, RowResult()) for row in rows)
+        return self.chooser.choose(rows, self._context.logits(outputs))
 
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
@@ -170,7 +154,6 @@ class LlamaBackend(Backend):
             self._api,
             params,
             chain,
-            self._candidates,
             self._graveyard,
             self._ends if params.ignore_eos else _NOTHING_EXCLUDED,
         )
@@ -191,6 +174,7 @@ class LlamaBackend(Backend):
         return self._context.restore(sequence_id, state)
 
     def close(self) -> None:
+        self.chooser.close()
         self._dry.close()
         self._graveyard.bury()
         self._context.close()

@@ -22,7 +22,8 @@ class NativeBatch:
         self._output = np.zeros(capacity, np.int8)
         # Each token points at its sequence's entry in this table.
         self._ids = np.arange(sequences, dtype=np.int32)
-        self._id_pointer = np.full(capacity + 1, self._ids.ctypes.data, np.uintp)
+        self._base = int(self._ids.ctypes.data)
+        self._id_pointer = np.full(capacity + 1, self._base, np.uintp)
         self._ramp = np.arange(capacity, dtype=np.int32)
         self.struct = api.llama_batch(
             n_tokens=0,
@@ -41,7 +42,14 @@ class NativeBatch:
             raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
         ids = [row.sequence_id for row in rows]
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
-        base = self._ids.ctypes.data
+        base = self._base
+        if count == len(rows):  # everybody generates: one assignment for all of them
+            self._token[:count] = [row.tokens[0] for row in rows]
+            self._position[:count] = [row.position for row in rows]
+            self._id_pointer[:count] = [base + 4 * sequence_id for sequence_id in ids]
+            self._output[:count] = [row.outputs for row in rows]
+            self.struct.n_tokens = count
+            return
         begin = 0
         self._output[:count] = 0
         for row in rows:
@@ -63,6 +71,13 @@ def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) ->
     left = {row.sequence_id: len(row.tokens) for row in rows}
     if unified:
         return -(-sum(left.values()) // ubatch_tokens)
+    if (
+        left
+        and len(left) <= ubatch_tokens
+        and max(left) - min(left) + 1 == len(left)
+        and set(left.values()) == {1}
+    ):
+        return 1  # everybody generates, and no id is missing between them
     count = 0
     while left:
         first = min(left)

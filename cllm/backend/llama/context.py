@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,21 +12,17 @@ import numpy.typing as npt
 from cllm.backend.llama.library import Library, ThreadpoolParams
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.backend.llama.threads import ThreadGovernor, default_threads
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
 
 
-def default_threads() -> int:
-    """One thread for each core this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Threadpool(Owned):
     """Persistent ggml workers. Without one, ggml starts and joins threads at every decode."""
 
-    def __init__(self, library: Library, threads: int, poll: int, graveyard: Graveyard) -> None:
+    def __init__(self, library: Library, threads: int, *, poll: int, graveyard: Graveyard) -> None:
         params = ThreadpoolParams()
         library.threadpool_params(ctypes.byref(params), threads)
         params.poll = poll
@@ -71,8 +67,13 @@ class LlamaContext(Owned):
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
-        self._threadpool = Threadpool(library, threads, config.poll, graveyard)
-        library.attach_threadpool(pointer, self._threadpool.pointer, self._threadpool.pointer)
+        self._library = library
+        self._new_pool = partial(Threadpool, library, poll=config.poll, graveyard=graveyard)
+        self._pools: dict[int, Threadpool] = {}
+        self._threads = 0
+        self._use_threads(threads)
+        # A number that was asked for is kept; our own default makes room for neighbours.
+        self._governor = None if config.threads else ThreadGovernor(threads, default_threads())
 
     @property
     def memory(self) -> Any:
@@ -81,10 +82,24 @@ class LlamaContext(Owned):
 
     def close(self) -> None:
         super().close()
-        self._threadpool.close()  # after the context: it works for it to the end
+        for pool in self._pools.values():  # after the context: they work for it to the end
+            pool.close()
+
+    def _use_threads(self, threads: int) -> None:
+        """Compute with so many from now on. Pools are swapped: one with idle workers would have them spin."""
+        if threads == self._threads:
+            return
+        pool = self._pools.get(threads)
+        if pool is None:
+            pool = self._pools[threads] = self._new_pool(threads)
+        self._library.attach_threadpool(self.pointer, pool.pointer, pool.pointer)
+        self.api.llama_set_n_threads(self.pointer, threads, threads)
+        self._threads = threads
 
     def decode(self, batch: Any) -> int:
         """llama_decode, waited for. Returns its code."""
+        if self._governor is not None:
+            self._use_threads(self._governor.look())
         code = int(self.api.llama_decode(self.pointer, batch))
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()

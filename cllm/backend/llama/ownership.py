@@ -42,13 +42,14 @@ class Owned:
 
     @property
     def pointer(self) -> Any:
-        assert self._finalizer.alive, "use of a native resource that was freed"
+        assert self._pointer is not None, "use of a native resource that was freed"
         return self._pointer
 
     def close(self) -> None:
         """Free it now. Owner thread only; idempotent."""
         if self._finalizer.detach() is not None:
-            self._free(self._pointer)
+            pointer, self._pointer = self._pointer, None
+            self._free(pointer)
 
     def __enter__(self) -> Self:
         return self

@@ -10,33 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cllm.backend.llama.candidates import Candidates, Cut, Logits
 from cllm.backend.llama.ownership import Graveyard, Owned
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
-
-Logits = npt.NDArray[np.float32]
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-
-
-class Candidates:
-    """The array of candidates a chain works on; one for all rows, since rows are sampled in turn."""
-
-    def __init__(self, api: Any, vocabulary_size: int) -> None:
-        self._api = api
-        self._ids = np.arange(vocabulary_size, dtype=np.int32)
-        self._data = np.zeros(vocabulary_size, _CANDIDATE)
-        self._pointer = self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
-
-    def choose(self, chain: Any, logits: Logits) -> int:
-        """Run a chain over a row of logits; returns the token it selected."""
-        self._data["id"] = self._ids  # the samplers of the row before have moved things about
-        self._data["logit"] = logits
-        array = self._api.llama_token_data_array(
-            data=self._pointer, size=len(self._ids), selected=-1, sorted=False
-        )
-        self._api.llama_sampler_apply(chain, ctypes.byref(array))
-        if array.selected < 0:
-            raise ValueError("the samplers left no token to choose from")
-        return int(array.data[array.selected].id)
 
 
 class LlamaSampler:
@@ -47,16 +23,15 @@ class LlamaSampler:
         api: Any,
         params: SamplingParams,
         chain: Owned | None,
-        candidates: Candidates,
         graveyard: Graveyard,
         excluded: npt.NDArray[np.int32],
     ) -> None:
         self._api = api
         self.params = params
         self.chain = chain
-        self._candidates = candidates
+        self.cut = Cut(params)
         self._graveyard = graveyard
-        self._excluded = excluded  # tokens never chosen (ends, when they are to be ignored)
+        self.excluded = excluded  # tokens never chosen (ends, when they are to be ignored)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Let penalties look back on these; costs nothing where nothing looks back."""
@@ -65,18 +40,10 @@ class LlamaSampler:
         for token in tokens:
             self._api.llama_sampler_accept(self.chain.pointer, token)
 
-    def exclude(self, logits: Logits, mask: TokenMask | None) -> None:
-        """Take forbidden tokens out of a row, in place."""
-        if len(self._excluded):
-            logits[self._excluded] = -np.inf
-        if mask is not None:
-            logits[~mask] = -np.inf
-
-    def sample(self, logits: Logits) -> int:
-        """Choose a token from a row and remember it. The row is left as it is."""
-        if self.chain is None:
-            return int(logits.argmax())
-        token = self._candidates.choose(self.chain.pointer, logits)
+    def sample(self, logits: Logits, candidates: Candidates, mask: TokenMask | None = None) -> int:
+        """Choose an allowed token from a row and remember it. The row is left as it is."""
+        assert self.chain is not None
+        token = candidates.choose(self.chain.pointer, logits, self.cut, mask)
         self._api.llama_sampler_accept(self.chain.pointer, token)
         return token
 
@@ -85,7 +52,7 @@ class LlamaSampler:
         if self.chain is not None:
             copy = self._api.llama_sampler_clone(self.chain.pointer)
             chain = Owned(copy, self._api.llama_sampler_free, self._graveyard)
-        return LlamaSampler(self._api, self.params, chain, self._candidates, self._graveyard, self._excluded)
+        return LlamaSampler(self._api, self.params, chain, self._graveyard, self.excluded)
 
     def close(self) -> None:
         if self.chain is not None:

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.chat import Conversation
 from cllm.server.openai.schema import Name, OpenAIBody
-from cllm.server.schema import Body, Text
+from cllm.server.schema import Body, JsonObject, Text
 from cllm.text.dialects import Tool
 
 MOST_MESSAGES = 4096
@@ -72,7 +72,7 @@ class FunctionBody(Body):
     description: Text | None = Field(
         None, max_length=1 << 14, description="What it does and when, for the model"
     )
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments")
+    parameters: JsonObject | None = Field(None, description="JSON schema of its arguments")
     strict: bool | None = Field(None, description="Ignored: forced calls always fit the schema")
 
 
@@ -109,7 +109,7 @@ class ConversationBody(Body):
         description="Whether one may or must be called, or which; forced calls always fit their schema",
     )
     parallel_tool_calls: bool = Field(True, description="Several calls in one answer are fine")
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=32)] | None = Field(
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
         None, description="Variables for the chat template, for example `enable_thinking`"
     )
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(

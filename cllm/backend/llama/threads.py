@@ -1,0 +1,116 @@
+"""How many threads compute: as many as there are cores, less those that other programs keep busy.
+
+ggml's threads meet at a barrier after every operation. One that has lost its core to a neighbour makes all
+the others wait for a scheduler's turn: two threads on two busy cores are far slower than one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+
+class CpuTimes(NamedTuple):
+    """Seconds since some beginning: the clock's, what our cores worked, and what of it this process did."""
+
+    now: float
+    busy: float
+    own: float
+
+
+def usable_cores() -> frozenset[int] | None:
+    """The cores this process may run on; None where the system does not say."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def core_quota(control_group: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Cores' worth of time the control group allows; None: no limit."""
+    try:
+        quota, period = (control_group / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def default_threads() -> int:
+    """One thread for each core this process may use."""
+    cores = usable_cores()
+    count = len(cores) if cores is not None else os.cpu_count() or 1
+    quota = core_quota()
+    return count if quota is None else max(1, min(count, math.ceil(quota)))
+
+
+def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
+    """The system's account; None where there is none, or where it is not about our cores alone."""
+    cores = usable_cores()
+    if cores is None or core_quota() is not None:
+        return None
+    ticks = 0
+    try:
+        for line in stat.read_text().splitlines():
+            name, *fields = line.split()
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
+                user, nice, system, _idle, _waiting, *interrupts_and_steal = map(int, fields[:8])
+                ticks += user + nice + system + sum(interrupts_and_steal)
+    except (OSError, ValueError):
+        return None
+    return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+
+class ThreadGovernor:
+    """Says how many threads the next step should use. Asked before every step; looks four times a second."""
+
+    INTERVAL_S = 0.25
+    TAKEN = 0.5  # a core of which others use this much is lost to us
+    LOOKS_DOWN = 2  # in a row before a thread is taken away: a burst is not a neighbour
+    LOOKS_UP = 4
+
+    def __init__(
+        self,
+        most: int,
+        cores: int,
+        read: Callable[[], CpuTimes | None] = read_cpu_times,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.threads = most
+        self._most = most
+        self._cores = cores
+        self._read = read
+        self._clock = clock
+        self._last = read()
+        self._next_look = clock() + self.INTERVAL_S
+        self._looks = 0  # in a row that said something else than what we do
+
+    def look(self) -> int:
+        """How many threads to use now."""
+        now = self._clock()
+        if self._last is None or now < self._next_look:
+            return self.threads
+        self._next_look = now + self.INTERVAL_S
+        times = self._read()
+        if times is None:
+            return self.threads
+        last, self._last = self._last, times
+        elapsed = times.now - last.now
+        if not self.INTERVAL_S / 2 <= elapsed <= 8 * self.INTERVAL_S:
+            return self.threads  # nothing was computed meanwhile: an average over that time says nothing
+        others = max(0.0, (times.busy - last.busy) - (times.own - last.own)) / elapsed
+        self._decide(others)
+        return self.threads
+
+    def _decide(self, others: float) -> None:
+        wanted = min(self._most, max(1, self._cores - math.floor(others + 1 - self.TAKEN)))
+        if wanted == self.threads:
+            self._looks = 0
+            return
+        self._looks += 1
+        if self._looks >= (self.LOOKS_DOWN if wanted < self.threads else self.LOOKS_UP):
+            log.info("compute threads: %d → %d (others use %.1f cores)", self.threads, wanted, others)
+            self.threads, self._looks = wanted, 0

@@ -1,0 +1,109 @@
+"""Guessing what comes next, so that one step can settle several tokens. The backend verifies every guess.
+
+A guess that is wrong costs time, never text: each token is chosen as it would be without guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Guesses the tokens that follow a sequence. One for each sequence."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` guesses of what follows `tokens`, which only ever grow between two calls."""
+
+
+class PromptLookup:
+    """Guesses that the text repeats itself: what followed when its newest tokens stood there before.
+
+    Good at summaries, code edits, tables, quoting; needs no second model.
+    """
+
+    LENGTHS = (4, 3, 2)  # of the repeated beginning, the longest first
+    INDEXED_AT_ONCE = 4096  # of a long prompt in one step: nobody is to wait for it
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, ...], int] = {}  # tokens -> the position after their latest occurrence
+        self._indexed = 0  # positions up to here have been looked at
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        self._index(tokens)
+        for length in self.LENGTHS:
+            place = self._seen.get(tuple(tokens[-length:]))
+            if place is not None:
+                return list(tokens[place : place + most])
+        return []
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        # Up to the last token but one: the newest tokens themselves are no earlier occurrence.
+        end = min(len(tokens), self._indexed + self.INDEXED_AT_ONCE)
+        for place in range(max(1, self._indexed), end):
+            for length in self.LENGTHS:
+                if place >= length:
+                    self._seen[tuple(tokens[place - length : place])] = place
+        self._indexed = end
+
+
+class Speculation:
+    """How far one sequence guesses ahead, by how its guesses fared.
+
+    All right: twice as far next time. None right: half as far, and a pause that doubles with every failure
+    in a row. It depends on nothing but the tokens, so the same request always costs the same work.
+    """
+
+    FIRST = 4
+    LONGEST_PAUSE = 64  # steps
+
+    def __init__(self, drafter: Drafter, longest: int) -> None:
+        self._drafter = drafter
+        self._longest = longest
+        self._length = min(self.FIRST, longest)
+        self._failures = 0  # in a row
+        self._pause = 0  # steps left without a guess
+        self.drafted = 0
+        self.accepted = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Guesses for the next step, at most `most`; often none."""
+        if self._pause > 0:
+            self._pause -= 1
+            return []
+        return self._drafter.propose(tokens, min(most, self._length)) if most > 0 else []
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """What became of guesses."""
+        self.drafted += drafted
+        self.accepted += accepted
+        if accepted == drafted:
+            self._length = min(2 * self._length, self._longest)
+        elif 2 * accepted < drafted:
+            self._length = max(1, self._length // 2)
+        if accepted:
+            self._failures = 0
+        else:
+            self._failures += 1
+            self._pause = min(2**self._failures, self.LONGEST_PAUSE)
+
+
+def allowance(longest: int, generating: int) -> int:
+    """Guesses a sequence may make in a step in which so many generate.
+
+    Alone, the machine waits for memory and guesses are nearly free; with others, every token of a step
+    costs them time.
+    """
+    return longest // generating if generating and longest // generating > 1 else 0
+
+
+def same_length(proposals: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    """The proposals cut to one common length, the one that saves the most tokens.
+
+    llama.cpp computes rows of unequal length apart, which would cost more than the longer guesses win.
+    """
+    lengths = {len(proposal) for proposal in proposals.values()} - {0}
+    if not lengths:
+        return {}
+    best = max(lengths, key=lambda length: length * sum(len(each) >= length for each in proposals.values()))
+    return {key: list(proposal[:best]) for key, proposal in proposals.items() if len(proposal) >= best}

@@ -1,0 +1,1 @@
+"""Anthropic's words for what the server does."""

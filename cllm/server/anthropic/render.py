@@ -1,0 +1,133 @@
+"""`/v1/messages`: answers and events in Anthropic's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from cllm.errors import from_code
+from cllm.server.blocks import Begun, Block, BlockEvent, BlockKind, Blocks, Grew
+from cllm.server.chat import ChatJob, Step
+from cllm.server.errors import error_body, status_of
+from cllm.server.sse import encode_named
+from cllm.text.reply import ReplyEvent
+from cllm.types import Delta, FinishReason
+
+Event = dict[str, Any]
+ROUTE = "/v1/messages"
+
+
+class MessageAnswer:
+    """One answer, built while it comes. `add` returns the events of a step in order.
+
+    A whole answer is `message()` after the last step.
+    """
+
+    def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._prompt_tokens = prompt_tokens
+        self._blocks = Blocks()
+
+    def start(self) -> list[Event]:
+        """The events before anything was generated."""
+        return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
+
+    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[Event]:
+        """Take in a step."""
+        told = [_told(event) for event in self._blocks.add(events, delta)]
+        if delta.error is not None:
+            status = status_of(from_code(delta.error.code, delta.error.message))
+            return [*told, error_body(ROUTE, status, delta.error.code, delta.error.message)]
+        if delta.finish_reason is not None:
+            told.append({"type": "message_delta", "delta": self._end(), "usage": self._usage()})
+            told.append({"type": "message_stop"})
+        return told
+
+    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """The answer to a call that does not stream."""
+        for events, delta in steps:
+            self._blocks.add(events, delta)
+        return self.message()
+
+    async def chunks(self, job: ChatJob) -> AsyncIterator[bytes]:
+        """The events as bytes, as they come."""
+        yield _encoded(self.start())
+        async for _, events, delta in job.events():
+            if told := self.add(events, delta):
+                yield _encoded(told)
+
+    def message(self) -> dict[str, Any]:
+        """The message as far as it has come."""
+        content = [_content(block) for block in self._blocks.blocks]
+        return {**self._head, "content": content, **self._end(), "usage": self._usage()}
+
+    def _end(self) -> dict[str, Any]:
+        return {"stop_reason": self._stop_reason, "stop_sequence": self._blocks.stop}
+
+    @property
+    def _stop_reason(self) -> str | None:
+        reason = self._blocks.finish_reason
+        if reason is None:
+            return None
+        if reason is not FinishReason.STOP:
+            return "max_tokens"
+        if self._blocks.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if self._blocks.called else "end_turn"
+
+    def _usage(self) -> dict[str, Any]:
+        """Input tokens are those that had to be read: what came from the cache is counted beside them."""
+        usage = self._blocks.usage
+        cached = usage.cached_tokens if usage is not None else 0
+        return {
+            "input_tokens": self._prompt_tokens - cached,
+            "output_tokens": usage.completion_tokens if usage is not None else 0,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+def _content(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case BlockKind.THOUGHTS:
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case BlockKind.WORDS:
+            return {"type": "text", "text": block.text}
+        case BlockKind.CALL:
+            call = {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name}
+            return {**call, "input": _object(block.text)}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Arguments as an object; none where they are not one, as when the answer was cut off within them."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _told(event: BlockEvent) -> Event:
+    """A block's event in Anthropic's words."""
+    block = event.block
+    if isinstance(event, Begun):
+        empty = _content(Block(block.index, block.kind, block.id, block.name))
+        return {"type": "content_block_start", "index": block.index, "content_block": empty}
+    if isinstance(event, Grew):
+        return {"type": "content_block_delta", "index": block.index, "delta": _delta(event)}
+    return {"type": "content_block_stop", "index": block.index}
+
+
+def _delta(event: Grew) -> dict[str, Any]:
+    match event.block.kind:
+        case BlockKind.THOUGHTS:
+            return {"type": "thinking_delta", "thinking": event.text}
+        case BlockKind.WORDS:
+            return {"type": "text_delta", "text": event.text}
+        case BlockKind.CALL:
+            return {"type": "input_json_delta", "partial_json": event.text}
+
+
+def _encoded(events: Sequence[Event]) -> bytes:
+    return b"".join(encode_named(event["type"], event) for event in events)

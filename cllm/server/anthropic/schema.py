@@ -1,0 +1,216 @@
+"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from cllm.errors import InvalidRequest
+from cllm.server.anthropic.content import (
+    MOST_BLOCKS,
+    AssistantBlock,
+    Identifier,
+    Texts,
+    ToolName,
+    UserBlock,
+    text_of,
+)
+from cllm.server.chat import Conversation
+from cllm.server.kinds import kinds
+from cllm.server.nullable import NullableBody
+from cllm.server.schema import Body, ConstrainedBody, JsonObject, StopText, Text
+from cllm.server.turns import Turns
+from cllm.text.dialects import Tool
+from cllm.types import ConstraintKind, ConstraintSpec
+
+MOST_MESSAGES = 4096
+MOST_TOOLS = 512
+
+
+class UserMessage(Body):
+    role: Literal["user"] = Field(description="Who speaks")
+    content: Text | Annotated[list[UserBlock], Field(max_length=MOST_BLOCKS)] = Field(
+        description="Text, or blocks: text and results of tools"
+    )
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"] = Field(description="Who speaks")
+    content: Text | Annotated[list[AssistantBlock], Field(max_length=MOST_BLOCKS)] = Field(
+        description="Text, or blocks: text, calls of tools, thoughts"
+    )
+
+
+class SystemMessage(Body):
+    role: Literal["system"] = Field(description="Instructions, where the template takes them")
+    content: Text | Texts = Field(description="Text, or blocks of text")
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+class ClientTool(Body):
+    """`cache_control` is ignored."""
+
+    type: Literal["custom"] = Field("custom", description="May be left out; server tools are refused")
+    name: ToolName = Field(description="Letters, digits, `_`, `-` and `.`, at most 128")
+    description: Text | None = Field(
+        None, max_length=1 << 14, description="What it does and when, for the model"
+    )
+    input_schema: JsonObject = Field(description="JSON schema of its arguments")
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.input_schema)
+
+
+_NO_SERVER_TOOLS = {"": "this server runs no tools of its own, it only asks for calls of yours"}
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"] = Field(
+        description="Whether a tool may (`auto`), must (`any`, `tool`) or must not (`none`) be called"
+    )
+    name: ToolName | None = Field(None, description="With `tool`: which one")
+    disable_parallel_tool_use: bool = Field(False, description="At most one call in an answer")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name belongs to the type tool, and is needed there")
+        return self
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"] = Field(
+        description="The template's `enable_thinking`; left out: as the template has it"
+    )
+    budget_tokens: int | None = Field(
+        None, ge=1, description="Not enforced: thoughts count towards `max_tokens`, which is"
+    )
+
+
+class Metadata(Body):
+    user_id: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Ignored")
+
+
+class JsonFormat(Body):
+    type: Literal["json_schema"] = Field(description="Always `json_schema`")
+    schema_: JsonObject = Field(alias="schema", description="What the answer validates against")
+
+
+class OutputConfig(Body):
+    effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="A variable for the chat template: `reasoning_effort`"
+    )
+    format: JsonFormat | None = Field(None, description="A schema for the answer")
+
+
+class CountBody(NullableBody, ConstrainedBody):
+    """`POST /v1/messages/count_tokens`: everything that makes the prompt."""
+
+    model: Identifier | None = Field(None, description="Any plain name is served by the loaded model")
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=MOST_MESSAGES,
+        description="The conversation; if the assistant's words end it, they are continued",
+    )
+    system: Text | Texts | None = Field(None, description="Instructions: text, or blocks of text")
+    tools: (
+        Annotated[
+            list[Annotated[ClientTool, kinds("custom", default="custom", why=_NO_SERVER_TOOLS)]],
+            Field(max_length=MOST_TOOLS),
+        ]
+        | None
+    ) = Field(None, description="Tools the model may call")
+    tool_choice: ToolChoice | None = Field(
+        None, description="Whether one may or must be called, or which; forced calls always fit their schema"
+    )
+    thinking: Thinking | None = Field(None, description="Whether the model thinks before it answers")
+    output_config: OutputConfig | None = Field(None, description="A schema for the answer; effort")
+    temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
+        None, description="Variables for the chat template. Not in Anthropic's"
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
+    )
+
+    @model_validator(mode="after")
+    def _tools_are_named(self) -> CountBody:
+        names = [tool.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two of them have the same name")
+        wanted = self.tool_choice
+        if wanted is not None and wanted.name is not None and wanted.name not in names:
+            raise ValueError(f"tool_choice: {wanted.name!r} is not among the tools")
+        if wanted is not None and wanted.type == "any" and not names:
+            raise ValueError("tool_choice: any needs tools")
+        return self
+
+    def constraint(self) -> ConstraintSpec | None:
+        wanted = self.output_config.format if self.output_config is not None else None
+        if wanted is None:
+            return super().constraint()
+        if super().constraint() is not None:
+            raise ValueError("give only one of grammar, regex, choice, json_schema and output_config.format")
+        return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(wanted.schema_))
+
+    def conversation(self) -> Conversation:
+        """In neutral words. Raises InvalidRequest."""
+        wanted = self.tool_choice
+        kind = "auto" if wanted is None else wanted.type
+        tools = () if kind == "none" else tuple(tool.tool() for tool in self.tools or ())
+        if wanted is not None and wanted.name is not None:
+            tools = tuple(tool for tool in tools if tool.name == wanted.name)
+        return Conversation(
+            messages=tuple(self._turns().messages),
+            tools=tools,
+            forced=kind in ("any", "tool"),
+            parallel=kind != "tool" and not (wanted is not None and wanted.disable_parallel_tool_use),
+            options=self._options(),
+            think=self.thinking is None or self.thinking.type != "disabled",
+        )
+
+    def _turns(self) -> Turns:
+        turns = Turns(combine=True)
+        if system := text_of(self.system):
+            turns.say("system", system)
+        for message in self.messages:
+            if isinstance(message.content, str):
+                turns.say(message.role, message.content)
+            elif isinstance(message, SystemMessage):
+                turns.say(message.role, text_of(message.content))
+            else:
+                for block in message.content:
+                    block.add_to(turns, message.role)
+        if not turns.messages:
+            raise InvalidRequest("messages: there is nothing to answer in them", "messages")
+        return turns
+
+    def _options(self) -> dict[str, Any]:
+        options = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None:
+            options.setdefault("enable_thinking", self.thinking.type != "disabled")
+        if self.output_config is not None and self.output_config.effort is not None:
+            options.setdefault("reasoning_effort", self.output_config.effort)
+        return options
+
+
+class MessagesBody(CountBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1, description="Most tokens to generate, thoughts included")
+    stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = Field(
+        None, description="Texts that end the answer; they are not part of it"
+    )
+    stream: bool = Field(False, description="Answer as server-sent events")
+    metadata: Metadata | None = Field(None, description="Ignored")
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"max_tokens": 64, "messages": [{"role": "user", "content": "What is AI?"}]}
+        }
+    )

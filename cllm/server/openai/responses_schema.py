@@ -1,0 +1,236 @@
+"""The body of `/v1/responses`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
+
+from cllm.errors import InvalidRequest
+from cllm.server.chat import Conversation
+from cllm.server.kinds import kinds
+from cllm.server.nullable import NullableBody
+from cllm.server.openai.chat_schema import MOST_MESSAGES, MOST_TOOLS, FunctionName
+from cllm.server.openai.responses_items import Item
+from cllm.server.openai.schema import Name
+from cllm.server.schema import Body, ConstrainedBody, JsonObject, StopText, Text
+from cllm.server.turns import Turns
+from cllm.text.dialects import Tool
+from cllm.types import ConstraintKind, ConstraintSpec
+
+LOGPROBS = "message.output_text.logprobs"
+_FUNCTIONS_ONLY = {"": "this server runs no tools of its own, it only asks for calls of type 'function'"}
+
+
+class FunctionTool(Body):
+    type: Literal["function"] = Field(description="Always `function`")
+    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 64")
+    description: Text | None = Field(
+        None, max_length=1 << 14, description="What it does and when, for the model"
+    )
+    parameters: JsonObject | None = Field(None, description="JSON schema of its arguments")
+    strict: bool | None = Field(None, description="Ignored: forced calls always fit the schema")
+
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or {})
+
+
+class ChosenFunction(Body):
+    type: Literal["function"] = Field(description="This one must be called")
+    name: FunctionName = Field(description="One of the tools")
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"] = Field(description="Only these may be called")
+    mode: Literal["auto", "required"] = Field(description="Whether one must be")
+    tools: Annotated[
+        list[Annotated[ChosenFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
+        Field(min_length=1, max_length=MOST_TOOLS),
+    ] = Field(description="Some of the tools")
+
+
+Chosen = Annotated[
+    ChosenFunction | AllowedTools,
+    Field(discriminator="type"),
+    kinds("function", "allowed_tools", why=_FUNCTIONS_ONLY),
+]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is")
+    name: Name | None = Field(None, description="Of the schema; ignored")
+    description: Text | None = Field(None, max_length=1 << 14, description="Of the schema; ignored")
+    schema_: JsonObject | None = Field(None, alias="schema", description="What the answer validates against")
+    strict: bool | None = Field(None, description="Ignored: the schema is always kept")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema belongs to the format json_schema, and is needed there")
+        return self
+
+
+class TextBody(Body):
+    format: TextFormat | None = Field(None, description="Text, any JSON object, or a schema")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored")
+
+
+class ReasoningBody(Body):
+    effort: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="A variable for the chat template; `none` also switches thinking off"
+    )
+    summary: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="Ignored: thoughts are given as they are, not summarised"
+    )
+
+
+class ResponsesBody(NullableBody, ConstrainedBody):
+    """`POST /v1/responses`."""
+
+    model: Name | None = Field(None, description="Any plain name is served by the loaded model")
+    input: (
+        Annotated[Text, Field(min_length=1)]
+        | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    ) = Field(description="A question, or items: messages, function calls and their outputs, reasoning")
+    instructions: Text | None = Field(None, description="A system message before the input")
+    tools: Annotated[
+        list[Annotated[FunctionTool, kinds("function", why=_FUNCTIONS_ONLY)]], Field(max_length=MOST_TOOLS)
+    ] = Field(default=[], description="Functions the model may call")
+    tool_choice: Literal["none", "auto", "required"] | Chosen = Field(
+        "auto",
+        description="Whether one may or must be called, or which; forced calls always fit their schema",
+    )
+    parallel_tool_calls: bool = Field(True, description="Several calls in one answer are fine")
+    text: TextBody | None = Field(None, description="What form the answer has")
+    reasoning: ReasoningBody | None = Field(None, description="How much to think")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Most tokens to generate, thoughts included; null: as many as fit"
+    )
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        description="Above 1 discourages repeats; 1: off",
+    )
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
+        None, description="Text that ends the answer; it is not part of it. Not in OpenAI's"
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Log-probabilities of the chosen tokens and this many likeliest"
+    )
+    include: Annotated[list[Name], Field(max_length=32)] | None = Field(
+        None, description=f"`{LOGPROBS}` is honoured, anything else ignored"
+    )
+    stream: bool = Field(False, description="Answer as server-sent events")
+    store: bool | None = Field(None, description="Accepted; nothing is ever stored")
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = Field(None, description="Given back as it is: up to 16 texts")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="Nothing is ever cut off: an input that does not fit is a 400"
+    )
+    user: Name | None = Field(None, description="Ignored")
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
+        None, description="Variables for the chat template, for example `enable_thinking`. Not in OpenAI's"
+    )
+    previous_response_id: Name | None = Field(None, description="Refused: this server is stateless")
+    conversation: Name | dict[str, Any] | None = Field(None, description="Refused: this server is stateless")
+    prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored here")
+    background: bool | None = Field(None, description="Refused if true: nothing is stored here")
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"input": "What is AI?", "max_output_tokens": 64, "instructions": "Be brief."}
+        }
+    )
+
+    @field_validator("previous_response_id", "conversation", "prompt", "background")
+    @classmethod
+    def _stateless(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("this server is stateless: send the whole conversation as input items")
+        return value
+
+    @model_validator(mode="after")
+    def _tools_are_named(self) -> ResponsesBody:
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two of them have the same name")
+        for name in self.chosen:
+            if name not in names:
+                raise ValueError(f"tool_choice: {name!r} is not among the tools")
+        if self.must_call and not names:
+            raise ValueError("tool_choice: required needs tools")
+        return self
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names that tool_choice gives; empty where it gives none."""
+        match self.tool_choice:
+            case ChosenFunction(name=name):
+                return [name]
+            case AllowedTools(tools=tools):
+                return [tool.name for tool in tools]
+        return []
+
+    @property
+    def must_call(self) -> bool:
+        wanted = self.tool_choice
+        if isinstance(wanted, AllowedTools):
+            return wanted.mode == "required"
+        return wanted == "required" or isinstance(wanted, ChosenFunction)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def top(self) -> int | None:
+        """How many likeliest tokens are told; None: no log-probabilities at all."""
+        wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
+        return (self.top_logprobs or 0) if wanted else None
+
+    def constraint(self) -> ConstraintSpec | None:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None or wanted.type == "text":
+            return super().constraint()
+        if super().constraint() is not None:
+            raise ValueError("give only one of grammar, regex, choice, json_schema and text.format")
+        return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(wanted.schema_ or {"type": "object"}))
+
+    def to_conversation(self) -> Conversation:
+        """In neutral words. Raises InvalidRequest."""
+        turns = Turns()
+        if self.instructions:
+            turns.say("system", self.instructions)
+        if isinstance(self.input, str):
+            turns.say("user", self.input)
+        else:
+            for item in self.input:
+                item.add_to(turns)
+        if not turns.messages:
+            raise InvalidRequest("input: there is nothing to answer in it", "input")
+        tools = [] if self.tool_choice == "none" else [tool.tool() for tool in self.tools]
+        if self.chosen:
+            tools = [tool for tool in tools if tool.name in self.chosen]
+        options = dict(self.chat_template_kwargs or {})
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        if effort is not None:
+            options.setdefault("reasoning_effort", effort)
+            options.setdefault("enable_thinking", effort != "none")
+        return Conversation(
+            messages=tuple(turns.messages),
+            tools=tuple(tools),
+            forced=self.must_call,
+            parallel=self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenFunction),
+            options=options,
+            think=effort != "none",
+        )

@@ -1,0 +1,54 @@
+"""Anthropic's routes: /v1/messages, /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.engine.engine import Engine
+from cllm.server.anthropic.render import MessageAnswer
+from cllm.server.anthropic.schema import CountBody, MessagesBody
+from cllm.server.chat import count_tokens, open_chat
+from cllm.server.routes.openai import check_model
+from cllm.server.sse import EventStream
+from cllm.server.text import constraint_as, loaded, sampling_of
+from cllm.types import Request
+
+
+def routes(engine: Engine) -> APIRouter:
+    """The router over one engine."""
+    router = APIRouter(tags=["Anthropic"])
+
+    @router.post("/v1/messages", response_model=None)
+    async def messages(body: MessagesBody, http: HttpRequest) -> Response | dict[str, Any]:
+        """Answer a conversation; with tools, maybe by calling them."""
+        check_model(body.model)
+        facts, limits = loaded(engine)
+        request = Request(
+            id=f"msg_{uuid.uuid4().hex}",
+            prompt=(),
+            max_tokens=min(body.max_tokens, limits.request_tokens),
+            sampling=sampling_of(body, facts.vocabulary_size),
+            stop=tuple(body.stop_sequences or ()),
+            constraint=await constraint_as(engine, body, "output_config"),
+        )
+        job = await open_chat(engine, body.conversation(), request)
+        job.submit()
+        answer = MessageAnswer(request.id, body.model or facts.name, job.prompt_tokens)
+        if body.stream:
+            return EventStream(engine, job.streams, answer.chunks(job))
+        answers = await job.steps(http.receive)
+        return Response(status_code=499) if answers is None else answer.whole(answers[0])
+
+    @router.post("/v1/messages/count_tokens")
+    async def count(body: CountBody) -> dict[str, int]:
+        """How many tokens a conversation has, as the model's template writes it."""
+        check_model(body.model)
+        constrained = await constraint_as(engine, body, "output_config") is not None
+        return {"input_tokens": await count_tokens(engine, body.conversation(), constrained=constrained)}
+
+    return router

@@ -1,0 +1,319 @@
+"""Anthropic's own SDK against `/v1/messages`: it must not notice that it talks to somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anthropic
+import httpx
+import jsonschema
+import pytest
+from anthropic.types import MessageParam
+from pydantic import BaseModel
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server, wait_for
+
+QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
+GREEDY = {"temperature": 0}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"name": "weather", "description": "Forecast", "input_schema": SCHEMA}
+
+
+class Person(BaseModel):
+    name: Literal["Ann", "Bob"]
+    colour: Literal["red", "blue"]
+
+
+@pytest.fixture(scope="module")
+def client(embedded: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=embedded.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def words(message: anthropic.types.Message) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def test_an_answer_equals_the_chat_routes(client: anthropic.Anthropic, embedded: Server) -> None:
+    message = client.messages.create(model="any", max_tokens=16, messages=QUESTION, extra_body=GREEDY)
+    chat = embedded.post(
+        "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 16, "temperature": 0}
+    ).json()
+    assert words(message) == chat["choices"][0]["message"]["content"]
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+    assert (message.role, message.model, message.type) == ("assistant", "any", "message")
+    assert message.usage.output_tokens == 16 and message._request_id
+
+
+def test_streamed_and_whole_messages_are_the_same(client: anthropic.Anthropic) -> None:
+    asked: list[MessageParam] = [{"role": "user", "content": "Say hi"}]
+    whole = client.messages.create(model="any", max_tokens=60, messages=asked, extra_body=GREEDY)
+    with client.messages.stream(model="any", max_tokens=60, messages=asked, extra_body=GREEDY) as stream:
+        pieces = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert whole.stop_reason == final.stop_reason == "end_turn"
+    assert words(final) == words(whole) == "".join(pieces) and len(pieces) > 1
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_events_carry_their_name(embedded: Server) -> None:
+    body = {"messages": QUESTION, "max_tokens": 3, "stream": True}
+    answer = embedded.post("/v1/messages", body)
+    names = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        names.append(name.removeprefix("event: "))
+        assert json.loads(data.removeprefix("data: "))["type"] == names[-1]
+    assert names[:3] == ["message_start", "ping", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+
+
+def test_all_ways_to_ask_are_the_same(client: anthropic.Anthropic) -> None:
+    cached: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    blocks: list[MessageParam] = [{"role": "user", "content": [{"type": "text", "text": "What is AI?"}]}]
+    one = client.messages.create(
+        model="any", max_tokens=8, system="Be brief.", messages=QUESTION, extra_body=GREEDY
+    )
+    other = client.messages.create(
+        model="any",
+        max_tokens=8,
+        system=cached,
+        messages=blocks,
+        metadata={"user_id": "u"},
+        extra_body=GREEDY,
+    )
+    assert words(one) == words(other)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"system": "Be brief."},
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER], "tool_choice": {"type": "any"}},
+        {"messages": [*QUESTION, {"role": "assistant", "content": "It is"}]},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ],
+    ids=["plain", "system", "tools", "a call demanded", "prefill", "schema"],
+)
+def test_counted_tokens_are_those_of_the_prompt(client: anthropic.Anthropic, fields: dict[str, Any]) -> None:
+    body: Any = {"model": "any", "messages": QUESTION, **fields}
+    counted = client.messages.count_tokens(**body).input_tokens
+    usage = client.messages.create(**body, max_tokens=1).usage
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_tokens_are_counted_beyond_the_context(client: anthropic.Anthropic) -> None:
+    long: list[MessageParam] = [{"role": "user", "content": "hello " * 9000}]
+    assert client.messages.count_tokens(model="any", messages=long).input_tokens > 9000
+
+
+def test_demanded_calls_fit_their_schema_and_results_go_back(client: anthropic.Anthropic) -> None:
+    asked: list[MessageParam] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    fields: Any = {
+        "model": "any",
+        "max_tokens": 60,
+        "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "extra_body": GREEDY,
+    }
+    answer = client.messages.create(messages=asked, **fields)
+    (call,) = answer.content
+    assert call.type == "tool_use" and call.name == "weather" and call.id.startswith("toolu_")
+    jsonschema.validate(call.input, SCHEMA)
+    assert answer.stop_reason == "tool_use"
+    with client.messages.stream(messages=asked, **fields) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert streamed.type == "tool_use" and streamed.input == call.input
+    results: Any = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "No sky."}]},
+        {"type": "tool_result", "tool_use_id": call.id, "content": "broken", "is_error": True},
+        {"type": "text", "text": "So?"},
+    ]
+    follow: list[MessageParam] = [*asked, answer.to_param(), {"role": "user", "content": results}]
+    after = client.messages.create(
+        model="any", max_tokens=8, messages=follow, tools=[WEATHER], tool_choice={"type": "none"}
+    )
+    assert after.content[0].type == "text"
+
+
+def test_a_call_cut_off_has_no_input(client: anthropic.Anthropic) -> None:
+    answer = client.messages.create(
+        model="any", max_tokens=9, messages=QUESTION, tools=[WEATHER], tool_choice={"type": "any"}
+    )
+    (call,) = answer.content
+    assert call.type == "tool_use" and call.input == {} and answer.stop_reason == "max_tokens"
+
+
+def test_an_answer_is_continued_from_its_beginning(client: anthropic.Anthropic) -> None:
+    begun: list[MessageParam] = [
+        {"role": "user", "content": "Count to five, in digits."},
+        {"role": "assistant", "content": "1, 2, 3,"},
+    ]
+    answer = client.messages.create(model="any", max_tokens=4, messages=begun, extra_body=GREEDY)
+    assert words(answer).startswith(" 4")
+
+
+def test_a_stop_sequence_ends_the_answer_and_is_named(client: anthropic.Anthropic) -> None:
+    fields: Any = {"model": "any", "max_tokens": 24, "messages": QUESTION, "extra_body": GREEDY}
+    text = words(client.messages.create(**fields))
+    stop = text[10:16]
+    answer = client.messages.create(**fields, stop_sequences=["never said", stop])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+    assert words(answer) == text[: text.index(stop)]
+    with client.messages.stream(**fields, stop_sequences=[stop]) as stream:
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", stop)
+    assert words(final) == words(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"extra_body": {"json_schema": SCHEMA, "seed": 7, "min_p": 0.1}},
+    ],
+    ids=["output_config", "json_schema"],
+)
+def test_a_schema_is_honoured(client: anthropic.Anthropic, fields: dict[str, Any]) -> None:
+    answer = client.messages.create(model="any", max_tokens=60, messages=QUESTION, **fields)
+    jsonschema.validate(json.loads(words(answer)), SCHEMA)
+
+
+def test_structured_outputs_are_parsed(client: anthropic.Anthropic) -> None:
+    answer = client.messages.parse(
+        model="any",
+        max_tokens=60,
+        messages=[{"role": "user", "content": "Describe a person."}],
+        output_format=Person,
+        extra_body=GREEDY,
+    )
+    assert isinstance(answer.parsed_output, Person)
+
+
+def test_the_beta_client_works_too(client: anthropic.Anthropic) -> None:
+    asked: Any = QUESTION
+    answer = client.beta.messages.create(model="any", max_tokens=4, messages=asked, betas=["x-2025-01-01"])
+    assert answer.usage.output_tokens == 4
+
+
+def test_thoughts_are_a_block_of_their_own(thinking: Server) -> None:
+    with anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0) as client:
+        asked: list[MessageParam] = [{"role": "user", "content": "x"}]
+        fields: Any = {"model": "any", "max_tokens": 12, "messages": asked, "extra_body": GREEDY}
+        on: Any = {"type": "enabled", "budget_tokens": 1024}
+        answer = client.messages.create(**fields, thinking=on)
+        (block,) = answer.content
+        assert block.type == "thinking" and block.thinking and block.signature == ""
+        with client.messages.stream(**fields, thinking=on) as stream:
+            (streamed,) = stream.get_final_message().content
+        assert streamed.type == "thinking" and streamed.thinking == block.thinking
+        assert words(client.messages.create(**fields, thinking={"type": "disabled"}))
+        prefilled: list[MessageParam] = [*asked, {"role": "assistant", "content": "So"}]
+        assert words(client.messages.create(**{**fields, "messages": prefilled}))
+        again: Any = [*asked, answer.to_param(), {"role": "user", "content": "y"}]
+        again[1]["content"].append({"type": "redacted_thinking", "data": "xyz"})
+        assert client.messages.create(**{**fields, "messages": again}).content
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "said"),
+    [
+        ({"model": "../../etc/passwd"}, anthropic.NotFoundError, "model"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens: "),
+        ({"messages": []}, anthropic.BadRequestError, "messages: "),
+        ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError, "robot"),
+        ({"messages": [{"role": "user"}]}, anthropic.BadRequestError, "'content' is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
+            anthropic.BadRequestError,
+            "no eyes",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "x"}]}]},
+            anthropic.BadRequestError,
+            "'tool_use'",
+        ),
+        (
+            {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+            anthropic.BadRequestError,
+            "'bash_20250124'",
+        ),
+        ({"tools": [{"name": "x"}]}, anthropic.BadRequestError, "'input_schema' is missing"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "needs tools"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError, "not among"),
+        ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences: "),
+        ({"temperature": 1.5}, anthropic.BadRequestError, "temperature: "),
+        ({"grammar": "("}, anthropic.BadRequestError, "grammar: "),
+        ({"messages": [{"role": "user", "content": "hello " * 9000}]}, anthropic.BadRequestError, "at most"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_errors_are_the_sdks_own(
+    client: anthropic.Anthropic, fields: dict[str, Any], kind: type[anthropic.APIStatusError], said: str
+) -> None:
+    body = {"model": "any", "messages": QUESTION, "max_tokens": 1, **fields}
+    with pytest.raises(kind) as refusal:
+        client.post("/v1/messages", body=body, cast_to=anthropic.types.Message)
+    error: Any = refusal.value.body
+    expected = "not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error"
+    assert error["type"] == "error" and error["error"]["type"] == expected
+    assert said in error["error"]["message"] and refusal.value.request_id
+
+
+def refused(answer: httpx.Response, status: int, kind: str) -> None:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"type", "error"} and body["type"] == "error"
+    assert body["error"]["type"] == kind and body["error"]["message"]
+    assert answer.headers["request-id"].startswith("req_")
+
+
+def test_errors_before_the_route_have_anthropics_shape(embedded: Server) -> None:
+    refused(embedded.client.get("/v1/messages"), 405, "invalid_request_error")
+    refused(embedded.post("/v1/messages/batches", {}), 404, "not_found_error")
+    refused(embedded.client.post("/v1/messages", content=b"{"), 400, "invalid_request_error")
+    refused(embedded.client.post("/v1/messages", content=b"x" * (9 << 20)), 413, "request_too_large")
+    surrogate = embedded.client.post("/v1/messages", content=rb'{"max_tokens": 1, "system": "\ud83d"}')
+    refused(surrogate, 400, "invalid_request_error")
+    plain = embedded.client.post("/v1/messages", content=b"{}", headers={"content-type": "text/plain"})
+    refused(plain, 415, "invalid_request_error")
+    openais = embedded.client.get("/v1/messages_of_another_kind").json()
+    assert set(openais["error"]) == {"message", "type", "param", "code"}
+
+
+def test_nothing_is_left_behind(client: anthropic.Anthropic, embedded: Server) -> None:
+    with client.messages.stream(
+        model="any", max_tokens=500, messages=QUESTION, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    wait_for(lambda: embedded.idle() or None)
+
+
+def test_death_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        client.messages.stream(model="any", max_tokens=3000, messages=QUESTION) as stream,
+    ):
+        next(iter(stream.text_stream))
+        os.kill(server.child("engine"), signal.SIGKILL)
+        with pytest.raises(anthropic.APIStatusError) as failure:
+            stream.until_done()
+    body: Any = failure.value.body
+    assert body["type"] == "error" and body["error"]["type"] == "api_error"

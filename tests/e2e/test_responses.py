@@ -1,0 +1,273 @@
+"""OpenAI's own SDK against `/v1/responses`: it must not notice that it talks to somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server, wait_for
+
+QUESTION = "What is AI?"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "name": "weather", "description": "Forecast", "parameters": SCHEMA}
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=12)
+    colour: Literal["red", "blue"]
+
+
+@pytest.fixture(scope="module")
+def client(embedded: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{embedded.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def plain(response: Response) -> dict[str, Any]:
+    """All but what differs between two calls: ids, times, and what was cached."""
+    content = response.to_dict()
+    output = [{**item, "id": "", "call_id": ""} for item in content["output"]]  # type: ignore[attr-defined]
+    usage = {**content["usage"], "input_tokens_details": None}  # type: ignore[dict-item]
+    return {**content, "id": "", "created_at": 0, "completed_at": 0, "output": output, "usage": usage}
+
+
+def events_of(server: Server, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """A raw stream: each event's name and its data."""
+    answer = server.post("/v1/responses", {**body, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    pairs = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        pairs.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return pairs
+
+
+def test_an_answer_equals_the_chat_routes(client: openai.OpenAI) -> None:
+    response = client.responses.create(
+        model="any", input=QUESTION, max_output_tokens=16, temperature=0, metadata={"a": "b"}, store=True
+    )
+    chat = client.chat.completions.create(
+        model="any", messages=[{"role": "user", "content": QUESTION}], max_tokens=16, temperature=0
+    )
+    assert response.output_text == chat.choices[0].message.content
+    assert response.status == "incomplete" and response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None and chat.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == 16
+    assert response.metadata == {"a": "b"} and response.temperature == 0 and response.model == "any"
+
+
+def test_all_ways_to_ask_are_the_same(client: openai.OpenAI) -> None:
+    inputs: list[Any] = [
+        QUESTION,
+        [{"role": "user", "content": QUESTION}],
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}],
+    ]
+    answers = [
+        client.responses.create(
+            model="any", input=given, instructions="Be brief.", max_output_tokens=8, temperature=0
+        )
+        for given in inputs
+    ]
+    answers.append(
+        client.responses.create(
+            model="any",
+            input=[
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": QUESTION},
+            ],
+            max_output_tokens=8,
+            temperature=0,
+        )
+    )
+    assert len({answer.output_text for answer in answers}) == 1
+    assert len({answer.usage.input_tokens for answer in answers if answer.usage}) == 1
+    counted = client.responses.input_tokens.count(model="any", input=QUESTION, instructions="Be brief.")
+    assert answers[0].usage is not None and counted.input_tokens == answers[0].usage.input_tokens
+
+
+def test_streamed_and_whole_responses_are_the_same(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "any", "input": "Say hi", "max_output_tokens": 60, "temperature": 0}
+    whole = client.responses.create(**fields)
+    *events, last = client.responses.create(**fields, stream=True)
+    assert last.type == "response.completed" and last.response.completed_at is not None
+    assert plain(last.response) == plain(whole)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text and len(deltas) > 1
+    with client.responses.stream(**fields) as stream:
+        assert stream.get_final_response().output_text == whole.output_text
+
+
+def test_events_carry_their_name_and_number(embedded: Server) -> None:
+    events = events_of(embedded, {"input": QUESTION, "max_output_tokens": 3, "temperature": 0})
+    assert [name for name, _ in events] == [data["type"] for _, data in events]
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert (events[0][0], events[-1][0]) == ("response.created", "response.incomplete")
+    assert events[0][1]["response"]["status"] == "in_progress"
+
+
+def test_structured_outputs_are_parsed(client: openai.OpenAI) -> None:
+    answer = client.responses.parse(
+        model="any", input="Describe a person.", text_format=Person, max_output_tokens=60, temperature=0
+    )
+    assert isinstance(answer.output_parsed, Person)
+    free = client.responses.create(
+        model="any",
+        input="Describe a person as JSON.",
+        text={"format": {"type": "json_object"}},
+        max_output_tokens=200,
+        temperature=0,
+        extra_body={"stop": ["}"]},
+    )
+    assert free.output_text.startswith("{")
+
+
+def test_a_demanded_call_fits_its_schema_and_its_result_goes_back(client: openai.OpenAI) -> None:
+    asked: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    choice: Any = {"type": "function", "name": "weather"}
+    answer = client.responses.create(
+        model="any", input=asked, tools=[WEATHER], tool_choice=choice, max_output_tokens=60, temperature=0
+    )
+    (call,) = answer.output
+    assert isinstance(call, ResponseFunctionToolCall) and call.name == "weather"
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "It snows."}
+    follow: list[Any] = [*asked, call.to_dict(), result]
+    after = client.responses.create(
+        model="any", input=follow, tools=[WEATHER], tool_choice="none", max_output_tokens=12, temperature=0
+    )
+    assert after.output_text
+    assert after.usage is not None and answer.usage is not None
+    with client.responses.stream(
+        model="any", input=asked, tools=[WEATHER], tool_choice=choice, max_output_tokens=60, temperature=0
+    ) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert "".join(deltas) == call.arguments
+    assert streamed.type == "function_call" and streamed.arguments == call.arguments
+
+
+def test_logprobs_are_given_where_asked_for(client: openai.OpenAI) -> None:
+    answer = client.responses.create(
+        model="any",
+        input=QUESTION,
+        max_output_tokens=5,
+        temperature=0,
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+    )
+    (message,) = answer.output
+    assert message.type == "message" and message.content[0].type == "output_text"
+    logprobs = message.content[0].logprobs
+    assert logprobs is not None and [len(entry.top_logprobs) for entry in logprobs] == [2] * 5
+    assert "".join(entry.token for entry in logprobs) == answer.output_text
+
+
+def test_thoughts_are_an_item_of_their_own(thinking: Server) -> None:
+    with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.responses.create(model="any", input="x", max_output_tokens=12, temperature=0)
+        (item,) = answer.output
+        assert isinstance(item, ResponseReasoningItem) and item.content and item.content[0].text
+        assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens >= 11
+        said = client.responses.create(
+            model="any", input="x", max_output_tokens=12, temperature=0, reasoning={"effort": "none"}
+        )
+        assert said.output[0].type == "message" and said.output_text
+        again: Any = [{"role": "user", "content": "x"}, item.to_dict(), {"role": "user", "content": "y"}]
+        assert client.responses.create(model="any", input=again, max_output_tokens=1).output
+    names = [name for name, _ in events_of(thinking, {"input": "x", "max_output_tokens": 6})]
+    assert "response.reasoning_text.delta" in names and "response.reasoning_text.done" in names
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param", "said"),
+    [
+        ({"model": "../../etc/passwd"}, openai.NotFoundError, None, "model"),
+        ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id", "stateless"),
+        ({"conversation": "conv_1"}, openai.BadRequestError, "conversation", "stateless"),
+        ({"background": True}, openai.BadRequestError, "background", "stateless"),
+        ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools", "'web_search'"),
+        ({"tools": [WEATHER, WEATHER]}, openai.BadRequestError, "tools", "same name"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "mcp"}}, openai.BadRequestError, "tool_choice", "'mcp'"),
+        ({"input": ""}, openai.BadRequestError, "input", "at least 1"),
+        ({"input": []}, openai.BadRequestError, "input", "at least 1"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///x"}]}]},
+            openai.BadRequestError,
+            "input",
+            "no eyes",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "stored"),
+        ({"input": [{"type": "message"}]}, openai.BadRequestError, "input", "missing"),
+        ({"input": "hello " * 9000}, openai.BadRequestError, None, "at most"),
+        ({"max_output_tokens": 0}, openai.BadRequestError, "max_output_tokens", "1"),
+        ({"top_logprobs": 21}, openai.BadRequestError, "top_logprobs", "20"),
+        ({"metadata": {"a": "x" * 513}}, openai.BadRequestError, "metadata", "512"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nope"}}}},
+            openai.BadRequestError,
+            "text",
+            "nope",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_are_the_sdks_own(
+    client: openai.OpenAI,
+    fields: dict[str, Any],
+    kind: type[openai.APIStatusError],
+    param: str | None,
+    said: str,
+) -> None:
+    with pytest.raises(kind) as refusal:
+        client.responses.create(**{"model": "any", "input": "x", "max_output_tokens": 1, **fields})
+    assert refusal.value.code and said in refusal.value.message
+    if param is not None:
+        assert refusal.value.param == param
+
+
+def test_nothing_is_stored(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="any", input="x", max_output_tokens=1)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="stateless"):
+            ask(answer.id)
+    with pytest.raises(openai.NotFoundError, match="stateless"):
+        client.responses.input_items.list(answer.id)
+
+
+def test_nothing_is_left_behind(client: openai.OpenAI, embedded: Server) -> None:
+    with client.responses.create(
+        model="any", input="1", max_output_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    wait_for(lambda: embedded.idle() or None)
+
+
+def test_death_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        kinds: list[str] = []
+        for event in client.responses.create(model="any", input="x", max_output_tokens=3000, stream=True):
+            if event.type == "response.output_text.delta" and event.type not in kinds:
+                os.kill(server.child("engine"), signal.SIGKILL)
+            kinds.append(event.type)
+    assert kinds[-2:] == ["error", "response.failed"]
