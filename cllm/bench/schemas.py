@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,33 @@ def check(schema: Schema, text: str) -> str | None:
         value = json.loads(text)
     except ValueError as error:
         return f"not JSON: {error}"
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    formats = jsonschema.FormatChecker(("date", "uuid", "ipv4"))
+    # Without an extra package jsonschema knows only draft 3's `time`, which has no offset, and no date-time.
+    formats.checks("time")(lambda value: not isinstance(value, str) or _is_time(value))
+    formats.checks("date-time")(lambda value: not isinstance(value, str) or _is_moment(value))
+    validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
     errors = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(value)]
     return errors[0] if errors else None
+
+
+_FULL_TIME = re.compile(
+    r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII | re.IGNORECASE
+)
+
+
+def _is_time(text: str) -> bool:
+    """RFC 3339's full-time."""
+    return _FULL_TIME.fullmatch(text) is not None
+
+
+def _is_moment(text: str) -> bool:
+    """RFC 3339's date-time."""
+    day, separator, rest = text[:10], text[10:11], text[11:]
+    try:
+        date.fromisoformat(day)
+    except ValueError:
+        return False
+    return len(day) == 10 and separator in ("T", "t") and _is_time(rest)
 
 
 def ask(client: httpx.Client, number: int, schema: Schema, max_tokens: int) -> Outcome:

@@ -43,6 +43,23 @@ def completion(prompt: Any, **fields: Any) -> Case:
     return Case("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 80, **fields})
 
 
+def response(content: str, **fields: Any) -> Case:
+    return Case("/v1/responses", {"model": "m", "input": content, "max_output_tokens": 200, **fields})
+
+
+def message(content: str, **fields: Any) -> Case:
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 200, **fields}
+    return Case("/v1/messages", body)
+
+
+FUNCTION: dict[str, Any] = ADD["function"]
+RESPONSE_TOOL = {"type": "function", **FUNCTION}
+MESSAGE_TOOL = {
+    "name": FUNCTION["name"],
+    "description": FUNCTION["description"],
+    "input_schema": FUNCTION["parameters"],
+}
+THOUGHT = "<think>\nWhat is two and two?\n</think>\n\nFour."
 USAGE = {"stream_options": {"include_usage": True}}
 CASES: dict[str, Case] = {
     "completions": completion(say(TEXT)),
@@ -64,13 +81,27 @@ CASES: dict[str, Case] = {
         response_format={"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}},
     ),
     "chat-error": chat(say("It was a dark and", fails=True)),
-    "chat-reasoning": chat(say("<think>\nWhat is two and two?\n</think>\n\nFour.")),
+    "chat-reasoning": chat(say(THOUGHT)),
     "chat-tool": chat(say(f"Let me see.\n{CALL}"), tools=[ADD], **USAGE),
     "chat-two-tools": chat(say(f"{CALL}\n{CALL}"), tools=[ADD]),
     "chat-no-tool": chat(say("No <tool is needed, 1 < 2."), tools=[ADD]),
     "chat-forced-tool": chat(
         "abc", seed=1, tools=[ADD], tool_choice={"type": "function", "function": {"name": "add"}}
     ),
+    "responses": response(say(TEXT)),
+    "responses-length": response("abc", max_output_tokens=16, seed=1, ignore_eos=True),
+    "responses-reasoning": response(say(THOUGHT)),
+    "responses-tool": response(say(f"Let me see.\n{CALL}"), tools=[RESPONSE_TOOL]),
+    "responses-error": response(say("It was a dark and", fails=True)),
+    "messages": message(say(TEXT)),
+    "messages-length": message("abc", max_tokens=6, seed=1, ignore_eos=True),
+    "messages-stop": message(say("one two three"), stop_sequences=["two"]),
+    "messages-thinking": message(say(THOUGHT), thinking={"type": "enabled", "budget_tokens": 1024}),
+    "messages-tool": message(say(f"Let me see.\n{CALL}"), tools=[MESSAGE_TOOL]),
+    "messages-forced-tool": message(
+        "abc", seed=1, tools=[MESSAGE_TOOL], tool_choice={"type": "tool", "name": "add"}
+    ),
+    "messages-error": message(say("It was a dark and", fails=True)),
     "generate": Case("/generate_stream", {"prompt": say(TEXT), "max_tokens": 80}),
     "generate-error": Case("/generate_stream", {"prompt": say("It was", fails=True)}),
     "llama-completion": Case("/completion", {"prompt": say("Yes: é"), "n_predict": 30}),

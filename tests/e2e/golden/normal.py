@@ -88,7 +88,7 @@ def _in_sequence(events: list[Event]) -> list[Event]:
 
 
 def _plain(value: Any, names: dict[str, str], key: str = "") -> Any:
-    if key in _TIMES:
+    if key in _TIMES and value is not None:
         assert isinstance(value, (int, float)), f"{key}: {value!r}"
         return 0
     if key in _COUNTERS:
