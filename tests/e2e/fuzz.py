@@ -14,11 +14,22 @@ from tests.tiny_models import make_dense
 LIMIT_S = 3600.0
 
 
-def fuzz(url: str, folder: Path, examples: int, seed: int = 1) -> subprocess.CompletedProcess[str]:
+def fuzz(
+    url: str, folder: Path, examples: int, seed: int = 1, phases: str = "examples,coverage,fuzzing"
+) -> subprocess.CompletedProcess[str]:
     """Every route, valid and invalid data; the same requests for the same seed. 0: nothing was a 5xx."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
     command += ["--checks", "not_a_server_error", "--mode", "all", "--max-examples", str(examples)]
-    command += ["--seed", str(seed), "--generation-database", "none", "--request-timeout", str(PATIENCE_S)]
+    command += [
+        "--seed",
+        str(seed),
+        "--generation-database",
+        "none",
+        "--phases",
+        phases,
+        "--request-timeout",
+        str(PATIENCE_S),
+    ]
     return subprocess.run(
         [*command, "--no-color"],
         cwd=folder,
