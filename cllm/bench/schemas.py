@@ -111,8 +111,8 @@ def ask_all(url: str, count: int, seed: int, max_tokens: int = 400) -> tuple[lis
         httpx.Client(base_url=url, trust_env=False, timeout=300.0) as client,
         ThreadPoolExecutor(CLIENTS) as pool,
     ):
-        outcomes = pool.map(lambda each: ask(client, *each, max_tokens), enumerate(schemas))
-        return list(outcomes), dict(maker.used)
+        asked = [pool.submit(ask, client, *each, max_tokens) for each in enumerate(schemas)]
+        return [future.result() for future in asked], dict(maker.used)
 
 
 def describe(outcomes: Sequence[Outcome], used: dict[str, int]) -> list[str]:
