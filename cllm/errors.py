@@ -60,8 +60,8 @@ class ContextLengthExceeded(InvalidRequest):
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
             # Clients tell this error from others by the words OpenAI uses: "maximum context length is".
-            f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit}: a "
-            "request may hold at most that many (prompt and answer together, at least one of them generated); "
+            f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit}: "
+            "at most that many fit (prompt and answer together, at least one of them generated); "
             "shorten the prompt or start the server with a larger --ctx-size",
             field="prompt",
         )
