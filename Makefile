@@ -28,6 +28,12 @@ seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a tabl
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
 	.venv/bin/python -m cllm.bench.soak --tiny build/tiny.gguf $(ARGS)
 
+fuzz: .venv/ready-test ## send every route what its description allows and what it does not; ARGS="--examples 500 --seed 2"
+	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
+
+schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
+	.venv/bin/python -m cllm.bench.schemas $(ARGS)
+
 doctor: .venv/ready ## what cllm sees of this machine
 	.venv/bin/cllm doctor $(ARGS)
 
@@ -53,4 +59,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test check bench seeds soak doctor firsttoken clean
+.PHONY: help serve test check bench seeds soak fuzz schemas doctor firsttoken clean

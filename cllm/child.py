@@ -12,9 +12,11 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
+from cllm.backend.base import Backend
 from cllm.config import EngineConfig
 from cllm.engine.child import Channel
 from cllm.engine.loop import StepLoop
@@ -24,6 +26,8 @@ from cllm.logs import configure_logging
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
+MakeBackend = Callable[[EngineConfig, Callable[[float], None]], Backend]
+ServeText = Callable[[Channel, EngineConfig], None]
 
 
 class EngineChild:
@@ -34,11 +38,9 @@ class EngineChild:
         self._encoder = msgspec.msgpack.Encoder()
         self._loop: StepLoop | None = None
 
-    def run(self, config: EngineConfig) -> None:
-        from cllm.backend.llama.backend import LlamaBackend
-
+    def run(self, config: EngineConfig, make_backend: MakeBackend) -> None:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        backend = LlamaBackend(config, progress=lambda fraction: self._emit(Loading(fraction)))
+        backend = make_backend(config, lambda fraction: self._emit(Loading(fraction)))
         self._loop = loop = StepLoop(backend, config, self._emit)
         self._emit(Ready(backend.facts, backend.limits))
         threading.Thread(target=self._read_commands, args=(loop,), name="commands", daemon=True).start()
@@ -67,7 +69,21 @@ class EngineChild:
         os._exit(0)  # EOF: nobody is left to compute for
 
 
-def main(arguments: list[str]) -> int:
+def _llama_backend(config: EngineConfig, progress: Callable[[float], None]) -> Backend:
+    from cllm.backend.llama.backend import LlamaBackend
+
+    return LlamaBackend(config, progress=progress)
+
+
+def _llama_text(channel: Channel, config: EngineConfig) -> None:
+    from cllm.text_child import serve_text
+
+    serve_text(channel, config)
+
+
+def main(
+    arguments: list[str], make_backend: MakeBackend = _llama_backend, serve_text: ServeText = _llama_text
+) -> int:
     descriptor, role, log_level = arguments
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # or an abort would start a debugger first
     configure_logging(log_level)
@@ -78,10 +94,8 @@ def main(arguments: list[str]) -> int:
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     try:
         if role == "engine":
-            EngineChild(channel).run(config)
+            EngineChild(channel).run(config, make_backend)
         else:
-            from cllm.text_child import serve_text
-
             serve_text(channel, config)
     except CllmError as error:
         channel.send(msgspec.msgpack.encode(Died(error.code, error.message)))

@@ -8,7 +8,8 @@
     │   ├── SlowReader             the client does not read its stream                      408
     │   ├── Unauthorized           no key, or one nobody has                                401
     │   ├── Forbidden              the key (or the name the server was called by) is not enough 403
-    │   └── NotFound               no such model, route or request                          404
+    │   └── NotFound               no such route or request                                 404
+    │       └── ModelNotFound      no such model                                            404
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
     │   ├── RateLimited            this tenant has had what it may have for now             429
@@ -66,8 +67,9 @@ class ContextLengthExceeded(InvalidRequest):
     def __init__(self, prompt_tokens: int, limit: int, *, message: str = "", field: str = "prompt") -> None:
         super().__init__(
             message
-            or f"the prompt has {prompt_tokens} tokens, but a request may hold at most {limit} "
-            "(prompt and answer together, at least one of them generated); "
+            # Clients tell this error from others by the words OpenAI uses: "maximum context length is".
+            or f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit}: "
+            "at most that many fit (prompt and answer together, at least one of them generated); "
             "shorten the prompt or start the server with a larger --ctx-size",
             field=field,
         )
@@ -102,6 +104,10 @@ class Forbidden(ClientError):
 
 class NotFound(ClientError):
     code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
 
 
 class CapacityError(CllmError):

@@ -18,7 +18,6 @@ from cllm.text.template import deadly_guard
 from cllm.text.work import Numbered, NumberedAnswer, Refused, TextAnswer, TextTask, TextWorker
 
 log = logging.getLogger(__name__)
-
 WORKERS = 2  # a long prompt must not hold up the short ones behind it
 MOST_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
 
@@ -31,6 +30,11 @@ def serve_text(channel: Channel, config: EngineConfig) -> None:
         model.vocabulary, facts.chat_template, deadly_guard, tool_template=facts.tool_template
     )
     _bound_memory()
+    answer_tasks(channel, worker)
+
+
+def answer_tasks(channel: Channel, worker: TextWorker) -> None:
+    """Do what is asked, several tasks at a time, until the parent closes its end."""
     decoder = msgspec.msgpack.Decoder(Numbered)
 
     def answer(numbered: Numbered) -> None:

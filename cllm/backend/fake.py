@@ -128,6 +128,7 @@ class FakeBackend(Backend):
         embed: EmbedLimits | None = None,
         generates: bool = True,
         pooling: Pooling = Pooling.MEAN,
+        chat_template: str | None = None,
         fail: Callable[[int, str], Exception | StepStatus | None] | None = None,
     ) -> None:
         self._limits = Limits(
@@ -149,6 +150,7 @@ class FakeBackend(Backend):
             context_train=cells,
             embedding_length=0,
             layers=0,
+            chat_template=chat_template,
             recurrent=not trimmable,
             generates=generates,
             pooling=pooling,
@@ -221,7 +223,7 @@ class FakeBackend(Backend):
         tokens: list[int] = []
         for place in range(row.outputs):
             known = memory[: len(memory) - len(drafts) + place]
-            token = next_token(known, params.seed, ends=not params.ignore_eos)
+            token = self._choose(known, params)
             if row.mask is not None and not row.mask[token]:
                 allowed = row.mask.nonzero()[0]  # the first at or after what the model wanted
                 token = int(allowed[allowed.searchsorted(token) % len(allowed)])
@@ -264,6 +266,10 @@ class FakeBackend(Backend):
     def reset_embedding(self) -> None:
         self._native("reset_embedding")
         self.embedding_memory = []
+
+    def _choose(self, memory: Sequence[int], params: SamplingParams) -> int:
+        """What the model says next, before any mask."""
+        return next_token(memory, params.seed, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
         ids = [row.sequence_id for row in batch.rows]

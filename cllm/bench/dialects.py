@@ -117,5 +117,12 @@ class OpenAIDialect:
         )
 
 
+class ChatDialect(OpenAIDialect):
+    """`POST /v1/chat/completions` only: a prompt is one user's message."""
+
+    def post(self, request: BenchRequest, said: Sequence[str] | None = None) -> Post:
+        return super().post(request, said or ())
+
+
 def _encode(**fields: object) -> bytes:
     return json.dumps(fields).encode()

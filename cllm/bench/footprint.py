@@ -39,6 +39,14 @@ def measure(pid: int) -> Footprint:
     )
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of one process, all its threads, none of its children. Raises SetupError."""
+    found = _measure_one(pid)
+    if found is None:
+        raise SetupError(f"process {pid} has ended (or this system has no /proc)")
+    return found.cpu_s
+
+
 def descendants(pid: int) -> list[int]:
     """`pid` and every process below it."""
     children: dict[int, list[int]] = {}

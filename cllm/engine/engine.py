@@ -277,6 +277,7 @@ class Engine:
     def _take_deltas(self, deltas: tuple[Delta, ...]) -> None:
         now = time.monotonic()
         ended = False
+        generated = 0
         for delta in deltas:
             ticket = self._admission.find(delta.request_id)
             if ticket is None or ticket.place is not Place.ENGINE:
@@ -286,6 +287,7 @@ class Engine:
                 ticket.first_token = ticket.first_token or now
                 ticket.last_token = now
                 self._admission.generated(ticket, len(delta.tokens), now)
+                generated += len(delta.tokens)
             if delta.finish_reason is None:
                 ticket.stream.push(delta)
                 if ticket.stream.overfull:  # FAULTS 34: nobody reads
@@ -295,6 +297,7 @@ class Engine:
             else:
                 ended = True
                 self._end(ticket, delta)
+        self.metrics.generated_tokens.inc(generated)
         if ended:
             self._restarts = 0
             self._feed()

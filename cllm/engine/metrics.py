@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from cllm.engine.admission import Admission
+from cllm.engine.histogram import PlainHistogram
 from cllm.engine.messages import StepStats
 from cllm.engine.ticket import Ticket
 from cllm.errors import CllmError
@@ -18,7 +19,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class EngineMetrics:
-    """Counters and histograms of one engine, updated once per step or per request, never per token."""
+    """Counters and histograms of one engine, updated once per step or per request; per token only gaps."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -52,7 +53,9 @@ class EngineMetrics:
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
         self.decoded_tokens = counter("decoded_tokens", "Tokens that went through the model")
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
-        self.inter_token = histogram("inter_token_seconds", "Between two deltas of one request")
+        self.inter_token = PlainHistogram(
+            "cllm_inter_token_seconds", "Between two deltas of one request", _SECONDS, self.registry
+        )
         self.queue_time = histogram("queue_seconds", "From arrival to the engine")
         self.request_time = histogram("request_seconds", "From arrival to the end")
         self.kv_cells_used = gauge("kv_cells_used", "KV cells in use")
@@ -115,7 +118,6 @@ class EngineMetrics:
             self.time_to_first_token.observe(now - ticket.arrived)
         else:
             self.inter_token.observe(now - ticket.last_token)
-        self.generated_tokens.inc(len(delta.tokens))
 
     def closed(self, ticket: Ticket, delta: Delta) -> None:
         assert delta.finish_reason is not None

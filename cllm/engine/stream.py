@@ -44,9 +44,11 @@ class Stream:
         return self._unread[0].error if self._unread else None
 
     def _take(self) -> Delta | None:
-        """Everything unread as one delta, or None."""
+        """Everything unread as one delta, or None. An error comes alone: what was said before it is kept."""
         unread, self._unread = self._unread, []
         self._unread_bytes = 0
+        if len(unread) > 1 and unread[-1].error is not None:
+            self._unread = [unread.pop()]
         if len(unread) <= 1:
             return unread[0] if unread else None
         last = unread[-1]
@@ -73,29 +75,40 @@ def _size(delta: Delta) -> int:
 
 
 class AsyncStream(Stream):
-    """Read with `async for`, on the event loop that pushes."""
+    """Read with `async for`, or one `next` at a time, by one reader on the event loop that pushes."""
 
     unread_limit = 1 << 20
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
-        self._ready = asyncio.Event()
+        # A bare future: asyncio.Event would cost more than all the rest here, once a token.
+        self._waiter: asyncio.Future[None] | None = None
 
     def _wake(self) -> None:
-        self._ready.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> Delta:
+        """Everything unread, or what comes next. Not to be called again after the last delta."""
+        while (delta := self._take()) is None:
+            await self.begun()
+        return delta
 
     async def begun(self) -> None:
         """Return when there is something to read. Takes nothing."""
-        await self._ready.wait()
+        while not self._unread:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while True:
-            await self._ready.wait()
-            self._ready.clear()
-            if (delta := self._take()) is not None:
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+            delta = await self.next()
+            yield delta
+            if delta.finish_reason is not None:
+                return
 
 
 class BlockingStream(Stream):

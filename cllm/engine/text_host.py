@@ -105,6 +105,16 @@ class _Pending:
         return not isinstance(self.task, TokenizeText | Detokenize | CheckConstraint)
 
 
+def _encoded(numbered: Numbered) -> bytes:
+    """A task as bytes. Free-form parts (tools, template options) may hold what no message can carry."""
+    try:
+        return msgspec.msgpack.encode(numbered)
+    except OverflowError:
+        raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
+
+
 class ChildText:
     """Text work in a process of its own, replaced whenever it dies. A task that kills it twice is refused."""
 
@@ -129,6 +139,7 @@ class ChildText:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
             pending = _Pending(task)
+            _encoded(Numbered(0, task))  # raises for what cannot be sent
             self._pending[next(self._numbers)] = pending
             if self._child is None:
                 self._child = self._start()

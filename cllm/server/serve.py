@@ -20,6 +20,7 @@ from cllm.server.app import create_app
 from cllm.server.auth import is_loopback
 from cllm.server.connection import GuardedConnection, limits_of
 from cllm.server.keys import KeyRing
+from cllm.server.sse import DirectSend
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ async def serve(
     try:
         await asyncio.wrap_future(engine.loaded)
         settings = uvicorn.Config(
-            create_app({"default": engine}, config, keys),
+            DirectSend(create_app({"default": engine}, config, keys)),
             log_config=None,
             log_level=logging.ERROR,  # its warnings tell what a client did wrong, one line each
             access_log=False,

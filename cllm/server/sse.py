@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
@@ -21,6 +21,18 @@ from cllm.server.position import tell_position
 from cllm.types import Delta, Failure
 
 _encoder = msgspec.json.Encoder()
+DIRECT = "cllm.send"  # in the scope: the server's own `send`, without what middleware wrapped around it
+
+
+class DirectSend:
+    """Outermost around an app: lets streams pass by the middleware, which cares for their start only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT] = send
+        await self._app(scope, receive, send)
 
 
 def encode(event: Any) -> bytes:
@@ -146,6 +158,7 @@ class EventStream(Response):
             await answer(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        send = scope.get(DIRECT, send)
         async for chunk in self._events:
             self._stuck_since = time.monotonic()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
+from tests.e2e.clients import WEATHER_TOOL, Weather
+from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "What is AI?"}]
@@ -170,6 +175,76 @@ def test_errors_are_the_sdks_own(
     with pytest.raises(kind) as refusal:
         client.completions.create(**fields)
     assert refusal.value.param == param and refusal.value.code
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
+def test_a_forced_tool_call_fits_its_schema(client: openai.OpenAI, choice: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "How is the weather in Rome?"}],
+        "tools": [WEATHER_TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0,
+        "max_tokens": 80,
+    }
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
+    (call,) = answer.message.tool_calls
+    assert call.type == "function" and call.function.name == "Weather"
+    assert Weather.model_validate_json(call.function.arguments)
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.message.tool_calls and final.finish_reason == "tool_calls"
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+def test_parse_gives_a_model(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="any", messages=QUESTION, response_format=Weather, max_tokens=80
+    )
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+
+
+def test_any_json_object_begins_like_one(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any", messages=QUESTION, response_format={"type": "json_object"}, max_tokens=6
+    )
+    assert (answer.choices[0].message.content or "").startswith("{")
+
+
+def test_four_answers_to_one_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any", messages=QUESTION, n=4, max_tokens=8, temperature=1.5, seed=5
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert answer.usage is not None and answer.usage.completion_tokens <= 32
+
+
+def test_a_full_queue_is_a_rate_limit_error(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "1", "--queue-size", "1", "--threads", "1")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        endless: Any = {"model": "any", "prompt": "1", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+        with pytest.raises(openai.RateLimitError) as refusal:
+            client.completions.create(**endless, n=8)
+        assert int(refusal.value.response.headers["Retry-After"]) >= 1
+        wait_for(lambda: server.idle() or None)
+
+
+def test_an_error_in_a_stream_is_an_api_error(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--threads", "1", "--ctx-size", "65536", "--parallel", "1")
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.APIError, match="engine"),
+    ):
+        stream = client.completions.create(
+            model="any", prompt="1", max_tokens=60_000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        os.kill(server.child("engine"), signal.SIGKILL)
+        for _ in stream:
+            pass
 
 
 def test_control_tokens_in_a_message_stay_text(client: openai.OpenAI) -> None:

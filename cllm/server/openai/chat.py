@@ -76,16 +76,20 @@ class ChatAnswer:
         yield DONE
 
     def _pieces(self, index: int, events: Sequence[ReplyEvent], delta: Delta, *, called: bool) -> bytes:
-        """A step's chunks. Its log-probabilities go with the last of them."""
+        """A step's chunks. Its log-probabilities go with the last of them that says something."""
         deltas = [_delta(event) for event in events]
+        spoken = max(0, len(deltas) - 1)
         if delta.finish_reason is not None or (delta.logprobs and not deltas):
             deltas.append({})
         finish = finish_reason(delta.finish_reason, called=called)
         last = len(deltas) - 1
         return b"".join(
-            self._encoded(index, each, delta.logprobs, finish)
-            if place == last
-            else self._encoded(index, each)
+            self._encoded(
+                index,
+                each,
+                delta.logprobs if place == spoken else (),
+                finish if place == last else None,
+            )
             for place, each in enumerate(deltas)
         )
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import NotFound
+from cllm.errors import ModelNotFound
 from cllm.server.auth import scheduling_of
 from cllm.server.chat import open_chat
 from cllm.server.openai import render
@@ -116,7 +116,7 @@ class Job:
 def check_model(name: str | None) -> None:
     """Any plain name is served by the one loaded model; a path is not a name."""
     if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
-        raise NotFound("there is no such model; GET /v1/models lists what is served")
+        raise ModelNotFound("there is no such model; GET /v1/models lists what is served")
 
 
 def _finish(delta: Delta) -> str | None:
@@ -145,12 +145,15 @@ def routes(engine: Engine) -> APIRouter:
         logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
         streams = job.submit(best_of, logprobs)
         shown = body.logprobs is not None
+        offsets = [len(echoes[index // best_of]) for index in range(len(streams))]
 
         def chunk(index: int, delta: Delta) -> dict[str, Any]:
+            told = render.completion_logprobs(delta.logprobs, offsets[index]) if shown else None
+            offsets[index] += sum(map(len, told["tokens"])) if told else 0
             return {
                 "index": index,
                 "text": delta.text,
-                "logprobs": render.completion_logprobs(delta.logprobs, 0) if shown else None,
+                "logprobs": told,
                 "finish_reason": _finish(delta),
             }
 

@@ -1,0 +1,114 @@
+"""`python -m cllm.bench.choices`: eight answers to one long prompt begin about as soon as one does.
+
+The prompt is computed once and copied. Measured is the time to the first token of the last choice to begin,
+against that of a single answer, with fresh prompts, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from cllm.bench.peers import ServerSettings, cllm_peer, log_folder, running
+from cllm.bench.report import Spread, Table, write_report
+from cllm.bench.workloads.text import words
+from cllm.errors import SetupError
+
+CHOICES = 8
+PROMPT_TOKENS = 800
+MOST_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One round, in seconds: one answer's first token, and the last first token of several."""
+
+    single_s: float
+    last_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.last_s / self.single_s
+
+
+def first_tokens(client: httpx.Client, prompt: str, choices: int) -> dict[int, float]:
+    """Choice → seconds until its first text. Raises SetupError where one never came."""
+    body = {"model": "any", "prompt": prompt, "n": choices, "max_tokens": 4, "seed": 1, "stream": True}
+    began = time.perf_counter()
+    first: dict[int, float] = {}
+    with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as response:
+        if response.status_code != 200:
+            raise SetupError(f"status {response.status_code}: {response.read()[:200]!r}")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
+                    first.setdefault(choice["index"], time.perf_counter() - began)
+    if len(first) != choices:
+        raise SetupError(f"{len(first)} of {choices} choices began")
+    return first
+
+
+def measure(client: httpx.Client, rounds: int) -> list[Pair]:
+    """Interleaved, each prompt new, the order turning; the first round warms up and is not counted."""
+    pairs: list[Pair] = []
+    for number in range(rounds + 1):
+        times: dict[int, float] = {}
+        for choices in (1, CHOICES) if number % 2 else (CHOICES, 1):
+            prompt = long_prompt(2 * number + (choices > 1))
+            times[choices] = max(first_tokens(client, prompt, choices).values())
+        if number:
+            pairs.append(Pair(times[1], times[CHOICES]))
+    return pairs
+
+
+def long_prompt(number: int) -> str:
+    """About `PROMPT_TOKENS` tokens that nobody has seen before."""
+    return words(f"choices {number}", PROMPT_TOKENS)
+
+
+def show(pairs: Sequence[Pair]) -> list[str]:
+    """A table, and the verdict."""
+    ratio = Spread.of(pair.ratio for pair in pairs)
+    rows = [
+        ("n = 1, first token, ms", Spread.of(pair.single_s for pair in pairs).show(0, 1000)),
+        (f"n = {CHOICES}, last first token, ms", Spread.of(pair.last_s for pair in pairs).show(0, 1000)),
+        ("ratio", ratio.show(2)),
+    ]
+    verdict = "pass" if ratio.median <= MOST_RATIO else "FAIL"
+    return [Table(("measured", "median"), rows).markdown(), f"{verdict}: the bar is {MOST_RATIO}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cllm.bench.choices", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="how many (default 7)")
+    parser.add_argument("--threads", type=int, default=0, help="of the server (default: one per core)")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded model)")
+    parser.add_argument("--out", type=Path, help="folder to write choices.md and choices.json into")
+    options = parser.parse_args(arguments)
+    settings = ServerSettings(options.model, CHOICES, 1024 * CHOICES, options.threads)
+    try:
+        with (
+            log_folder(None) as folder,
+            running(cllm_peer(settings), folder / "choices.log") as server,
+            httpx.Client(base_url=server.address.url, trust_env=False, timeout=300.0) as client,
+        ):
+            pairs = measure(client, options.rounds)
+    except (SetupError, httpx.HTTPError) as error:
+        print(f"choices: {error}", file=sys.stderr)
+        return 2
+    lines = show(pairs)
+    print("\n".join(lines))
+    if options.out is not None:
+        write_report(options.out, "choices", "\n".join(lines), {"pairs": pairs})
+    return 1 if lines[-1].startswith("FAIL") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""`python -m tests.e2e.fuzz` (`make fuzz`): schemathesis on every route, on a tiny real model."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.e2e.server import PATIENCE_S, Server, environment
+from tests.tiny_models import make_dense
+
+LIMIT_S = 3600.0
+
+
+def fuzz(
+    url: str, folder: Path, examples: int, seed: int = 1, phases: str = "examples,coverage,fuzzing"
+) -> subprocess.CompletedProcess[str]:
+    """Every route, valid and invalid data; the same requests for the same seed. 0: nothing was a 5xx."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
+    command += ["--checks", "not_a_server_error", "--mode", "all", "--max-examples", str(examples)]
+    command += [
+        "--seed",
+        str(seed),
+        "--generation-database",
+        "none",
+        "--phases",
+        phases,
+        "--request-timeout",
+        str(PATIENCE_S),
+    ]
+    return subprocess.run(
+        [*command, "--no-color"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=environment(),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__)
+    parser.add_argument("--examples", type=int, default=100, help="of each route (default 100)")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_dense(folder / "dense.gguf")
+        settings = ("--parallel", "4", "--ctx-size", "1024", "--threads", "1")
+        with Server(folder / "log", str(model), *settings) as server:
+            before = {role: server.child(role) for role in ("engine", "text")}
+            done = fuzz(server.url, folder, options.examples, options.seed)
+            print(done.stdout)
+            died = [role for role, pid in before.items() if server.child(role) != pid]
+            if died:
+                print(f"FAIL: these processes died: {', '.join(died)}\n{server.log_tail}")
+            return 1 if died else done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""The exact event sequences of streams, against recordings; see `tests/e2e/golden`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.golden.cases import CASES, TEXT
+from tests.e2e.golden.normal import normal
+from tests.e2e.golden.record import RECORDINGS, ask, recorded, scripted_server
+from tests.e2e.server import Server, wait_for
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
+        yield server
+        wait_for(lambda: server.idle() or None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_is_as_recorded(scripted: Server, name: str) -> None:
+    assert normal(ask(scripted, CASES[name])) == recorded(name)
+
+
+def test_no_recording_is_left_over() -> None:
+    assert {file.stem for file in RECORDINGS.glob("*.jsonl")} == set(CASES)
+
+
+def test_pieces_come_as_they_are_made_and_merging_changes_nothing(scripted: Server) -> None:
+    events = ask(scripted, CASES["chat"])
+    contents = [event["data"]["choices"][0]["delta"].get("content") for event in events[:-1]]
+    assert len(contents) > 5 and "".join(content or "" for content in contents) == TEXT
+    merged = copy.deepcopy(events)
+    taken = merged.pop(3)["data"]["choices"][0]["delta"]["content"]
+    merged[2]["data"]["choices"][0]["delta"]["content"] += taken
+    assert normal(merged) == normal(events)
+    spoiled = copy.deepcopy(events)
+    spoiled[2]["data"]["choices"][0]["finish_reason"] = "stop"
+    assert normal(spoiled) != normal(events), "the comparison must see an event that should not be there"

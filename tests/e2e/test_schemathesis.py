@@ -1,0 +1,26 @@
+"""schemathesis reads the OpenAPI description and sends what it allows and what it does not: never a 5xx.
+
+Here on the scripted model with a small context, so that no request is expensive, and with few examples.
+`make fuzz` (`tests/e2e/fuzz.py`) runs longer, on a real (tiny) model, and tries every limit of every field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.fuzz import fuzz
+from tests.e2e.golden.record import scripted_server
+from tests.e2e.server import wait_for
+
+EXAMPLES = 20
+
+
+def test_no_request_makes_it_fail(tmp_path: Path) -> None:
+    with scripted_server(tmp_path / "log", "--parallel", "4", "--ctx-size", "1024") as server:
+        before = {role: server.child(role) for role in ("engine", "text")}
+        done = fuzz(server.url, tmp_path, EXAMPLES, phases="examples,fuzzing")
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert "0 selected" not in done.stdout
+        wait_for(lambda: server.idle() or None)
+        assert {role: server.child(role) for role in ("engine", "text")} == before, "a process died of it"
+        assert "Traceback" not in server.log_text
