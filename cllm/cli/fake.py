@@ -71,7 +71,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--log-level", default="warning")
     options = parser.parse_args(arguments[1:])
     engine = EngineConfig(
-        model=str(options.step_ms), parallel=options.parallel, ctx_size=options.ctx_size, batch_tokens=512
+        model=str(options.step_ms),
+        parallel=options.parallel,
+        ctx_size=options.ctx_size,
+        batch_tokens=512,
+        draft_tokens=0,
     )
     run(
         engine,

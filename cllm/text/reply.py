@@ -177,7 +177,7 @@ class ReplyReader:
         assert call is not None
         self._buffer = call.feed(self._buffer)
         wanted = self._most_calls is None or self._told < self._most_calls or self._begun
-        if call.name is not None and not call.failed and wanted:
+        if call.name is not None and wanted:  # known before it went wrong, if it did
             if not self._begun:
                 events.append(CallBegun(self._told, call.name))
                 self._begun = True

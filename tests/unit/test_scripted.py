@@ -17,7 +17,7 @@ from tests.unit.test_assembler import oracle, woven
 def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[Delta]:
     """The deltas of one request, beside another that says something else."""
     reports: list[Report] = []
-    loop = StepLoop(ScriptedBackend(sequences=2, cells=4096), EngineConfig(), reports.append)
+    loop = StepLoop(ScriptedBackend(sequences=2, cells=4096), EngineConfig(draft_tokens=0), reports.append)
     other = list(say("something else").encode())
     for number, tokens in enumerate((prompt, other)):
         stops = stop if number == 0 else ()
