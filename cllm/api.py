@@ -29,6 +29,7 @@ from cllm.engine.host import ThreadHost
 from cllm.engine.stream import AsyncStream, BlockingStream
 from cllm.errors import InvalidRequest, from_code
 from cllm.text.work import Chat, TextAnswer, TextTask, TokenizeChat, TokenizeText, Tokens
+from cllm.tuning import with_remembered
 from cllm.types import Delta, FinishReason, ModelFacts, Request, SamplingParams, Usage
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,15 @@ def _completion(deltas: Sequence[Delta]) -> Completion:
     )
 
 
+def _given(config: EngineConfig, settings: Mapping[str, Any]) -> frozenset[str]:
+    """What the caller decided: fields set by name, and those of a configuration that are not the default."""
+    defaults = EngineConfig()
+    differing = {
+        name for name in config.__struct_fields__ if getattr(config, name) != getattr(defaults, name)
+    }
+    return frozenset(differing | set(settings))
+
+
 def _raise_error(delta: Delta) -> None:
     if delta.error is not None:
         raise from_code(delta.error.code, delta.error.message)
@@ -81,6 +91,7 @@ class _Base:
         if make_backend is None:
             # A library that dies here must not take the caller's process along.
             ready = find_working(prepare(config), log.info)
+            ready = with_remembered(config, ready, _given(config, settings))
             host = ThreadHost(lambda progress: LlamaBackend(ready, progress=progress), ready)
         else:
             host = ThreadHost(lambda _: make_backend(config), config)

@@ -17,6 +17,16 @@ from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
+CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
+
+
+def request_share(cells: int, parallel: int) -> int:
+    """What one of `parallel` streams gets of so many cells, as llama.cpp rounds it where it splits them."""
+    return _padded(_padded(cells) // parallel)
+
+
+def _padded(cells: int) -> int:
+    return -(-cells // CELL_BLOCK) * CELL_BLOCK
 
 
 class Threadpool(Owned):
@@ -36,7 +46,8 @@ class LlamaContext(Owned):
         self, library: Library, model: LlamaModel, config: EngineConfig, graveyard: Graveyard
     ) -> None:
         api = library.api
-        threads = config.threads or default_threads()
+        cores = default_threads()
+        threads = config.threads or min(config.max_threads or cores, cores)
         params = api.llama_context_default_params()
         params.n_ctx = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
         params.n_seq_max = config.parallel
@@ -45,13 +56,15 @@ class LlamaContext(Owned):
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv
+        params.type_k = getattr(api, f"GGML_TYPE_{config.cache_type_k.upper()}")
+        params.type_v = getattr(api, f"GGML_TYPE_{config.cache_type_v.upper()}")
         params.swa_full = False
         params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
             raise NotEnoughMemory(
-                f"llama.cpp cannot create a context of {params.n_ctx} cells; "
-                "try a smaller --ctx-size or --parallel"
+                f"llama.cpp cannot create a context of {params.n_ctx} cells "
+                f"(K {config.cache_type_k}, V {config.cache_type_v}); try a smaller --ctx-size or --parallel"
             )
         super().__init__(pointer, api.llama_free, graveyard)
         self.api = api
@@ -61,6 +74,7 @@ class LlamaContext(Owned):
         )
         self.sliding_window = int(api.llama_model_n_swa(model.pointer))
         self.unified = config.unified_kv
+        self.request_share = request_share(int(params.n_ctx), config.parallel)
         self.cells = int(api.llama_n_ctx(pointer))
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
@@ -73,7 +87,7 @@ class LlamaContext(Owned):
         self._threads = 0
         self._use_threads(threads)
         # A number that was asked for is kept; our own default makes room for neighbours.
-        self._governor = None if config.threads else ThreadGovernor(threads, default_threads())
+        self._governor = None if config.threads else ThreadGovernor(threads, cores)
 
     @property
     def memory(self) -> Any:

@@ -32,6 +32,7 @@ class GgufHeader:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensor_count = 0
+        self.header_bytes = 0  # where the description ends and the tensors' data begins
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -68,6 +69,7 @@ class GgufHeader:
         end_of_data = 0
         for _ in range(self.tensor_count):
             end_of_data = max(end_of_data, self._tensor_end(cursor))
+        self.header_bytes = cursor.offset
         alignment = int(self.metadata.get("general.alignment", 32))
         if alignment <= 0:
             raise ValueError(f"alignment {alignment}")
@@ -106,8 +108,8 @@ class GgufHeader:
     def context_train(self) -> int:
         return self.number("context_length", 4096)
 
-    def kv_bytes_per_cell(self) -> int:
-        """Upper estimate of f16 K and V for one token; 0 for models that keep a state instead."""
+    def kv_bytes_per_cell(self, key_type: str = "f16", value_type: str = "f16") -> int:
+        """Upper estimate of K and V for one token; 0 for models that keep a state instead."""
         heads = self.number("attention.head_count")
         if not heads or f"{self.architecture}.ssm.state_size" in self.metadata:
             return 0
@@ -115,7 +117,13 @@ class GgufHeader:
         width = self.number("embedding_length") // heads
         key = self.number("attention.key_length", width)
         value = self.number("attention.value_length", width)
-        return self.number("block_count") * kv_heads * (key + value) * 2
+        row = _bytes_of(kv_heads * key, key_type) + _bytes_of(kv_heads * value, value_type)
+        return self.number("block_count") * row
+
+
+def _bytes_of(elements: int, type_name: str) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
+    return -(-elements // int(block)) * int(block_bytes)
 
 
 class _Cursor:

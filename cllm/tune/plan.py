@@ -1,0 +1,37 @@
+"""How much is measured of each setting, so that the whole search stays within its time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cllm.backend.trial import Plan
+
+LONG = 800
+MOST_STREAMS = 32
+FIRST_LOOK = 32
+SECOND_LOOK = 256
+# From what is wanted to the least that tells anything: (long context, steps of each case).
+SIZES = ((LONG, 5), (LONG, 4), (LONG, 3), (512, 3), (256, 3), (128, 3), (64, 2))
+
+
+def first_look(parallel: int, tokens: int = FIRST_LOOK) -> Plan:
+    """A small measurement that says how fast this model is here."""
+    return Plan(streams=min(parallel, MOST_STREAMS), short=tokens, long=0, steps=2)
+
+
+def fitted_plan(look: Mapping[str, float], parallel: int, *, longest: int, target_s: float) -> Plan:
+    """The largest plan that takes about `target_s`, by what a first look took, within `longest` tokens."""
+    plan = first_look(parallel)
+    for long, steps in SIZES:
+        room = longest - 3 * (steps + 1)
+        plan = Plan(streams=plan.streams, short=min(32, room), long=min(long, room), steps=steps)
+        if expected_s(plan, look) <= target_s:
+            break
+    return plan
+
+
+def expected_s(plan: Plan, look: Mapping[str, float]) -> float:
+    """About what a setting will take. A step of everybody after long contexts costs some three short ones."""
+    one, everybody = look["one_short"], look.get("all_short", 0.0)
+    steps = 2 * one + everybody * (2 + 3 * plan.long / LONG)
+    return (plan.short + plan.long) * look["prefill"] + (plan.steps + 1) * steps
