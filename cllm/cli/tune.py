@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from cllm.logs import configure_logging
 from cllm.tune.page import page
 from cllm.tune.record import TuneRecord
 from cllm.tune.report import bars, figures, headline, options_table
-from cllm.tuning import Tuning, look_around
+from cllm.tuning import TRIAL, Tuning, look_around
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +62,21 @@ def tune_command(
 
 
 def tune_at_start(
-    asked: EngineConfig, ready: EngineConfig, given: frozenset[str], console: Console
+    asked: EngineConfig,
+    ready: EngineConfig,
+    given: frozenset[str],
+    console: Console,
+    *,
+    trial: Sequence[str] = TRIAL,
+    look: Callable[[], float | None] = look_around,
 ) -> EngineConfig:
     """`ready` with the fastest settings: remembered, or measured now. Nothing that fails here is fatal."""
     if not asked.tune:
         return ready
     try:
-        tuning = Tuning(asked, ready, given)
+        tuning = Tuning(asked, ready, given, trial=trial)
         if tuning.record is None or tuning.record.provisional:
-            others = look_around()
+            others = look()
             if tuning.is_due(others):
                 _measure(tuning, others, console, budget_s=asked.tune_budget_s)
         if tuning.record is not None:

@@ -10,8 +10,9 @@ LONG = 800
 MOST_STREAMS = 32
 FIRST_LOOK = 32
 SECOND_LOOK = 256
-# From what is wanted to the least that tells anything: (long context, steps of each case).
-SIZES = ((LONG, 5), (LONG, 4), (LONG, 3), (512, 3), (256, 3), (128, 3), (64, 2))
+# From what is wanted to the least that tells anything: (long context, steps of each case). Without a long
+# context there is still prefill and generation after short ones, a big model's daily bread.
+SIZES = ((LONG, 5), (LONG, 4), (LONG, 3), (512, 3), (256, 3), (128, 3), (64, 2), (0, 1))
 
 
 def first_look(parallel: int, tokens: int = FIRST_LOOK) -> Plan:
@@ -33,5 +34,5 @@ def fitted_plan(look: Mapping[str, float], parallel: int, *, longest: int, targe
 def expected_s(plan: Plan, look: Mapping[str, float]) -> float:
     """About what a setting will take. A step of everybody after long contexts costs some three short ones."""
     one, everybody = look["one_short"], look.get("all_short", 0.0)
-    steps = 2 * one + everybody * (2 + 3 * plan.long / LONG)
+    steps = 2 * one + everybody * (2 + 3 * plan.long / LONG) if plan.long else one + everybody
     return (plan.short + plan.long) * look["prefill"] + (plan.steps + 1) * steps

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.llama.library import Library, ThreadpoolParams
 from cllm.backend.llama.model import LlamaModel
@@ -56,8 +57,8 @@ class LlamaContext(Owned):
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv
-        params.type_k = getattr(api, f"GGML_TYPE_{config.cache_type_k.upper()}")
-        params.type_v = getattr(api, f"GGML_TYPE_{config.cache_type_v.upper()}")
+        params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
+        params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
         params.swa_full = False
         params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)

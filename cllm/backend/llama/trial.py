@@ -141,8 +141,8 @@ class Trial:
         """One setting. What cllm can tell is wrong with it is an answer, too; the rest kills the process."""
         started, load_s, before = time.perf_counter(), 0.0, read_cpu_times()
         try:
-            model = self._load(task.config)
-            load_s = time.perf_counter() - started
+            loaded, model = self._model, self._load(task.config)
+            load_s = 0.0 if model is loaded else time.perf_counter() - started
             text = model.vocabulary.tokenize(task.text, add_special=True, parse_special=False)
             plan = task.plan
             with LlamaContext(self._library, model, _small(task.config, plan), self._graveyard) as context:
