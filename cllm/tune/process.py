@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.resources import files
@@ -34,14 +35,16 @@ class TrialProcess:
         self._command = tuple(command)
         self._text = sample_text() if text is None else text
         self._process: subprocess.Popen[bytes] | None = None
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # what the processes write on standard error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.end()
+        self._said.close()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the process, whatever it is doing. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
@@ -61,7 +64,7 @@ class TrialProcess:
             process.stdin.flush()
             answer = self._read_line(process, started + limit_s)
         except TimeoutError:
-            self.close()
+            self.end()
             return Measurement(problem=f"it took more than {limit_s:.0f} s", took_s=limit_s)
         except OSError:
             answer = b""
@@ -69,7 +72,7 @@ class TrialProcess:
             return msgspec.json.decode(answer, type=Measurement)
         except msgspec.MsgspecError:
             problem = self._obituary(process)
-            self.close()
+            self.end()
             return Measurement(problem=problem, took_s=time.monotonic() - started)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -78,7 +81,7 @@ class TrialProcess:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             start_new_session=True,
         )
         return self._process
@@ -104,4 +107,6 @@ class TrialProcess:
             return "it answered nonsense"
         if code < 0:
             return f"it was ended by {signal.Signals(-code).name}"
-        return f"it exited with code {code}"
+        self._said.seek(0)
+        last = self._said.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return f"it exited with code {code}" + (f": {last}" if last else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_an_explicit_limit_within_a_streams_share_too(models: dict[str, Path], t
 
 
 def test_most_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -> None:
-    def context(**settings: int) -> tuple[int, bool]:
+    def context(**settings: Any) -> tuple[int, bool]:
         config = EngineConfig(model=str(models["dense"]), ctx_size=512, parallel=1, **settings)
         backend = LlamaBackend(config)
         governor = backend._context._governor

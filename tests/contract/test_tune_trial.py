@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,7 +39,7 @@ sys.exit(trial.main())
 """
 
 
-def settings(models: dict[str, Path], kind: str = "dense", **fields: object) -> EngineConfig:
+def settings(models: dict[str, Path], kind: str = "dense", **fields: Any) -> EngineConfig:
     config = EngineConfig(model=str(models[kind]), parallel=3, threads=1)
     return msgspec.structs.replace(config, **fields)
 
@@ -71,7 +72,7 @@ def test_every_case_is_timed(trial: TrialProcess, models: dict[str, Path], kind:
     ids=str,
 )
 def test_every_kind_of_setting_is_measured(
-    trial: TrialProcess, models: dict[str, Path], fields: dict[str, object]
+    trial: TrialProcess, models: dict[str, Path], fields: dict[str, Any]
 ) -> None:
     measured = trial.ask(settings(models, **fields), PLAN, LIMIT_S)
     assert measured.problem == "" and set(measured.seconds) == EVERY_CASE
@@ -83,7 +84,7 @@ def test_the_model_is_loaded_once_unless_the_setting_needs_it(models: dict[str, 
             trial.ask(settings(models, **fields), PLAN, LIMIT_S).load_s
             for fields in ({}, {"poll": 0}, {"extra_buffers": False}, {"extra_buffers": False, "poll": 0})
         ]
-    assert loads[0] > 20 * loads[1] and loads[2] > 20 * loads[3], loads
+    assert [load_s > 0 for load_s in loads] == [True, False, True, False]
 
 
 def test_one_stream_and_short_contexts_alone(trial: TrialProcess, models: dict[str, Path]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ SMALL = ("--parallel", "2", "--ctx-size", "2048", "--threads", "1", "--tune-budg
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path) -> dict[str, str]:
+def own_cache(tmp_path: Path) -> dict[str, Any]:
     """Variables that let it tune, into a cache of its own."""
     return {"CLLM_TUNE": "1", "CLLM_CACHE_DIR": str(tmp_path / "cache"), "CLLM_LIBRARY": str(find())}
 
@@ -29,7 +30,7 @@ def records(tmp_path: Path) -> list[Path]:
 
 
 def test_the_first_start_measures_and_the_second_remembers(
-    start: StartServer, tiny_model: Path, tmp_path: Path, own_cache: dict[str, str]
+    start: StartServer, tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]
 ) -> None:
     first = start(str(tiny_model), *SMALL, **own_cache)
     assert MEASURING in first.log_text and "tuned: " in first.log_text
@@ -50,14 +51,14 @@ def test_the_first_start_measures_and_the_second_remembers(
 
 
 def test_without_tuning_nothing_is_measured(
-    start: StartServer, tiny_model: Path, tmp_path: Path, own_cache: dict[str, str]
+    start: StartServer, tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]
 ) -> None:
     server = start(str(tiny_model), *SMALL, "--no-tune", **own_cache)
     assert MEASURING not in server.log_text and not records(tmp_path)
     server.stop()
 
 
-def test_an_interrupt_skips_it(tiny_model: Path, tmp_path: Path, own_cache: dict[str, str]) -> None:
+def test_an_interrupt_skips_it(tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]) -> None:
     server = Server(tmp_path / "log", str(tiny_model), *SMALL, **own_cache)
     try:
         wait_for(lambda: MEASURING in server.log_text)
@@ -71,7 +72,7 @@ def test_an_interrupt_skips_it(tiny_model: Path, tmp_path: Path, own_cache: dict
 
 
 def test_tune_and_doctor_show_what_was_found(
-    tiny_model: Path, tmp_path: Path, own_cache: dict[str, str]
+    tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]
 ) -> None:
     page = tmp_path / "page.html"
     arguments = (str(tiny_model), "--parallel", "2", "--ctx-size", "2048", "--threads", "1")
@@ -88,17 +89,17 @@ def test_tune_and_doctor_show_what_was_found(
     assert seen.returncode == 0 and "tuned" in seen.stdout and "█" in seen.stdout
 
 
-def test_doctor_says_when_nothing_was_measured(tiny_model: Path, own_cache: dict[str, str]) -> None:
+def test_doctor_says_when_nothing_was_measured(tiny_model: Path, own_cache: dict[str, Any]) -> None:
     assert "not yet" in cllm("doctor", str(tiny_model), **own_cache).stdout
 
 
 def test_the_python_api_remembers_but_never_measures(
-    tiny_model: Path, tmp_path: Path, own_cache: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CLLM_CACHE_DIR", "CLLM_LIBRARY"):
         monkeypatch.setenv(name, own_cache[name])
 
-    def batch_tokens(**settings: object) -> int:
+    def batch_tokens(**settings: Any) -> int:
         with LLM(tiny_model, parallel=2, ctx_size=2048, threads=1, **settings) as llm:
             assert llm._engine.limits is not None
             return llm._engine.limits.batch_tokens

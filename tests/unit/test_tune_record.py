@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_an_identity_knows_the_model_by_its_content(tmp_path: Path, library: Pat
     same.write_bytes(first.read_bytes())
     other = make_dense(tmp_path / "c.gguf", context=2048)
 
-    def identity(path: Path, **settings: int) -> dict[str, str]:
+    def identity(path: Path, **settings: Any) -> dict[str, str]:
         return tune_identity(EngineConfig(model=str(path), **settings), {})
 
     assert identity(first) == identity(same)

@@ -54,7 +54,10 @@ class Pretend:
             )
         shake = 1 + self._random.uniform(-self.noise, self.noise)
         seconds = {
-            name: value * self.factors.get(name, lambda _: 1.0)(config) * shake * self.slowness
+            name: value
+            * (self.factors[name](config) if name in self.factors else 1.0)
+            * shake
+            * self.slowness
             for name, value in unit(config).items()
             if plan.streams > 1 or name in ("prefill", "one_short", "one_long")
         }
