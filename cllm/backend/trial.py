@@ -9,6 +9,8 @@ import msgspec
 
 from cllm.config import EngineConfig
 
+ALONE = 3  # a step of one stream is short, so there are more of them
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How much is measured. `long` of 0: short contexts alone; `perplexity_tokens`: that instead."""
@@ -18,6 +20,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     long: int = 800
     steps: int = 4
     perplexity_tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Cells that steps fill behind a long context: alone, ragged, and all together."""
+        return (ALONE * self.steps + 1) + 2 * (self.steps + 1)
 
 
 class TrialTask(msgspec.Struct, frozen=True, kw_only=True):

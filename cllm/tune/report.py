@@ -7,6 +7,7 @@ from rich.text import Text
 
 from cllm.tune.mix import CASES, mix_seconds
 from cllm.tune.record import Option, TuneRecord
+from cllm.tune.tried import MOST_PERPLEXITY_CHANGE
 
 BAR_WIDTH = 40
 _FULL, _PARTS = "█", " ▏▎▍▌▋▊▉"
@@ -89,6 +90,11 @@ def figures(record: TuneRecord) -> str:
         f"ragged: one long among short; the same setting differed from itself by {record.noise:.1%}; "
         f"measured in {record.took_s:.0f} s on {record.created}",
     ]
+    if record.perplexity_tokens:
+        lines.append(
+            f"perplexity over {record.perplexity_tokens} tokens of cllm's own text; types are chosen only "
+            f"where it changes by less than {MOST_PERPLEXITY_CHANGE:.1%}"
+        )
     if record.left_out:
         lines.append(f"left out: {', '.join(record.left_out)}")
     if record.provisional:

@@ -84,6 +84,7 @@ class Search:
         self._speedup = 1.0
         self._fraction = 0.0
         self._load_s = 0.0
+        self._perplexity_tokens = 0
         self._look: dict[str, float] = {}
         self._plan = first_look(config.parallel)
         wanted = (*DIMENSIONS, KV_TYPES) if kv_types else DIMENSIONS
@@ -103,7 +104,8 @@ class Search:
         for number, dimension in enumerate(self._dimensions):
             self._fraction = number / len(self._dimensions)
             if dimension.quality:
-                self._deadline = self._clock() + self._budget_s  # asked for, so it has a time of its own
+                # Asked for, so it has a time of its own: half of it for speed, half for perplexity.
+                self._deadline = self._clock() + self._budget_s / 2
             self._try_dimension(dimension)
         return TuneRecord(
             identity=dict(identity),
@@ -115,6 +117,7 @@ class Search:
             streams=self._plan.streams,
             short=self._plan.short,
             long=self._plan.long,
+            perplexity_tokens=self._perplexity_tokens,
             left_out=tuple(self._left_out),
             provisional=self._provisional(),
             took_s=self._clock() - self._started,
@@ -255,9 +258,9 @@ class Search:
 
     def _judge_quality(self, tried: Sequence[Tried]) -> list[Tried]:
         """The perplexity of each, against the present types, over the same tokens."""
-        affordable_s = max(0.0, self._deadline - self._clock()) / (len(tried) + 1)
-        tokens = int(affordable_s / self._look["prefill"])
-        tokens = min(PERPLEXITY_TOKENS, self._machine.longest, max(LEAST_PERPLEXITY_TOKENS, tokens))
+        affordable = int(self._budget_s / 2 / (len(tried) + 1) / self._look["prefill"])
+        tokens = min(PERPLEXITY_TOKENS, self._machine.longest, max(LEAST_PERPLEXITY_TOKENS, affordable))
+        self._perplexity_tokens = tokens
         reference = self._perplexity(self._config, tokens)
         judged: list[Tried] = []
         for item in tried:

@@ -12,7 +12,8 @@ from cllm.config import EngineConfig
 Settings = Mapping[str, int | bool | str]
 BATCH_TOKENS = (256, 512, 1024)
 POLL = (0, 50, 100)
-CACHE_TYPES = (("bf16", "f16"), ("bf16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"), ("f32", "f32"))
+# None that takes more memory than f16: whether it fits has been checked with that.
+CACHE_TYPES = (("bf16", "f16"), ("bf16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"))
 
 
 class Dimension(NamedTuple):

@@ -267,7 +267,7 @@ def test_plans_fit_the_time_and_the_context() -> None:
     assert fitted_plan(look, 8, longest=4096, target_s=0.5).long < LONG
     assert fitted_plan(look, 200, longest=4096, target_s=10).streams == first_look(200).streams == 32
     tight = fitted_plan(look, 8, longest=256, target_s=10)
-    assert tight.long + 3 * (tight.steps + 1) <= 256
+    assert tight.long + tight.room <= 256
 
 
 def test_the_mix_is_what_it_says() -> None:

@@ -23,7 +23,7 @@ from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard
 from cllm.backend.llama.threads import read_cpu_times
-from cllm.backend.trial import Measurement, Plan, TrialTask
+from cllm.backend.trial import ALONE, Measurement, Plan, TrialTask
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
 
@@ -100,8 +100,8 @@ class Bench:
 
     def _decode(self, ids: Iterable[int]) -> float:
         """The median of some steps with a token of each; the first, which lays things out, is not counted."""
-        taken: list[float] = []
-        for _ in range(self._plan.steps + 1):
+        ids, taken = list(ids), []
+        for _ in range(_steps(self._plan, len(ids)) + 1):
             positions = {sequence_id: self._context.next_position(sequence_id) for sequence_id in ids}
             rows = [Row(i, position, [self._token(position)], 1, None) for i, position in positions.items()]
             time.sleep(BETWEEN_STEPS_S)
@@ -177,9 +177,13 @@ class Trial:
         return self._model
 
 
+def _steps(plan: Plan, streams: int) -> int:
+    return plan.steps * (ALONE if streams == 1 else 1)
+
+
 def _small(config: EngineConfig, plan: Plan) -> EngineConfig:
     """The setting with no more cells than the plan touches: how many lie idle beside them does not matter."""
-    deepest = max(plan.perplexity_tokens, max(plan.long, plan.short) + 3 * (plan.steps + 1))
+    deepest = max(plan.perplexity_tokens, max(plan.long, plan.short) + plan.room)
     cells = -(-deepest // CELL_BLOCK) * CELL_BLOCK
     return msgspec.structs.replace(
         config, parallel=plan.streams, ctx_size=plan.streams * cells, max_request_tokens=0
