@@ -48,7 +48,8 @@ class Tuning:
         self.given = frozenset(held)
         self.fixed = fixed_settings(ready, self.given)
         # The context as it was asked for: what fits into the memory now may not be what fits next time.
-        self.identity = tune_identity(msgspec.structs.replace(ready, ctx_size=asked.ctx_size), self.fixed)
+        load = msgspec.structs.replace(ready, ctx_size=asked.ctx_size)
+        self.identity = tune_identity(load, header, self.fixed)
         self.memory = TuneMemory(cache_directory() / "tune")
         self.record = self.memory.find(self.identity)
         self.generates = f"{header.architecture}.pooling_type" not in header.metadata  # no embedding model

@@ -47,3 +47,4 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float = 0.0  # all the rest
     others: float | None = None  # cores that other programs used meanwhile
     problem: str = ""
+    timed_out: bool = False  # the problem is that it takes too long

@@ -34,8 +34,9 @@ def tune_command(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Measure again what is remembered")] = False,
     budget_s: Annotated[
-        float, typer.Option(min=1, help="Most seconds to measure; with --kv-types as many again")
-    ] = EngineConfig().tune_budget_s,
+        float | None,
+        typer.Option(min=1, help="Most seconds to measure, else --tune-budget-s; with --kv-types twice that"),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the picture as a page to this file")] = None,
 ) -> None:
     """Find the fastest settings for a model on this machine; `cllm serve` uses them from then on."""
@@ -46,6 +47,7 @@ def tune_command(
         others = look_around()
         record = tuning.record
         if record is None or force or kv_types or tuning.is_due(others):
+            budget_s = budget_s or config.engine.tune_budget_s
             record = _measure(tuning, others, console, budget_s=budget_s, kv_types=kv_types)
         else:
             console.print(f"remembered from {record.created}; --force measures again")

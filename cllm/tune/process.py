@@ -65,7 +65,7 @@ class TrialProcess:
             answer = self._read_line(process, started + limit_s)
         except TimeoutError:
             self.end()
-            return Measurement(problem=f"it took more than {limit_s:.0f} s", took_s=limit_s)
+            return Measurement(problem=f"it took more than {limit_s:.0f} s", took_s=limit_s, timed_out=True)
         except OSError:
             answer = b""
         try:

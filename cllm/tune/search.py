@@ -226,6 +226,9 @@ class Search:
         """Between the last measurement of the present settings and a new one."""
         limit_s = self._limit_s() + (3 * self._load_s if dimension.reloads else 0.0)
         measured = self._measure(tried.config, self._plan, limit_s)
+        if measured.timed_out:
+            slower = measured.took_s / self._baselines[-1].took_s
+            return tried._replace(problem=f"{measured.problem}: over {slower:.1f} × as long")
         if measured.problem:
             return tried._replace(problem=measured.problem)
         before = self._baselines[-1]

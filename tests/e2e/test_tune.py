@@ -16,7 +16,7 @@ from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server, cllm, wait_for
 
 MEASURING = "measuring which settings"
-SMALL = ("--parallel", "2", "--ctx-size", "2048", "--threads", "1", "--tune-budget-s", "4")
+SMALL = ("--parallel", "2", "--ctx-size", "2048", "--threads", "1", "--tune-budget-s", "2")
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_tune_and_doctor_show_what_was_found(
 ) -> None:
     page = tmp_path / "page.html"
     arguments = (str(tiny_model), "--parallel", "2", "--ctx-size", "2048", "--threads", "1")
-    done = cllm("tune", *arguments, "--budget-s", "4", "--kv-types", "--html", str(page), **own_cache)
+    done = cllm("tune", *arguments, "--budget-s", "2", "--kv-types", "--html", str(page), **own_cache)
     assert done.returncode == 0, done.stderr
     for word in ("flash attention", "KV layout", "batch tokens", "poll", "K/V types", "perplexity", "█", "●"):
         assert word in done.stdout, done.stdout

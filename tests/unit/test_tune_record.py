@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from cllm.backend.llama.files import MemoryFit, prepare
+from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.identity import cpu_name, tune_identity
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
@@ -120,12 +122,13 @@ def test_an_identity_knows_the_model_by_its_content(tmp_path: Path, library: Pat
     other = make_dense(tmp_path / "c.gguf", context=2048)
 
     def identity(path: Path, **settings: Any) -> dict[str, str]:
-        return tune_identity(EngineConfig(model=str(path), **settings), {})
+        fixed = settings.pop("fixed", {})
+        return tune_identity(EngineConfig(model=str(path), **settings), GgufHeader(path), fixed)
 
     assert identity(first) == identity(same)
     assert identity(first) != identity(other)
     assert identity(first) != identity(first, parallel=4) != identity(first, ctx_size=4096)
-    assert tune_identity(EngineConfig(model=str(first)), {"threads": 1}) != identity(first)
+    assert identity(first, fixed={"threads": 1}) != identity(first)
     before = identity(first)
     (library / "libllama.so").write_bytes(b"another build")
     assert identity(first) != before
@@ -175,9 +178,6 @@ def test_what_the_probe_changed_is_not_tried(tmp_path: Path, library: Path) -> N
 
 
 def test_values_of_few_bits_need_flash_attention(tmp_path: Path) -> None:
-    from cllm.backend.llama.files import MemoryFit, prepare
-    from cllm.backend.llama.header import GgufHeader
-
     model = str(make_dense(tmp_path / "a.gguf"))
     with pytest.raises(ConfigError, match="flash attention"):
         prepare(EngineConfig(model=model, cache_type_v="q8_0", flash_attention=False))

@@ -132,6 +132,12 @@ def test_no_tuning(start: Start, model: str, tmp_path: Path, how: str) -> None:
     assert len(start.tasks) == asked
 
 
+def test_a_type_that_does_not_exist_is_refused(start: Start, model: str) -> None:
+    result = CliRunner().invoke(start.app, [model, "--cache-type-k", "q9"])
+    assert result.exit_code == 2 and "cache_type_k" in result.output
+    assert start(model, "--cache-type-k", "q8_0").cache_type_k == "q8_0"
+
+
 def test_a_busy_hour_is_not_remembered_for_ever(start: Start, model: str) -> None:
     start.others = 1.7
     config = start(model)

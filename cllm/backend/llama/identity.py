@@ -14,8 +14,10 @@ from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 
 
-def tune_identity(config: EngineConfig, fixed: Mapping[str, int | bool | str]) -> dict[str, str]:
-    """Facts that tell apart what was measured. `config.model` is a path; where it lies does not matter.
+def tune_identity(
+    config: EngineConfig, header: GgufHeader, fixed: Mapping[str, int | bool | str]
+) -> dict[str, str]:
+    """Facts that tell apart what was measured. Where the model's file lies does not matter.
 
     `fixed` are the settings that were given, so not varied. Raises SetupError.
     """
@@ -23,7 +25,7 @@ def tune_identity(config: EngineConfig, fixed: Mapping[str, int | bool | str]) -
         "cpu": f"{cpu_name()} {_digest(' '.join(cpu.features()).encode())}",
         "cores": str(default_threads()),
         "library": _library(find()),
-        "model": _model(Path(config.model)),
+        "model": _model(header),
         "parallel": str(config.parallel),
         "ctx_size": str(config.ctx_size),
         "gpu_layers": str(config.gpu_layers),
@@ -50,9 +52,8 @@ def _library(folder: Path) -> str:
     return _digest("\n".join(facts).encode())
 
 
-def _model(path: Path) -> str:
-    header = GgufHeader(path)
-    with path.open("rb") as file:
+def _model(header: GgufHeader) -> str:
+    with header.path.open("rb") as file:
         return f"{header.file_bytes}:{_digest(file.read(header.header_bytes))}"
 
 
