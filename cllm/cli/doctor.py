@@ -82,7 +82,7 @@ def _tuned(config: EngineConfig, table: Table) -> TuneRecord | None:
         return None
     load = {name: record.identity.get(name) for name in ("parallel", "ctx_size", "fixed")}
     shown = ", ".join(f"{name} {value}" for name, value in load.items() if value)
-    table.add_row("tuned", f"{headline(record)} (for {shown})")
+    table.add_row("tuned", f"{headline(record).removeprefix('tuned: ')} (for {shown})")
     return record
 
 

@@ -46,7 +46,7 @@ def tune_command(
         tuning = Tuning(config.engine, find_working(prepare(config.engine), console.print), given)
         others = look_around()
         record = tuning.record
-        if record is None or force or kv_types or tuning.is_due(others):
+        if record is None or force or kv_types > record.kv_types or tuning.is_due(others):
             budget_s = budget_s or config.engine.tune_budget_s
             record = _measure(tuning, others, console, budget_s=budget_s, kv_types=kv_types)
         else:
@@ -80,7 +80,9 @@ def tune_at_start(
         if tuning.record is None or tuning.record.provisional:
             others = look()
             if tuning.is_due(others):
-                _measure(tuning, others, console, budget_s=asked.tune_budget_s)
+                # Who has asked for types of K and V once has asked for them.
+                kv_types = tuning.record is not None and tuning.record.kv_types
+                _measure(tuning, others, console, budget_s=asked.tune_budget_s, kv_types=kv_types)
         if tuning.record is not None:
             log.info("%s", headline(tuning.record))
         return tuning.tuned

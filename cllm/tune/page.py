@@ -34,14 +34,17 @@ def page(record: TuneRecord) -> str:
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>cllm tune</title>'
         f"<style>{_STYLE}</style><h1>cllm tune</h1><p>{escape(headline(record))}</p>"
         "<p>Cost relative to the chosen setting; 1.10 is 10 % slower.</p>"
-        f'<table><tr><th>setting</th><th class="bar">mix</th>{heads}</tr>{"".join(rows)}</table>'
+        f'<table><tr><th>setting</th><th class="bar"></th>{heads}</tr>{"".join(rows)}</table>'
         f"{facts}</html>\n"
     )
 
 
 def _row(option: Option, cases: list[str], longest: float, first: bool) -> str:
     style = " ".join(name for name, wanted in (("chosen", option.chosen), ("first", first)) if wanted)
-    name = f"<td>{escape(option.dimension)} {escape(option.label)}</td>"
+    name = f"{option.dimension} {option.label}"
+    if option.perplexity_change is not None:
+        name += f" (perplexity {option.perplexity_change:+.2%})"
+    name = f"<td>{escape(name)}</td>"
     if option.ratio is None:
         columns = f'<td class="problem" colspan="{len(cases) + 2}">{escape(option.problem)}</td>'
     else:

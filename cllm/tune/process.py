@@ -102,7 +102,7 @@ class TrialProcess:
 
     def _obituary(self, process: subprocess.Popen[bytes]) -> str:
         try:
-            code = process.wait(5)
+            code = process.wait(1)
         except subprocess.TimeoutExpired:
             return "it answered nonsense"
         if code < 0:

@@ -47,6 +47,7 @@ class TuneRecord(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
     short: int
     long: int
+    kv_types: bool = False  # types of K and V were asked for
     perplexity_tokens: int = 0  # of our text, where types of K and V were judged
     left_out: tuple[str, ...] = ()
     provisional: str = ""  # the reason why it should be measured again

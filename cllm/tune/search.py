@@ -83,6 +83,7 @@ class Search:
         self._others: list[float] = []
         self._speedup = 1.0
         self._fraction = 0.0
+        self._kv_types = kv_types
         self._load_s = 0.0
         self._perplexity_tokens = 0
         self._look: dict[str, float] = {}
@@ -117,6 +118,7 @@ class Search:
             streams=self._plan.streams,
             short=self._plan.short,
             long=self._plan.long,
+            kv_types=self._kv_types,
             perplexity_tokens=self._perplexity_tokens,
             left_out=tuple(self._left_out),
             provisional=self._provisional(),

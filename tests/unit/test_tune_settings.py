@@ -153,6 +153,18 @@ def test_a_busy_hour_is_not_remembered_for_ever(start: Start, model: str) -> Non
     assert len(start.tasks) == asked
 
 
+def test_types_that_were_asked_for_are_judged_again(start: Start, model: str, tmp_path: Path) -> None:
+    start(model)
+    (file,) = (tmp_path / "cache" / "tune").iterdir()
+    for asked in (False, True):
+        record = {**json.loads(file.read_text()), "provisional": "a busy hour", "kv_types": asked}
+        file.write_text(json.dumps(record))
+        start.log.unlink()
+        start(model)
+        assert any(task["config"]["cache_type_k"] == "bf16" for task in start.tasks) == asked
+        assert json.loads(file.read_text())["kv_types"] == asked
+
+
 def test_a_trial_that_cannot_run_changes_nothing(start: Start, model: str, tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text("raise SystemExit(3)")
     assert start(model).batch_tokens == EngineConfig().batch_tokens
