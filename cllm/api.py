@@ -39,6 +39,7 @@ from cllm.text.work import (
     TokenLists,
     Tokens,
 )
+from cllm.tuning import with_remembered
 from cllm.types import Delta, FinishReason, ModelFacts, Pooling, Request, SamplingParams, Usage
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,15 @@ def _completion(deltas: Sequence[Delta]) -> Completion:
         finish_reason=last.finish_reason,
         usage=last.usage,
     )
+
+
+def _given(config: EngineConfig, settings: Mapping[str, Any]) -> frozenset[str]:
+    """What the caller decided: fields set by name, and those of a configuration that are not the default."""
+    defaults = EngineConfig()
+    differing = {
+        name for name in config.__struct_fields__ if getattr(config, name) != getattr(defaults, name)
+    }
+    return frozenset(differing | set(settings))
 
 
 def _raise_error(delta: Delta) -> None:
@@ -100,6 +110,7 @@ class _Base:
         if make_backend is None:
             # A library that dies here must not take the caller's process along.
             ready = find_working(prepare(config), log.info)
+            ready = with_remembered(config, ready, _given(config, settings))
             host = ThreadHost(lambda progress: LlamaBackend(ready, progress=progress), ready)
         else:
             host = ThreadHost(lambda _: make_backend(config), config)

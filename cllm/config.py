@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+CACHE_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model is loaded and scheduled."""
@@ -33,6 +35,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, description="Most tokens of one request, prompt and answer; 0: ctx-size / parallel")
     ] = 0
     threads: Annotated[int, Meta(ge=0, le=512, description="Compute threads; 0: one per core")] = 0
+    max_threads: Annotated[
+        int,
+        Meta(ge=0, le=512, description="Most compute threads where --threads is 0; 0: as many as cores"),
+    ] = 0
     poll: Annotated[
         int, Meta(ge=0, le=100, description="How eagerly compute threads spin between operations, 0 to 100")
     ] = 50
@@ -46,6 +52,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     unified_kv: Annotated[
         bool, Meta(description="One pool of cells for all requests instead of one stream for each")
     ] = False
+    cache_type_k: Annotated[
+        str, Meta(pattern=CACHE_TYPE, description="How keys are kept: f16, bf16, q8_0, f32 …")
+    ] = "f16"
+    cache_type_v: Annotated[
+        str,
+        Meta(
+            pattern=CACHE_TYPE,
+            description="How values are kept; types of less than 16 bits need flash attention",
+        ),
+    ] = "f16"
     extra_buffers: Annotated[
         bool, Meta(description="Repack weights for AMX and the like (fast); off is the safe setting")
     ] = True
@@ -86,6 +102,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     share_prefixes_across_tenants: Annotated[
         bool, Meta(description="Let tenants use each other's prefixes; timing then tells what others asked")
     ] = False
+    tune: Annotated[
+        bool, Meta(description="Measure this machine at the first start with a model, and use what it found")
+    ] = True
+    tune_budget_s: Annotated[
+        float, Meta(ge=1, description="Most seconds the first start may measure, beside loading the model")
+    ] = 15.0
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,8 +17,12 @@ from cllm.backend.llama.files import MemoryFit, embedded_model
 from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
+from cllm.cli.tune import show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
+from cllm.tune.record import TuneRecord
+from cllm.tune.report import headline
+from cllm.tuning import Tuning
 
 _TELLING = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -36,7 +40,7 @@ def doctor_command(
 ) -> None:
     """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
     table = Table(show_header=False, box=None)
-    healthy = True
+    healthy, record = True, None
     features = cpu.features()
     table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
     table.add_row("CPU", f"{cpu.machine()}, {default_threads()} cores usable")
@@ -59,11 +63,27 @@ def doctor_command(
         )
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         healthy = fit.fits and _probe(config, table)
+        record = _tuned(config, table)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
     Console().print(table)
+    if record is not None:
+        show(record, Console(highlight=False))
     raise typer.Exit(0 if healthy else 1)
+
+
+def _tuned(config: EngineConfig, table: Table) -> TuneRecord | None:
+    """What was found for this configuration, or else for this model under another load."""
+    tuning = Tuning(config, config, frozenset({"threads"}))
+    record = tuning.record or tuning.memory.find_similar(tuning.identity)
+    if record is None:
+        table.add_row("tuned", "not yet: `cllm tune` does it, and so does the first `cllm serve`")
+        return None
+    load = {name: record.identity.get(name) for name in ("parallel", "ctx_size", "fixed")}
+    shown = ", ".join(f"{name} {value}" for name, value in load.items() if value)
+    table.add_row("tuned", f"{headline(record).removeprefix('tuned: ')} (for {shown})")
+    return record
 
 
 def _build_facts(folder: Path) -> str:

@@ -11,6 +11,7 @@ from cllm.cli.doctor import doctor_command
 from cllm.cli.keys import keys_app
 from cllm.cli.run import run_command
 from cllm.cli.serve import serve_command
+from cllm.cli.tune import tune_command
 
 app = typer.Typer(
     help="GGUF models for many users at once, on llama.cpp.",
@@ -34,6 +35,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 app.command("serve")(serve_command)
 app.command("run")(run_command)
 app.command("bench")(bench_command)
+app.command("tune")(tune_command)
 app.command("doctor")(doctor_command)
 app.command("build")(build_command)
 app.add_typer(keys_app, name="keys")

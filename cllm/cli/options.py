@@ -1,6 +1,7 @@
 """Command-line options made from the configuration, so that a default is written down once.
 
-What wins: the command line, then `CLLM_*` variables, then the TOML file (`--config`), then the defaults.
+What wins: the command line, then `CLLM_*` variables, then the TOML file (`--config`), then what `cllm tune`
+found, then the defaults.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _parameter(
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option for each field of the given configurations.
 
-    The command receives `config: Config`; its own parameters stay as they are.
+    The command receives `config: Config` and, if it has a parameter of that name, `given`: the fields that
+    somebody set, wherever. Its own parameters stay as they are.
     """
     generated = [
         _parameter(struct, field, get_type_hints(struct, include_extras=True)[field.name])
@@ -73,6 +75,7 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         is_eager=True,
         envvar="CLLM_CONFIG",
     )
+    generated.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     generated.append(
         inspect.Parameter(
             "config_file",
@@ -83,8 +86,12 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
     )
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**values: Any) -> Any:
+        wants_given = "given" in inspect.signature(command).parameters
+
+        def call(context: typer.Context, **values: Any) -> Any:
             values.pop("config_file")
+            if wants_given:
+                values["given"] = _given(context, structs)
             taken = {
                 struct: struct(**{name: values.pop(name) for name in struct.__struct_fields__})
                 for struct in structs
@@ -102,7 +109,7 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
-            if name != "config"
+            if name not in ("config", "given")
         ]
         # Positional arguments of the command come before the model.
         parameters = own + generated
@@ -113,6 +120,15 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         return call
 
     return decorate
+
+
+def _given(context: typer.Context, structs: tuple[type[msgspec.Struct], ...]) -> frozenset[str]:
+    """The fields whose value is not the default: from the command line, a variable or the file."""
+    names = (name for struct in structs for name in struct.__struct_fields__)
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return frozenset(
+        name for name, source in sources.items() if source is not None and source.name != "DEFAULT"
+    )
 
 
 def _validate(config: Config) -> None:

@@ -27,13 +27,16 @@ def run_command(
         bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")
     ] = False,
     threads: Annotated[int, typer.Option(min=0, envvar="CLLM_THREADS", help="0: one per core")] = 0,
+    tune: Annotated[
+        bool, typer.Option("--tune/--no-tune", envvar="CLLM_TUNE", help="Use what `cllm tune` found")
+    ] = True,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:
     """Answer one prompt and print it as it comes."""
     configure_logging(log_level)
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    config = msgspec.structs.replace(EngineConfig(), parallel=1, threads=threads)
+    config = msgspec.structs.replace(EngineConfig(), parallel=1, threads=threads, tune=tune)
     try:
         with LLM(model, config=config) as llm:
             chat = not raw and llm.facts.chat_template is not None

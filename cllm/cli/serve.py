@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.backend.llama.files import prepare
 from cllm.backend.llama.probe import find_working
+from cllm.cli.bars import progress_bar
 from cllm.cli.options import fail, with_options
+from cllm.cli.tune import tune_at_start
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ChildHost
@@ -21,25 +21,26 @@ from cllm.server.listener import bind
 
 
 @with_options(EngineConfig, ServerConfig)
-def serve_command(config: Config) -> None:
+def serve_command(config: Config, given: frozenset[str]) -> None:
     """Serve a GGUF model over HTTP. Without MODEL: the embedded SmolLM2-135M-Instruct."""
     configure_logging(config.server.log_level)
     try:
-        run(config)
+        run(config, given)
     except CllmError as error:
         raise fail(error) from None
     except KeyboardInterrupt:
         pass
 
 
-def run(config: Config) -> None:
+def run(config: Config, given: frozenset[str] = frozenset()) -> None:
     """Check everything that needs no model first; then load and serve until told to stop."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with contextlib.closing(bind(config.server)) as listener:
         from cllm.server.serve import serve  # takes half a second: a port in use is told before
 
         engine_config = find_working(prepare(config.engine), console.print)
-        with _loading_bar(console) as progress:
+        engine_config = tune_at_start(config.engine, engine_config, given, console)
+        with progress_bar(console) as progress:
             task = progress.add_task("loading the model", total=1.0)
             engine = Engine(
                 ChildHost(engine_config, log_level=config.server.log_level),
@@ -69,14 +70,3 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _loading_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )

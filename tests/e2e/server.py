@@ -30,7 +30,7 @@ Found = TypeVar("Found")
 def environment(**extra: str) -> dict[str, str]:
     """The variables of a child: ours, less any `CLLM_*` that would change what is tested."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
-    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "CLLM_TUNE": "0"}
     return {**kept, **plain, **extra}
 
 

@@ -23,15 +23,20 @@ LAYERS = (
     ("cllm.engine", 2),
     ("cllm.backend", 2),
     ("cllm.server", 3),
+    ("cllm.tune", 3),
     ("cllm.bench", 3),
     ("cllm.api", 4),
+    ("cllm.tuning", 4),
     ("cllm.child", 4),
     ("cllm.text_child", 4),
     ("cllm.cli", 4),
     ("cllm.__main__", 4),
 )
 # Only these name the llama backend.
-KNOW_LLAMA = ("cllm.cli", "cllm.child", "cllm.text_child", "cllm.api", "cllm.backend.llama")
+KNOW_LLAMA = (
+    *("cllm.cli", "cllm.child", "cllm.text_child", "cllm.api", "cllm.tuning"),
+    "cllm.backend.llama",
+)
 
 
 def name_of(path: Path) -> str:

@@ -103,8 +103,8 @@ class LlamaBackend(Backend):
     def _read_limits(self, config: EngineConfig) -> Limits:
         context = self._context
         most = min(context.sequence_cells, self._model.context_train)
-        # The layout must not decide who gets a 400: the default is one stream's share in both.
-        share = min(most, context.cells // config.parallel)
+        # The layout must not decide who gets a 400: the default is one split stream's share in both.
+        share = min(most, context.request_share)
         request_tokens = min(config.max_request_tokens or share, most)
         return Limits(
             sequences=config.parallel,

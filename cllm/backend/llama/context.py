@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.base import StepStatus
 from cllm.backend.llama.library import Library
@@ -17,6 +18,16 @@ from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
+CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
+
+
+def request_share(cells: int, parallel: int) -> int:
+    """What one of `parallel` streams gets of so many cells, as llama.cpp rounds it where it splits them."""
+    return _padded(_padded(cells) // parallel)
+
+
+def _padded(cells: int) -> int:
+    return -(-cells // CELL_BLOCK) * CELL_BLOCK
 
 
 def status_of(code: int) -> StepStatus:
@@ -69,13 +80,15 @@ class LlamaContext(Owned):
         params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv
+        params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
+        params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
         params.swa_full = False
         params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
             raise NotEnoughMemory(
-                f"llama.cpp cannot create a context of {params.n_ctx} cells; "
-                "try a smaller --ctx-size or --parallel"
+                f"llama.cpp cannot create a context of {params.n_ctx} cells "
+                f"(K {config.cache_type_k}, V {config.cache_type_v}); try a smaller --ctx-size or --parallel"
             )
         super().__init__(pointer, api.llama_free, graveyard)
         self.api = api
@@ -88,6 +101,7 @@ class LlamaContext(Owned):
         self.sliding_window = int(api.llama_model_n_swa(model.pointer))
         self.unified = config.unified_kv
         self._sequences = config.parallel
+        self.request_share = request_share(int(params.n_ctx), config.parallel)
         self.cells = int(api.llama_n_ctx(pointer))
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))

@@ -10,7 +10,7 @@ import msgspec
 from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS
 from cllm.backend.llama.header import GgufHeader
 from cllm.config import EngineConfig
-from cllm.errors import ModelFileError, NotEnoughMemory
+from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.text.template_file import read_template
 
 _MIB = 1 << 20
@@ -46,7 +46,7 @@ class MemoryFit:
         self.available = available_memory()
         # Repacked weights live beside the file's mapping, which the system can drop again.
         self.model = header.file_bytes
-        self.per_cell = header.kv_bytes_per_cell()
+        self.per_cell = header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
         self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
         self.compute = 256 * _MIB
 
@@ -84,6 +84,8 @@ def prepare(config: EngineConfig) -> EngineConfig:
     ranking = config.pooling == "rank" or (not config.pooling and header.number("pooling_type") == 4)
     if ranking and not header.ranks:
         raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
+    if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
+        raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
     fit = MemoryFit(header, config)
     if fit.fits:
         return config

@@ -42,6 +42,7 @@ class GgufHeader:
         self.metadata: dict[str, Any] = {}
         self.tensor_count = 0
         self.ranks = False  # it has a classification head
+        self.header_bytes = 0  # where the description ends and the tensors' data begins
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -85,6 +86,7 @@ class GgufHeader:
             value = self.metadata.get(f"{self.architecture}.{name}", 0)
             if not all(0 <= number < 2**40 for number in (value if isinstance(value, list) else [value])):
                 raise ValueError(f"its {name} is {value!r:.40}")
+        self.header_bytes = cursor.offset
         data_begin = -(-cursor.offset // alignment) * alignment
         if data_begin + end_of_data > self.file_bytes:
             raise ModelFileError(
@@ -120,8 +122,8 @@ class GgufHeader:
     def context_train(self) -> int:
         return self.number("context_length", 4096)
 
-    def kv_bytes_per_cell(self) -> int:
-        """Upper estimate of f16 K and V for one token; 0 for models that keep a state or nothing instead."""
+    def kv_bytes_per_cell(self, key_type: str = "f16", value_type: str = "f16") -> int:
+        """Upper estimate of K and V for one token; 0 for models that keep a state or nothing instead."""
         heads = self.number("attention.head_count")
         if "bert" in self.architecture or self.architecture == "gemma-embedding":
             return 0
@@ -131,7 +133,13 @@ class GgufHeader:
         width = self.number("embedding_length") // heads
         key = self.number("attention.key_length", width)
         value = self.number("attention.value_length", width)
-        return self.number("block_count") * kv_heads * (key + value) * 2
+        row = _bytes_of(kv_heads * key, key_type) + _bytes_of(kv_heads * value, value_type)
+        return self.number("block_count") * row
+
+
+def _bytes_of(elements: int, type_name: str) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
+    return -(-elements // int(block)) * int(block_bytes)
 
 
 class _Cursor:

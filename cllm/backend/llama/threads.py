@@ -114,3 +114,16 @@ class ThreadGovernor:
         if self._looks >= (self.LOOKS_DOWN if wanted < self.threads else self.LOOKS_UP):
             log.info("compute threads: %d → %d (others use %.1f cores)", self.threads, wanted, others)
             self.threads, self._looks = wanted, 0
+
+
+def cores_used_by_others(window_s: float = 0.4) -> float | None:
+    """How many cores other programs keep busy now, looked at for a moment; None where nobody can tell."""
+    before = read_cpu_times()
+    if before is None:
+        return None
+    time.sleep(window_s)
+    after = read_cpu_times()
+    if after is None:
+        return None
+    others = (after.busy - before.busy) - (after.own - before.own)
+    return max(0.0, others) / (after.now - before.now)

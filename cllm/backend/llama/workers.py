@@ -28,16 +28,17 @@ class Workers:
         self._library = library
         self._poll = config.poll
         self._graveyard = graveyard
-        self.threads = config.threads or default_threads()
+        cores = default_threads()
+        self.threads = config.threads or min(config.max_threads or cores, cores)
         # A number that was asked for is kept; our own default makes room for neighbours.
-        self._governor = None if config.threads else ThreadGovernor(self.threads, default_threads())
+        self.governor = None if config.threads else ThreadGovernor(self.threads, cores)
         self._pools: dict[int, Threadpool] = {}
         self._attached: dict[Any, int] = {}  # by context: how many threads work for it
 
     def work_for(self, context: Any) -> None:
         """Called before each decode. Pools are swapped: one with idle workers would have them spin."""
-        if self._governor is not None:
-            self.threads = self._governor.look()
+        if self.governor is not None:
+            self.threads = self.governor.look()
         if self._attached.get(context) == self.threads:
             return
         pool = self._pools.get(self.threads)

@@ -1,0 +1,50 @@
+"""What a trial is asked and what it answers: one setting, measured in a process that may die of it.
+
+One JSON line each way. `tune` asks, a backend's own trial program answers (`cllm.backend.llama.trial`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cllm.config import EngineConfig
+
+ALONE = 3  # a step of one stream is short, so there are more of them
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is measured. `long` of 0: short contexts alone; `perplexity_tokens`: that instead."""
+
+    streams: int
+    short: int = 32
+    long: int = 800
+    steps: int = 4
+    perplexity_tokens: int = 0
+
+    @property
+    def room(self) -> int:
+        """Cells that steps fill behind a long context: alone, ragged, and all together."""
+        return (ALONE * self.steps + 1) + 2 * (self.steps + 1)
+
+
+class TrialTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Measure this setting; `text` is what is computed (a mixture of experts is not indifferent to it)."""
+
+    config: EngineConfig
+    plan: Plan
+    text: str
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What a setting took, or the `problem` that kept it from being measured.
+
+    `seconds`: by case; of a prefill for each token, of all others for each step (the median).
+    """
+
+    seconds: dict[str, float] = {}
+    perplexity: float | None = None
+    load_s: float = 0.0  # loading the model, where this setting asked for it
+    took_s: float = 0.0  # all the rest
+    others: float | None = None  # cores that other programs used meanwhile
+    problem: str = ""
+    timed_out: bool = False  # the problem is that it takes too long

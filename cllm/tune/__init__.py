@@ -1,0 +1,1 @@
+"""Measure this machine once with this model, and remember the answer."""

@@ -1,0 +1,65 @@
+"""The layout never changes who gets a 400, and the number of threads that was found still adapts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.context import request_share
+from cllm.backend.llama.threads import default_threads
+from cllm.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("cells", "parallel"), [(0, 2), (512, 1), (512, 2), (1536, 2), (2000, 3), (1000, 8), (5000, 7)]
+)
+@pytest.mark.parametrize("kind", ["dense", "sliding"])
+def test_a_request_may_have_the_same_size_in_both_layouts(
+    models: dict[str, Path], kind: str, cells: int, parallel: int
+) -> None:
+    allowed = {}
+    for unified in (False, True):
+        config = EngineConfig(
+            model=str(models[kind]), ctx_size=cells, parallel=parallel, unified_kv=unified, threads=1
+        )
+        backend = LlamaBackend(config)
+        allowed[unified] = backend.limits.request_tokens
+        backend.close()
+    assert allowed[False] == allowed[True]
+    if cells:
+        assert allowed[False] == request_share(cells, parallel)
+
+
+@pytest.mark.parametrize("tokens", [100, 512])
+def test_an_explicit_limit_within_a_streams_share_too(models: dict[str, Path], tokens: int) -> None:
+    for unified in (False, True):
+        config = EngineConfig(
+            model=str(models["dense"]),
+            ctx_size=2048,
+            parallel=4,
+            unified_kv=unified,
+            max_request_tokens=tokens,
+            threads=1,
+        )
+        backend = LlamaBackend(config)
+        assert backend.limits.request_tokens == tokens
+        backend.close()
+
+
+def test_most_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -> None:
+    def context(**settings: Any) -> tuple[int, bool]:
+        config = EngineConfig(model=str(models["dense"]), ctx_size=512, parallel=1, **settings)
+        backend = LlamaBackend(config)
+        governor = backend._context.workers.governor
+        found = backend._context.api.llama_n_threads(backend._context.pointer), governor is not None
+        backend.close()
+        return found
+
+    assert context(max_threads=1) == (1, True), "adapts, within the limit"
+    assert context(threads=1) == (1, False)
+    assert context(threads=1, max_threads=2) == (1, False)
+    most, adapts = context(max_threads=500)
+    assert adapts and most <= default_threads()
