@@ -121,6 +121,13 @@ class ChatJob:
     async def events(self) -> AsyncIterator[tuple[int, list[ReplyEvent], Delta]]:
         """Of each step: which answer, what it added, and the step's own account of itself."""
         readers = [self._reader() for _ in self.streams]
+        if len(self.streams) == 1:  # by far the most: without a generator in between
+            stream, reader = self.streams[0], readers[0]
+            while True:
+                delta = await stream.next()
+                yield 0, _read(reader, delta), delta
+                if delta.finish_reason is not None:
+                    return
         async for index, delta in merged(self.streams):
             yield index, _read(readers[index], delta), delta
 

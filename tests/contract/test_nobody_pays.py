@@ -70,7 +70,7 @@ def test_a_sampler_that_raises_fails_its_own_request_and_no_other_sampler_has_mo
 ) -> None:
     # Was: an exception while sampling is taken for a failed step: all members are cut back although the
     # samplers before the culprit's have drawn already, and at the second time the engine ends.
-    def refuse(_: object) -> int:
+    def refuse(*_: object) -> int:
         raise ValueError("the samplers left no token to choose from")
 
     def texts(*, with_culprit: bool) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,8 @@ from cllm.types import Delta, FinishReason, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
+_CONTENT = b',"delta":{"content":'
+_CLOSING = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 def finish_reason(reason: FinishReason | None, *, called: bool) -> str | None:
@@ -33,6 +35,7 @@ class ChatAnswer:
         self._include_usage = include_usage
         # All chunks begin alike: that part is encoded once.
         self._prefix = b"data: " + _json.encode(self._chunk([]))[:-2]
+        self._opening = self._prefix + b'{"index":'
 
     def _chunk(self, choices: list[Any], **more: Any) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", **more, "choices": choices}
@@ -66,6 +69,11 @@ class ChatAnswer:
                 message = {"message": delta.error.message, "type": "server_error", "param": None}
                 yield encode({"error": {**message, "code": delta.error.code}})
                 return
+            if delta.finish_reason is None and not delta.logprobs and len(events) == 1:
+                event = events[0]
+                if type(event) is AnswerText:  # nearly all of them: put together as bytes
+                    yield b"%b%d%b%b%b" % (self._opening, index, _CONTENT, _json.encode(event.text), _CLOSING)
+                    continue
             called[index] = called[index] or any(isinstance(event, CallBegun) for event in events)
             if pieces := self._pieces(index, events, delta, called=called[index]):
                 yield pieces

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec import json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -36,6 +37,8 @@ from cllm.text.work import Detokenize, Text, TokenizeInfill
 from cllm.types import ConstraintSpec, Delta, Request
 
 Head = dict[str, Any]
+_TEXT = b',"text":'
+_CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
 Choices = Callable[[int, Delta], dict[str, Any]]
 
 
@@ -90,6 +93,7 @@ class Job:
     ) -> AsyncIterator[bytes]:
         """Chunks as the choices come, the usage if it was asked for, `[DONE]`; or an error, and the end."""
         head = self.head()
+        opening = b"data: " + json.encode({**head, "choices": []})[:-2] + b'{"index":'
         if first:
             yield first
         ended: list[Delta] = []
@@ -98,7 +102,9 @@ class Job:
                 message = {"message": delta.error.message, "type": "server_error", "param": None}
                 yield encode({"error": {**message, "code": delta.error.code}})
                 return
-            if delta.text or delta.finish_reason is not None or delta.logprobs:
+            if delta.text and delta.finish_reason is None and not delta.logprobs:
+                yield b"%b%d%b%b%b" % (opening, index, _TEXT, json.encode(delta.text), _CLOSING)
+            elif delta.finish_reason is not None or delta.logprobs:
                 yield encode({**head, "choices": [choice(index, delta)]})
             if delta.finish_reason is not None:
                 ended.append(delta)
