@@ -23,12 +23,21 @@ class BareTime(NamedTuple):
 class BareDecode:
     """A running `cllm.backend.llama.bare`. A context manager; SetupError if it does not start."""
 
-    def __init__(self, model: Path, threads: int = 0, library: Path | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        threads: int = 0,
+        library: Path | None = None,
+        *,
+        streams: int = 8,
+        cells: int = 1024,
+    ) -> None:
+        """Room for `streams` of `cells` tokens each."""
         environment = dict(os.environ)
         if library is not None:
             environment["CLLM_LIBRARY"] = str(library)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cllm.backend.llama.bare", str(model), str(threads)],
+            [sys.executable, "-m", "cllm.backend.llama.bare", *map(str, (model, threads, streams, cells))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""`python -m cllm.backend.llama.bare MODEL THREADS`: bare decodes on demand, nothing of cllm around them.
+"""`python -m cllm.backend.llama.bare MODEL THREADS [STREAMS CELLS]`: bare decodes on demand, nothing of cllm around them.
 
 For each line `STREAMS PROMPT COUNT` on standard input, that many streams compute a prompt and generate
 greedily in one batch; the seconds of the prompts and of the generation are printed. Benchmarks interleave
@@ -42,16 +42,20 @@ def decode(backend: LlamaBackend, streams: int, prompt_tokens: int, count: int) 
     return prompts_done - started, finished - prompts_done
 
 
-def main(model: str, threads: str) -> None:
+def main(model: str, threads: str, streams: str = str(STREAMS), cells: str = "1024") -> None:
     # No polling: between two probes its threads must not take a core from what is measured.
     config = EngineConfig(
-        model=model, parallel=STREAMS, ctx_size=STREAMS * 1024, threads=int(threads), poll=0
+        model=model,
+        parallel=int(streams),
+        ctx_size=int(streams) * int(cells),
+        threads=int(threads),
+        poll=0,
     )
     backend = LlamaBackend(config)
     print("ready", flush=True)
     for line in sys.stdin:
-        streams, prompt_tokens, count = map(int, line.split())
-        print(*decode(backend, streams, prompt_tokens, count), flush=True)
+        asked, prompt_tokens, count = map(int, line.split())
+        print(*decode(backend, asked, prompt_tokens, count), flush=True)
     backend.close()
 
 
