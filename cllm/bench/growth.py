@@ -17,9 +17,8 @@ from statistics import median
 
 import numpy as np
 
-from cllm.backend.llama.threads import default_threads
 from cllm.bench.bare import BareDecode
-from cllm.bench.peers import embedded_model
+from cllm.bench.peers import ServerSettings, embedded_model
 from cllm.bench.report import Table, write_report
 from cllm.errors import SetupError
 
@@ -138,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     model = options.model or embedded_model()
     try:
-        machine = Machine.measured(default_threads())
+        machine = Machine.measured(ServerSettings().thread_count)
         by_streams = step_times(model, [(streams, 32) for streams in STREAMS], options.rounds)
         points = [(streams, context) for streams in (1, 8) for context in CONTEXTS]
         by_context = step_times(model, points, options.rounds)

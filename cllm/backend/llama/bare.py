@@ -1,4 +1,4 @@
-"""`python -m cllm.backend.llama.bare MODEL THREADS [STREAMS CELLS]`: bare decodes on demand, nothing of cllm around them.
+"""`python -m cllm.backend.llama.bare MODEL THREADS [STREAMS CELLS]`: bare decodes, nothing around them.
 
 For each line `STREAMS PROMPT COUNT` on standard input, that many streams compute a prompt and generate
 greedily in one batch; the seconds of the prompts and of the generation are printed. Benchmarks interleave
