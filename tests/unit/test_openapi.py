@@ -52,6 +52,10 @@ def body_of(route: dict[str, Any]) -> dict[str, Any] | None:
     return dict(SCHEMAS[reference.rpartition("/")[2]])
 
 
+def test_names_are_for_people() -> None:
+    assert not [name for name in SCHEMAS if "__" in name], "two bodies have the same name"
+
+
 @each_schema
 def test_every_field_is_typed_described_and_has_an_example(name: str) -> None:
     for field, schema in SCHEMAS[name]["properties"].items():

@@ -16,7 +16,7 @@ _STATELESS = "nothing is stored here, so nothing can be referred to; send the it
 _EYELESS = {"input_image": NO_EYES, "input_file": NO_EYES, "input_audio": NO_EYES}
 
 
-class TextPart(Body):
+class ItemText(Body):
     type: Literal["input_text", "output_text", "text"] = Field(description="Who wrote it does not matter")
     text: Text = Field(description="The text of this part", examples=["What is AI?"])
 
@@ -31,14 +31,14 @@ class RefusalPart(Body):
 
 
 Part = Annotated[
-    TextPart | RefusalPart,
+    ItemText | RefusalPart,
     Field(discriminator="type"),
     kinds("input_text", "output_text", "text", "refusal", why=_EYELESS),
 ]
 Parts = Annotated[list[Part], Field(max_length=MOST_MESSAGES)]
 
 
-def text_of(content: str | list[TextPart | RefusalPart]) -> str:
+def text_of(content: str | list[ItemText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

@@ -47,7 +47,7 @@ class FunctionTool(Body):
         return Tool(self.name, self.description or "", self.parameters or {})
 
 
-class ChosenFunction(Body):
+class NamedFunction(Body):
     type: Literal["function"] = Field(description="This one must be called")
     name: FunctionName = Field(description="One of the tools", examples=["get_weather"])
 
@@ -56,13 +56,13 @@ class AllowedTools(Body):
     type: Literal["allowed_tools"] = Field(description="Only these may be called")
     mode: Literal["auto", "required"] = Field(description="Whether one must be")
     tools: Annotated[
-        list[Annotated[ChosenFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
+        list[Annotated[NamedFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
         Field(min_length=1, max_length=MOST_TOOLS),
     ] = Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
 
 
 Chosen = Annotated[
-    ChosenFunction | AllowedTools,
+    NamedFunction | AllowedTools,
     Field(discriminator="type"),
     kinds("function", "allowed_tools", why=_FUNCTIONS_ONLY),
 ]
@@ -231,7 +231,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
     def chosen(self) -> list[str]:
         """The names that tool_choice gives; empty where it gives none."""
         match self.tool_choice:
-            case ChosenFunction(name=name):
+            case NamedFunction(name=name):
                 return [name]
             case AllowedTools(tools=tools):
                 return [tool.name for tool in tools]
@@ -242,7 +242,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         wanted = self.tool_choice
         if isinstance(wanted, AllowedTools):
             return wanted.mode == "required"
-        return wanted == "required" or isinstance(wanted, ChosenFunction)
+        return wanted == "required" or isinstance(wanted, NamedFunction)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
             messages=tuple(turns.messages),
             tools=tuple(tools),
             forced=self.must_call,
-            parallel=self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenFunction),
+            parallel=self.parallel_tool_calls and not isinstance(self.tool_choice, NamedFunction),
             options=options,
             think=effort != "none",
         )
