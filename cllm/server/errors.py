@@ -112,7 +112,7 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
         (
             error
             for error in errors
-            if error["loc"][:2] == errors[0]["loc"][:2] and error["type"] not in _OTHER_KIND
+            if error["loc"][:2] == errors[0]["loc"][:2] and not _is_other_kind(error)
         ),
         errors[0],
     )
@@ -129,6 +129,11 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     if field is None and (named := message.partition(": ")[0]).isidentifier():
         return message, named  # fields that contradict each other: the message names the one to change
     return (f"{field}: {message}" if field else f"the body must be a JSON object: {message}"), field
+
+
+def _is_other_kind(error: dict[str, Any]) -> bool:
+    """A list whose very first item is no number is no list of tokens at all."""
+    return error["type"] in _OTHER_KIND or (error["type"] == "int_type" and error["loc"][-1] == 0)
 
 
 def install(app: FastAPI) -> None:
