@@ -109,11 +109,7 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     """The first thing wrong with a body, in words: (message, field)."""
     # A union reports every branch; what is wrong inside one says more than that the value is of another kind.
     first = next(
-        (
-            error
-            for error in errors
-            if error["loc"][:2] == errors[0]["loc"][:2] and not _is_other_kind(error)
-        ),
+        (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2] and not _is_other_kind(error)),
         errors[0],
     )
     where = [str(part) for part in first["loc"] if part != "body"]
