@@ -28,6 +28,9 @@ seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a tabl
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
 	.venv/bin/python -m cllm.bench.soak --tiny build/tiny.gguf $(ARGS)
 
+faults: .venv/ready-test ## the faults that a server must survive, each a test by its number; ARGS go to pytest
+	.venv/bin/python -m pytest tests/faults $(ARGS)
+
 fuzz: .venv/ready-test ## send every route what its description allows and what it does not; ARGS="--examples 500 --seed 2"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
@@ -59,4 +62,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test check bench seeds soak fuzz schemas doctor firsttoken clean
+.PHONY: help serve test check bench seeds soak faults fuzz schemas doctor firsttoken clean

@@ -20,6 +20,8 @@ _OWN_USAGE = {
     "steps": 3,
     "ubatches": 3,
     "cells": 6,
+    "drafted_tokens": 0,
+    "accepted_tokens": 0,
 }
 _LIMITS = {
     "sequences": 8,
@@ -28,6 +30,7 @@ _LIMITS = {
     "request_tokens": 4096,
     "batch_tokens": 512,
     "unified": False,
+    "embed": {"tokens": 4096, "batch_tokens": 512, "rows": 32, "chunked": True},
 }
 _LLAMA_END = {
     "stop": True,
@@ -54,7 +57,8 @@ _COMPLETION_EVENTS = (
 )
 _GENERATE_EVENTS = (
     'data: {"id":"8f0c","token":" there","done":false}\n\n'
-    'data: {"id":"8f0c","token":"","done":true,"generated_tokens":3,"finish_reason":"length"}\n\n'
+    'data: {"id":"8f0c","token":"","done":true,"generated_tokens":3,"finish_reason":"length",'
+    '"usage":{"prompt_tokens":4,"completion_tokens":3}}\n\n'
 )
 _CHAT_EVENTS = (
     'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":'
@@ -68,6 +72,81 @@ _TEXT_EVENTS = (
     '[{"index":0,"text":" there","logprobs":null,"finish_reason":null}]}\n\n'
     "data: [DONE]\n\n"
 )
+_RESPONSE_EVENTS = (
+    "event: response.created\n"
+    'data: {"type":"response.created","sequence_number":0,"response":{"id":"resp_1"}}\n\n'
+    "event: response.output_text.delta\n"
+    'data: {"type":"response.output_text.delta","sequence_number":4,"output_index":0,"content_index":0,'
+    '"item_id":"msg_1","delta":"AI","logprobs":[]}\n\n'
+    "event: response.completed\n"
+    'data: {"type":"response.completed","sequence_number":9,"response":{"id":"resp_1"}}\n\n'
+)
+_MESSAGE_EVENTS = (
+    'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1","content":[]}}\n\n'
+    "event: content_block_delta\n"
+    'data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"AI"}}\n\n'
+    'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"}}\n\n'
+    'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+_RESPONSE = {
+    "id": "resp_8f0c2d7e",
+    "object": "response",
+    "created_at": 1767225600,
+    "completed_at": 1767225601,
+    "status": "completed",
+    "error": None,
+    "incomplete_details": None,
+    "instructions": "Be brief.",
+    "max_output_tokens": 64,
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "user": None,
+    "model": "SmolLM2-135M-Instruct",
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+    "metadata": {},
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "store": False,
+    "background": False,
+    "previous_response_id": None,
+    "service_tier": "default",
+    "output": [
+        {
+            "id": "msg_2b7e",
+            "status": "completed",
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "AI is …", "annotations": [], "logprobs": []}],
+        }
+    ],
+    "usage": {
+        "input_tokens": 4,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 7,
+    },
+}
+_MESSAGE = {
+    "id": "msg_8f0c2d7e",
+    "type": "message",
+    "role": "assistant",
+    "model": "SmolLM2-135M-Instruct",
+    "content": [{"type": "text", "text": "AI is …"}],
+    "stop_reason": "end_turn",
+    "stop_sequence": None,
+    "usage": {
+        "input_tokens": 4,
+        "output_tokens": 3,
+        "cache_read_input_tokens": 0,
+        "cache_creation_input_tokens": 0,
+    },
+}
+_VECTOR_USAGE = {"prompt_tokens": 8, "total_tokens": 8}
 _METRICS = (
     "# HELP cllm_requests_running Requests being computed\n"
     "# TYPE cllm_requests_running gauge\n"
@@ -121,6 +200,9 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "tool_template": None,
             "recurrent": False,
             "sliding_window": 0,
+            "generates": True,
+            "pooling": "mean",
+            "vector_length": 576,
             "limits": _LIMITS,
         }
     },
@@ -136,6 +218,27 @@ ANSWERS: dict[str, dict[str, Any]] = {
             "chat.completion", message={"role": "assistant", "content": "AI is …", "refusal": None}
         ),
         EVENTS: _CHAT_EVENTS,
+    },
+    "POST /v1/responses": {JSON: _RESPONSE, EVENTS: _RESPONSE_EVENTS},
+    "POST /v1/responses/input_tokens": {JSON: {"object": "response.input_tokens", "input_tokens": 14}},
+    "POST /v1/messages": {JSON: _MESSAGE, EVENTS: _MESSAGE_EVENTS},
+    "POST /v1/messages/count_tokens": {JSON: {"input_tokens": 14}},
+    "POST /v1/embeddings": {
+        JSON: {
+            "object": "list",
+            "model": "SmolLM2-135M-Instruct",
+            "data": [{"object": "embedding", "index": 0, "embedding": [0.118, -0.042, 0.307]}],
+            "usage": _VECTOR_USAGE,
+        }
+    },
+    "POST /embedding": {JSON: [{"index": 0, "embedding": [[0.118, -0.042, 0.307]]}]},
+    "POST /v1/rerank": {
+        JSON: {
+            "object": "list",
+            "model": "bge-reranker-v2-m3",
+            "results": [{"index": 0, "relevance_score": 5.27}],
+            "usage": _VECTOR_USAGE,
+        }
     },
     "POST /completion": {JSON: _COMPLETION, EVENTS: _COMPLETION_EVENTS},
     "POST /infill": {JSON: _COMPLETION, EVENTS: _COMPLETION_EVENTS},

@@ -110,11 +110,7 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     """The first thing wrong with a body, in words: (message, field)."""
     # A union reports every branch; what is wrong inside one says more than that the value is of another kind.
     first = next(
-        (
-            error
-            for error in errors
-            if error["loc"][:2] == errors[0]["loc"][:2] and error["type"] not in _OTHER_KIND
-        ),
+        (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2] and not _is_other_kind(error)),
         errors[0],
     )
     where = [str(part) for part in first["loc"] if part != "body"]
@@ -130,6 +126,11 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     if field is None and (named := message.partition(": ")[0]).isidentifier():
         return message, named  # fields that contradict each other: the message names the one to change
     return (f"{field}: {message}" if field else f"the body must be a JSON object: {message}"), field
+
+
+def _is_other_kind(error: dict[str, Any]) -> bool:
+    """A list whose very first item is no number is no list of tokens at all."""
+    return error["type"] in _OTHER_KIND or (error["type"] == "int_type" and error["loc"][-1] == 0)
 
 
 def install(app: FastAPI) -> None:

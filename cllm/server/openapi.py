@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 from cllm.server.answers import ANSWERS, JSON
+from cllm.server.auth import ADMIN, OPEN
 from cllm.server.errors import error_body
 
 PAGE = Path(__file__).with_name("docs.html")
@@ -22,6 +23,7 @@ TAGS = {
     "cLLM": "The short way: a prompt in, text out. No chat template is applied.",
     "OpenAI": "For OpenAI's SDKs and everything that speaks their language.",
     "Anthropic": "For Anthropic's SDKs.",
+    "vectors": "Texts as numbers: embeddings, and rankings by a reranker.",
     "llama-server": "llama.cpp's own server: scripts written for it run unchanged.",
     "operation": "Is it alive, does it admit, what does it do.",
 }
@@ -29,32 +31,74 @@ TAGS = {
 ERRORS: dict[int, tuple[str, str, str]] = {
     400: (
         "invalid_request",
-        "max_tokens: Input should be greater than or equal to 1",
-        "A field is wrong, and the message names it; or the prompt does not fit (`context_length_exceeded`)",
+        "{field}: Field required",
+        "A field is wrong, and the message names it; or the prompt does not fit (`context_length_exceeded`); "
+        "or the model cannot do it",
     ),
     401: (
         "invalid_api_key",
-        "this server wants an API key",
+        "an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         "The server has keys, and none of them was sent",
     ),
-    404: ("not_found", "there is no such model; GET /v1/models lists what is served", "No such model"),
+    403: (
+        "forbidden",
+        "this server does not answer to that Host; --allowed-hosts says to which it does",
+        "The name the server was called by is not one of its own",
+    ),
+    404: ("model_not_found", "there is no such model; GET /v1/models lists what is served", "No such model"),
+    408: (
+        "request_timeout",
+        "the body was not complete within 30 s",
+        "The body took too long to arrive (inside a stream: the client does not read it, `slow_reader`)",
+    ),
     413: ("payload_too_large", "the body is over the limit of 8388608 bytes", "The body is too large"),
+    415: (
+        "unsupported_media_type",
+        "the body must be JSON: send it with 'Content-Type: application/json'",
+        "The body is said to be something else than JSON",
+    ),
     429: (
         "queue_full",
         "1024 requests are waiting and the queue holds 1024; try again in 3 s",
-        "The queue is full; `Retry-After` says when to come back",
+        "The queue is full, or this key has had what it may have for now (`rate_limit_exceeded`)",
+    ),
+    431: (
+        "headers_too_large",
+        "the headers are over the limit of 32768 bytes",
+        "Address and headers are too large",
     ),
     500: ("engine_died", "the engine process was ended by SIGSEGV", "Our fault: the engine died, or failed"),
     503: ("engine_not_ready", "the model is still loading", "Loading, restarting or shutting down"),
+    504: (
+        "deadline_exceeded",
+        "the request was not done within its 30 s: it was still waiting",
+        "The request's time was up before anything of it was sent",
+    ),
 }
-_GENERATING = (
+_OPERATOR = "The name the server was called by is not one of its own; or the key is not an admin's"
+_RETRY = {
+    "Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3},
+}
+_POSITION = {
+    "X-Queue-Position": {
+        "description": "How many went before it, itself included; 0: it did not have to wait",
+        "schema": {"type": "integer"},
+        "example": 0,
+    }
+}
+# What goes through the queue.
+_COMPUTING = (
     "/generate",
+    "/generate_stream",
     "/completion",
     "/infill",
+    "/embedding",
     "/v1/completions",
-    "/v1/chat",
+    "/v1/chat/completions",
     "/v1/responses",
     "/v1/messages",
+    "/v1/embeddings",
+    "/v1/rerank",
 )
 
 
@@ -84,35 +128,49 @@ def description(app: FastAPI) -> dict[str, Any]:
             first, _, more = route.get("description", "").partition("\n")
             route["summary"] = first.removesuffix(".")
             route["description"] = more.strip()
-            route["responses"] = _responses(path, method)
+            route["responses"] = _responses(path, method, _needed(schema, route))
     for unused in ("HTTPValidationError", "ValidationError"):  # what is wrong is told with 400, in our shape
         schema.get("components", {}).get("schemas", {}).pop(unused, None)
     schema["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
     return schema
 
 
-def _responses(path: str, method: str) -> dict[str, Any]:
+def _needed(schema: dict[str, Any], route: dict[str, Any]) -> str | None:
+    """The first field a body cannot do without: what an empty one is told to lack."""
+    if "requestBody" not in route:
+        return None
+    reference: str = route["requestBody"]["content"][JSON]["schema"]["$ref"]
+    body: dict[str, Any] = schema["components"]["schemas"][reference.rpartition("/")[2]]
+    return str(body["required"][0])
+
+
+def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
     answers = ANSWERS.get(f"{method.upper()} {path}", {})
     content = {
         kind: {"schema": {} if kind == JSON else {"type": "string"}, "example": example}
         for kind, example in answers.items()
     }
     found: dict[str, Any] = {"200": {"description": "Done", "content": content}}
+    if path in _COMPUTING:
+        found["200"]["headers"] = _POSITION
     for status in _statuses(path, method):
         code, message, when = ERRORS[status]
-        example = error_body(path, status, code, message, "max_tokens" if status == 400 else None)
+        field = needed if status == 400 else None
+        example = error_body(path, status, code, message.format(field=field), field)
         found[str(status)] = {
-            "description": when,
+            "description": _OPERATOR if status == 403 and path.startswith(ADMIN) else when,
             "content": {JSON: {"schema": {"type": "object"}, "example": example}},
         }
+        if status in (429, 503, 504):
+            found[str(status)]["headers"] = _RETRY
     return found
 
 
 def _statuses(path: str, method: str) -> list[int]:
-    if path == "/health":
-        return []
-    statuses = [401, 500, 503]
+    statuses = [403, 431]
+    if path == OPEN:
+        return statuses
+    statuses += [401, 500, 503]
     if method == "post":
-        statuses += [400, 413]
-        statuses += [404] * path.startswith("/v1/") + [429] * path.startswith(_GENERATING)
-    return sorted(statuses)
+        statuses += [400, 408, 413, 415] + [404] * path.startswith("/v1/")
+    return sorted(statuses + [429, 504] * (path in _COMPUTING))

@@ -91,6 +91,7 @@ class SchedulingBody(Body):
         gt=0,
         le=86400,
         description="Seconds from acceptance to the last token, at most the server's own limit; then 504",
+        examples=[30],
     )
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first; who waits long goes too")
     cache_prompt: bool = Field(

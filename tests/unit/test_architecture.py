@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,12 @@ def test_only_the_entrances_name_the_llama_backend(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_file_is_one_noun(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400, "split it"
+
+
+def test_every_module_has_its_place_in_the_drawing() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn: list[str] = []
+    for room, rows in re.findall(r"^### `(cllm/[a-z0-9_/]*)`.*\n((?:\|.*\n)+)", page, re.MULTILINE):
+        drawn += [f"{room}{name}.py" for name in re.findall(r"^\| `([a-z0-9_]+)` \|", rows, re.MULTILINE)]
+    there = [str(path.relative_to(ROOT)) for path in MODULES if not path.name.startswith("__")]
+    assert sorted(drawn) == sorted(there), "docs/architecture.md lists every module once, in its room"

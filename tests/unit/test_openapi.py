@@ -52,6 +52,10 @@ def body_of(route: dict[str, Any]) -> dict[str, Any] | None:
     return dict(SCHEMAS[reference.rpartition("/")[2]])
 
 
+def test_names_are_for_people() -> None:
+    assert not [name for name in SCHEMAS if "__" in name], "two bodies have the same name"
+
+
 @each_schema
 def test_every_field_is_typed_described_and_has_an_example(name: str) -> None:
     for field, schema in SCHEMAS[name]["properties"].items():
@@ -83,7 +87,9 @@ def test_every_route_has_a_summary_and_an_example_of_each_answer(
         for content in answer["content"].values():
             assert content["example"]
     if method == "POST":
-        assert {"200", "400", "401", "413", "500", "503"} <= route["responses"].keys()
+        assert {"200", "400", "401", "403", "408", "413", "415", "431", "500", "503"} <= route[
+            "responses"
+        ].keys()
 
 
 @each_route
@@ -97,7 +103,22 @@ def test_errors_are_shown_in_the_shape_of_their_route(method: str, path: str, ro
     for status, answer in route["responses"].items():
         if int(status) >= 400:
             example = answer["content"]["application/json"]["example"]
-            assert ("error" if path.startswith("/v1/") else "message") in example
+            if path.startswith("/v1/messages"):
+                assert example["type"] == "error" and example["error"].keys() == {"type", "message"}
+            elif path.startswith("/v1/"):
+                assert example["error"].keys() == {"message", "type", "param", "code"}
+            else:
+                assert example.keys() == {"success", "error", "message"}
+
+
+def test_what_goes_through_the_queue_can_be_refused_there() -> None:
+    """Every body with a `timeout`, and every call for vectors."""
+    for method, path, route in ROUTES:
+        body = body_of(route) or {}
+        counts = path.endswith(("/count_tokens", "/input_tokens"))
+        queued = ("timeout" in body.get("properties", ()) and not counts) or "vectors" in route["tags"]
+        assert ({"429", "504"} <= route["responses"].keys()) == queued, f"{method} {path}"
+        assert ("headers" in route["responses"]["200"]) == queued
 
 
 def test_tags_are_described_and_used() -> None:

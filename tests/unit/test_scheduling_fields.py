@@ -26,6 +26,8 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "hello", "max_tokens": 3}),
     ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "stream": True, "n": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 3}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}),
 ]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 Asked = Callable[[httpx.AsyncClient, Engine, list[Request]], Coroutine[Any, Any, None]]
@@ -60,14 +62,16 @@ class SpyHost(ThreadHost):
 
 
 @asynccontextmanager
-async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Engine, list[Request]]]:
+async def served(
+    api_key: str = "", **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Engine, list[Request]]]:
     host = SpyHost(**options)
     engine = Engine(host, queue_size=2)
     engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
     engine.start()
     try:
         await asyncio.wrap_future(engine.loaded)
-        app = create_app({"default": engine}, ServerConfig())
+        app = create_app({"default": engine}, ServerConfig(api_key=api_key))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
             yield client, engine, host.requests
@@ -127,6 +131,19 @@ def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
         assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
 
     with_server(asked)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/embedding", "content")])
+def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> None:
+    async def asked(client: httpx.AsyncClient, engine: Engine, requests: list[Request]) -> None:
+        engine.set_tenants({"default": TenantLimits(requests_per_s=0.1)})
+        key = {"Authorization": "Bearer secret"}
+        assert (await client.post(path, json={field: "hello"})).status_code == 401
+        assert (await client.post(path, json={field: "hello"}, headers=key)).status_code == 200
+        assert [request.tenant for request in requests] == ["default"]
+        assert (await client.post(path, json={field: "hello"}, headers=key)).status_code == 429
+
+    with_server(asked, api_key="secret")
 
 
 def test_who_waits_is_told_the_place_and_who_cannot_is_refused_before_any_text_work() -> None:

@@ -21,7 +21,9 @@ class TextBlock(Body):
     """`cache_control` and `citations` are ignored: prefixes are cached without being asked."""
 
     type: Literal["text"] = Field(description="Always `text`")
-    text: Text = Field(description="The text; control tokens spelled in it stay plain text")
+    text: Text = Field(
+        description="The text; control tokens spelled in it stay plain text", examples=["What is AI?"]
+    )
 
     def add_to(self, turns: Turns, role: str) -> None:
         turns.say(role, self.text)
@@ -43,9 +45,9 @@ class ToolUseBlock(Body):
     """A call the assistant made earlier."""
 
     type: Literal["tool_use"] = Field(description="Always `tool_use`")
-    id: Identifier = Field(description="As the answer that made it gave it")
-    name: ToolName = Field(description="The tool that was called")
-    input: JsonObject = Field(default={}, description="Its arguments")
+    id: Identifier = Field(description="As the answer that made it gave it", examples=["toolu_1"])
+    name: ToolName = Field(description="The tool that was called", examples=["get_weather"])
+    input: JsonObject = Field(default={}, description="Its arguments", examples=[{"city": "Bern"}])
 
     def add_to(self, turns: Turns, role: str) -> None:
         turns.call(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
@@ -55,8 +57,12 @@ class ToolResultBlock(Body):
     """What such a call returned."""
 
     type: Literal["tool_result"] = Field(description="Always `tool_result`")
-    tool_use_id: Identifier = Field(description="Which call this answers")
-    content: Text | Texts | None = Field(None, description="Text, or blocks of text")
+    tool_use_id: Identifier = Field(description="Which call this answers", examples=["toolu_1"])
+    content: Text | Texts | None = Field(
+        None,
+        description="Text, or blocks of text",
+        examples=["12 degrees, rain", [{"type": "text", "text": "12 degrees, rain"}]],
+    )
     is_error: bool = Field(False, description="The call failed: the model reads `Error: ` before the content")
 
     def add_to(self, turns: Turns, role: str) -> None:
@@ -68,8 +74,8 @@ class ThinkingBlock(Body):
     """What the assistant thought earlier, for templates that repeat it."""
 
     type: Literal["thinking"] = Field(description="Always `thinking`")
-    thinking: Text = Field(description="The thoughts")
-    signature: Text = Field("", description="Ignored: thoughts are not signed here")
+    thinking: Text = Field(description="The thoughts", examples=["The user wants to know what AI is."])
+    signature: Text = Field("", description="Ignored: thoughts are not signed here", examples=[""])
 
     def add_to(self, turns: Turns, role: str) -> None:
         if self.thinking:

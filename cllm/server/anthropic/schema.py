@@ -32,20 +32,22 @@ MOST_TOOLS = 512
 class UserMessage(Body):
     role: Literal["user"] = Field(description="Who speaks")
     content: Text | Annotated[list[UserBlock], Field(max_length=MOST_BLOCKS)] = Field(
-        description="Text, or blocks: text and results of tools"
+        description="Text, or blocks: text and results of tools",
+        examples=["What is AI?", [{"type": "text", "text": "What is AI?"}]],
     )
 
 
 class AssistantMessage(Body):
     role: Literal["assistant"] = Field(description="Who speaks")
     content: Text | Annotated[list[AssistantBlock], Field(max_length=MOST_BLOCKS)] = Field(
-        description="Text, or blocks: text, calls of tools, thoughts"
+        description="Text, or blocks: text, calls of tools, thoughts",
+        examples=["AI is", [{"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}]],
     )
 
 
 class SystemMessage(Body):
     role: Literal["system"] = Field(description="Instructions, where the template takes them")
-    content: Text | Texts = Field(description="Text, or blocks of text")
+    content: Text | Texts = Field(description="Text, or blocks of text", examples=["Be brief."])
 
 
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
@@ -55,11 +57,19 @@ class ClientTool(Body):
     """`cache_control` is ignored."""
 
     type: Literal["custom"] = Field("custom", description="May be left out; server tools are refused")
-    name: ToolName = Field(description="Letters, digits, `_`, `-` and `.`, at most 128")
-    description: Text | None = Field(
-        None, max_length=1 << 14, description="What it does and when, for the model"
+    name: ToolName = Field(
+        description="Letters, digits, `_`, `-` and `.`, at most 128", examples=["get_weather"]
     )
-    input_schema: JsonObject = Field(description="JSON schema of its arguments")
+    description: Text | None = Field(
+        None,
+        max_length=1 << 14,
+        description="What it does and when, for the model",
+        examples=["The weather in a city, now"],
+    )
+    input_schema: JsonObject = Field(
+        description="JSON schema of its arguments",
+        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
+    )
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
@@ -72,7 +82,7 @@ class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"] = Field(
         description="Whether a tool may (`auto`), must (`any`, `tool`) or must not (`none`) be called"
     )
-    name: ToolName | None = Field(None, description="With `tool`: which one")
+    name: ToolName | None = Field(None, description="With `tool`: which one", examples=["get_weather"])
     disable_parallel_tool_use: bool = Field(False, description="At most one call in an answer")
 
     @model_validator(mode="after")
@@ -87,51 +97,78 @@ class Thinking(Body):
         description="The template's `enable_thinking`; left out: as the template has it"
     )
     budget_tokens: int | None = Field(
-        None, ge=1, description="Not enforced: thoughts count towards `max_tokens`, which is"
+        None, ge=1, description="Not enforced: thoughts count towards `max_tokens`, which is", examples=[1024]
     )
 
 
 class Metadata(Body):
-    user_id: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Ignored")
+    user_id: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Ignored", examples=["somebody"]
+    )
 
 
 class JsonFormat(Body):
     type: Literal["json_schema"] = Field(description="Always `json_schema`")
-    schema_: JsonObject = Field(alias="schema", description="What the answer validates against")
+    schema_: JsonObject = Field(
+        alias="schema",
+        description="What the answer validates against",
+        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
+    )
 
 
 class OutputConfig(Body):
     effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="A variable for the chat template: `reasoning_effort`"
+        None, description="A variable for the chat template: `reasoning_effort`", examples=["low"]
     )
-    format: JsonFormat | None = Field(None, description="A schema for the answer")
+    format: JsonFormat | None = Field(
+        None,
+        description="A schema for the answer",
+        examples=[{"type": "json_schema", "schema": {"type": "object"}}],
+    )
 
 
 class CountBody(NullableBody, ConstrainedBody):
     """`POST /v1/messages/count_tokens`: everything that makes the prompt."""
 
-    model: Identifier | None = Field(None, description="Any plain name is served by the loaded model")
+    model: Identifier | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
     messages: list[Message] = Field(
         min_length=1,
         max_length=MOST_MESSAGES,
         description="The conversation; if the assistant's words end it, they are continued",
+        examples=[[{"role": "user", "content": "What is AI?"}]],
     )
-    system: Text | Texts | None = Field(None, description="Instructions: text, or blocks of text")
+    system: Text | Texts | None = Field(
+        None, description="Instructions: text, or blocks of text", examples=["Be brief."]
+    )
     tools: (
         Annotated[
             list[Annotated[ClientTool, kinds("custom", default="custom", why=_NO_SERVER_TOOLS)]],
             Field(max_length=MOST_TOOLS),
         ]
         | None
-    ) = Field(None, description="Tools the model may call")
-    tool_choice: ToolChoice | None = Field(
-        None, description="Whether one may or must be called, or which; forced calls always fit their schema"
+    ) = Field(
+        None,
+        description="Tools the model may call",
+        examples=[[{"name": "now", "input_schema": {"type": "object"}}]],
     )
-    thinking: Thinking | None = Field(None, description="Whether the model thinks before it answers")
-    output_config: OutputConfig | None = Field(None, description="A schema for the answer; effort")
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Whether one may or must be called, or which; forced calls always fit their schema",
+        examples=[{"type": "auto"}],
+    )
+    thinking: Thinking | None = Field(
+        None, description="Whether the model thinks before it answers", examples=[{"type": "disabled"}]
+    )
+    output_config: OutputConfig | None = Field(
+        None, description="A schema for the answer; effort", examples=[{"effort": "low"}]
+    )
     temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
-        None, description="Variables for the chat template. Not in Anthropic's"
+        None,
+        description="Variables for the chat template. Not in Anthropic's",
+        examples=[{"enable_thinking": False}],
     )
 
     model_config = ConfigDict(
@@ -202,12 +239,12 @@ class CountBody(NullableBody, ConstrainedBody):
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
-    max_tokens: int = Field(ge=1, description="Most tokens to generate, thoughts included")
+    max_tokens: int = Field(ge=1, description="Most tokens to generate, thoughts included", examples=[64])
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = Field(
-        None, description="Texts that end the answer; they are not part of it"
+        None, description="Texts that end the answer; they are not part of it", examples=[["\n\n"]]
     )
     stream: bool = Field(False, description="Answer as server-sent events")
-    metadata: Metadata | None = Field(None, description="Ignored")
+    metadata: Metadata | None = Field(None, description="Ignored", examples=[{"user_id": "somebody"}])
 
     model_config = ConfigDict(
         json_schema_extra={

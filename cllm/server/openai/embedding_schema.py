@@ -33,16 +33,22 @@ class EmbeddingsBody(Body):
     """`POST /v1/embeddings`."""
 
     input: Input = Field(
-        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}"
+        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}",
+        examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
     )
-    model: Name | None = Field(None, description="Any plain name is served by the loaded model")
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="Numbers, or base64 of little-endian 32-bit floats"
     )
     dimensions: int | None = Field(
-        None, ge=1, description="Keep only the first so many of a vector (scaled to length 1 again)"
+        None,
+        ge=1,
+        description="Keep only the first so many of a vector (scaled to length 1 again)",
+        examples=[64],
     )
-    user: Name | None = Field(None, description="Ignored")
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}}
@@ -55,6 +61,7 @@ class LlamaEmbeddingBody(Body):
     content: Input = Field(
         validation_alias=AliasChoices("content", "input"),
         description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}",
+        examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
     )
     embd_normalize: int = Field(
         2,
@@ -67,22 +74,27 @@ class LlamaEmbeddingBody(Body):
 
 
 class DocumentBody(Body):
-    text: InputText = Field(description="What is ranked")
+    text: InputText = Field(description="What is ranked", examples=["It is a bear."])
 
 
 class RerankBody(Body):
     """`POST /v1/rerank`."""
 
-    query: InputText = Field(description="What the documents are compared with")
+    query: InputText = Field(
+        description="What the documents are compared with", examples=["What is a panda?"]
+    )
     documents: list[InputText | DocumentBody] = Field(
         min_length=1,
         max_length=MOST_INPUTS,
         description='Texts, or objects with a "text"; at most ' + str(MOST_INPUTS),
+        examples=[["It is a bear.", {"text": "hi"}]],
     )
-    top_n: int | None = Field(None, ge=1, description="Answer only the best so many; none: all")
+    top_n: int | None = Field(None, ge=1, description="Answer only the best so many; none: all", examples=[1])
     return_documents: bool = Field(False, description="Repeat each document beside its score")
-    model: Name | None = Field(None, description="Any plain name is served by the loaded model")
-    user: Name | None = Field(None, description="Ignored")
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
 
     model_config = ConfigDict(
         json_schema_extra={

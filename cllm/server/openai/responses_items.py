@@ -16,14 +16,14 @@ _STATELESS = "nothing is stored here, so nothing can be referred to; send the it
 _EYELESS = {"input_image": NO_EYES, "input_file": NO_EYES, "input_audio": NO_EYES}
 
 
-class TextPart(Body):
+class ItemText(Body):
     type: Literal["input_text", "output_text", "text"] = Field(description="Who wrote it does not matter")
-    text: Text = Field(description="The text of this part")
+    text: Text = Field(description="The text of this part", examples=["What is AI?"])
 
 
 class RefusalPart(Body):
     type: Literal["refusal"] = Field(description="What the assistant refused with")
-    refusal: Text = Field(description="The text of this part")
+    refusal: Text = Field(description="The text of this part", examples=["I would rather not."])
 
     @property
     def text(self) -> str:
@@ -31,14 +31,14 @@ class RefusalPart(Body):
 
 
 Part = Annotated[
-    TextPart | RefusalPart,
+    ItemText | RefusalPart,
     Field(discriminator="type"),
     kinds("input_text", "output_text", "text", "refusal", why=_EYELESS),
 ]
 Parts = Annotated[list[Part], Field(max_length=MOST_MESSAGES)]
 
 
-def text_of(content: str | list[TextPart | RefusalPart]) -> str:
+def text_of(content: str | list[ItemText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -48,7 +48,8 @@ class MessageItem(Body):
     type: Literal["message"] = Field("message", description="May be left out")
     role: Literal["system", "developer", "user", "assistant"] = Field(description="Who speaks")
     content: Text | Parts = Field(
-        description="Text, or parts of text; control tokens spelled in it stay plain text"
+        description="Text, or parts of text; control tokens spelled in it stay plain text",
+        examples=["What is AI?", [{"type": "input_text", "text": "What is AI?"}]],
     )
 
     def add_to(self, turns: Turns) -> None:
@@ -59,8 +60,8 @@ class FunctionCallItem(Body):
     """A call the assistant made earlier."""
 
     type: Literal["function_call"] = Field(description="Always `function_call`")
-    call_id: Name = Field(description="As the answer that made it gave it")
-    name: FunctionName = Field(description="The tool that was called")
+    call_id: Name = Field(description="As the answer that made it gave it", examples=["call_1"])
+    name: FunctionName = Field(description="The tool that was called", examples=["get_weather"])
     arguments: Text = Field("{}", description="Its arguments as JSON text")
 
     def add_to(self, turns: Turns) -> None:
@@ -71,8 +72,8 @@ class FunctionOutputItem(Body):
     """What such a call returned."""
 
     type: Literal["function_call_output"] = Field(description="Always `function_call_output`")
-    call_id: Name = Field(description="Which call this answers")
-    output: Text | Parts = Field(description="Text, or parts of text")
+    call_id: Name = Field(description="Which call this answers", examples=["call_1"])
+    output: Text | Parts = Field(description="Text, or parts of text", examples=["12 degrees, rain"])
 
     def add_to(self, turns: Turns) -> None:
         turns.result(self.call_id, text_of(self.output))
@@ -80,7 +81,7 @@ class FunctionOutputItem(Body):
 
 class Thought(Body):
     type: Literal["reasoning_text", "summary_text"] = Field(description="What kind of text it is")
-    text: Text = Field(description="The text of this part")
+    text: Text = Field(description="The text of this part", examples=["The user wants to know what AI is."])
 
 
 class ReasoningItem(Body):
@@ -88,10 +89,14 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"] = Field(description="Always `reasoning`")
     content: Annotated[list[Thought], Field(max_length=MOST_MESSAGES)] | None = Field(
-        None, description="The thoughts"
+        None,
+        description="The thoughts",
+        examples=[[{"type": "reasoning_text", "text": "A short answer will do."}]],
     )
     summary: Annotated[list[Thought], Field(max_length=MOST_MESSAGES)] | None = Field(
-        None, description="Used where there is no `content`"
+        None,
+        description="Used where there is no `content`",
+        examples=[[{"type": "summary_text", "text": "A short answer will do."}]],
     )
 
     def add_to(self, turns: Turns) -> None:

@@ -25,33 +25,44 @@ _FUNCTIONS_ONLY = {"": "this server runs no tools of its own, it only asks for c
 
 class FunctionTool(Body):
     type: Literal["function"] = Field(description="Always `function`")
-    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 64")
-    description: Text | None = Field(
-        None, max_length=1 << 14, description="What it does and when, for the model"
+    name: FunctionName = Field(
+        description="Letters, digits, `_`, `-` and `.`, at most 64", examples=["get_weather"]
     )
-    parameters: JsonObject | None = Field(None, description="JSON schema of its arguments")
-    strict: bool | None = Field(None, description="Ignored: forced calls always fit the schema")
+    description: Text | None = Field(
+        None,
+        max_length=1 << 14,
+        description="What it does and when, for the model",
+        examples=["The weather in a city, now"],
+    )
+    parameters: JsonObject | None = Field(
+        None,
+        description="JSON schema of its arguments",
+        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
+    )
+    strict: bool | None = Field(
+        None, description="Ignored: forced calls always fit the schema", examples=[True]
+    )
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.parameters or {})
 
 
-class ChosenFunction(Body):
+class NamedFunction(Body):
     type: Literal["function"] = Field(description="This one must be called")
-    name: FunctionName = Field(description="One of the tools")
+    name: FunctionName = Field(description="One of the tools", examples=["get_weather"])
 
 
 class AllowedTools(Body):
     type: Literal["allowed_tools"] = Field(description="Only these may be called")
     mode: Literal["auto", "required"] = Field(description="Whether one must be")
     tools: Annotated[
-        list[Annotated[ChosenFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
+        list[Annotated[NamedFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
         Field(min_length=1, max_length=MOST_TOOLS),
-    ] = Field(description="Some of the tools")
+    ] = Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
 
 
 Chosen = Annotated[
-    ChosenFunction | AllowedTools,
+    NamedFunction | AllowedTools,
     Field(discriminator="type"),
     kinds("function", "allowed_tools", why=_FUNCTIONS_ONLY),
 ]
@@ -59,10 +70,17 @@ Chosen = Annotated[
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is")
-    name: Name | None = Field(None, description="Of the schema; ignored")
-    description: Text | None = Field(None, max_length=1 << 14, description="Of the schema; ignored")
-    schema_: JsonObject | None = Field(None, alias="schema", description="What the answer validates against")
-    strict: bool | None = Field(None, description="Ignored: the schema is always kept")
+    name: Name | None = Field(None, description="Of the schema; ignored", examples=["answer"])
+    description: Text | None = Field(
+        None, max_length=1 << 14, description="Of the schema; ignored", examples=["Somebody's age"]
+    )
+    schema_: JsonObject | None = Field(
+        None,
+        alias="schema",
+        description="What the answer validates against",
+        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
+    )
+    strict: bool | None = Field(None, description="Ignored: the schema is always kept", examples=[True])
 
     @model_validator(mode="after")
     def _consistent(self) -> TextFormat:
@@ -72,40 +90,62 @@ class TextFormat(Body):
 
 
 class TextBody(Body):
-    format: TextFormat | None = Field(None, description="Text, any JSON object, or a schema")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored")
+    format: TextFormat | None = Field(
+        None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored", examples=["low"])
 
 
 class ReasoningBody(Body):
     effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="A variable for the chat template; `none` also switches thinking off"
+        None,
+        description="A variable for the chat template; `none` also switches thinking off",
+        examples=["none", "low"],
     )
     summary: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="Ignored: thoughts are given as they are, not summarised"
+        None, description="Ignored: thoughts are given as they are, not summarised", examples=["auto"]
     )
 
 
 class ResponsesBody(NullableBody, ConstrainedBody):
     """`POST /v1/responses`."""
 
-    model: Name | None = Field(None, description="Any plain name is served by the loaded model")
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
     input: (
         Annotated[Text, Field(min_length=1)]
         | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
-    ) = Field(description="A question, or items: messages, function calls and their outputs, reasoning")
-    instructions: Text | None = Field(None, description="A system message before the input")
+    ) = Field(
+        description="A question, or items: messages, function calls and their outputs, reasoning",
+        examples=["What is AI?", [{"role": "user", "content": "What is AI?"}]],
+    )
+    instructions: Text | None = Field(
+        None, description="A system message before the input", examples=["Be brief."]
+    )
     tools: Annotated[
         list[Annotated[FunctionTool, kinds("function", why=_FUNCTIONS_ONLY)]], Field(max_length=MOST_TOOLS)
-    ] = Field(default=[], description="Functions the model may call")
+    ] = Field(
+        default=[],
+        description="Functions the model may call",
+        examples=[[{"type": "function", "name": "now"}]],
+    )
     tool_choice: Literal["none", "auto", "required"] | Chosen = Field(
         "auto",
         description="Whether one may or must be called, or which; forced calls always fit their schema",
     )
     parallel_tool_calls: bool = Field(True, description="Several calls in one answer are fine")
-    text: TextBody | None = Field(None, description="What form the answer has")
-    reasoning: ReasoningBody | None = Field(None, description="How much to think")
+    text: TextBody | None = Field(
+        None, description="What form the answer has", examples=[{"format": {"type": "json_object"}}]
+    )
+    reasoning: ReasoningBody | None = Field(
+        None, description="How much to think", examples=[{"effort": "none"}]
+    )
     max_output_tokens: int | None = Field(
-        None, ge=1, description="Most tokens to generate, thoughts included; null: as many as fit"
+        None,
+        ge=1,
+        description="Most tokens to generate, thoughts included; null: as many as fit",
+        examples=[64],
     )
     repetition_penalty: float = Field(
         1.0,
@@ -115,34 +155,52 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         description="Above 1 discourages repeats; 1: off",
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
-        None, description="Text that ends the answer; it is not part of it. Not in OpenAI's"
+        None,
+        description="Text that ends the answer; it is not part of it. Not in OpenAI's",
+        examples=[["\n\n"]],
     )
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="Log-probabilities of the chosen tokens and this many likeliest"
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of the chosen tokens and this many likeliest",
+        examples=[2],
     )
     include: Annotated[list[Name], Field(max_length=32)] | None = Field(
-        None, description=f"`{LOGPROBS}` is honoured, anything else ignored"
+        None, description=f"`{LOGPROBS}` is honoured, anything else ignored", examples=[[LOGPROBS]]
     )
     stream: bool = Field(False, description="Answer as server-sent events")
-    store: bool | None = Field(None, description="Accepted; nothing is ever stored")
+    store: bool | None = Field(None, description="Accepted; nothing is ever stored", examples=[False])
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
             Field(max_length=16),
         ]
         | None
-    ) = Field(None, description="Given back as it is: up to 16 texts")
+    ) = Field(None, description="Given back as it is: up to 16 texts", examples=[{"order": "17"}])
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="Nothing is ever cut off: an input that does not fit is a 400"
+        None,
+        description="Nothing is ever cut off: an input that does not fit is a 400",
+        examples=["disabled"],
     )
-    user: Name | None = Field(None, description="Ignored")
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
-        None, description="Variables for the chat template, for example `enable_thinking`. Not in OpenAI's"
+        None,
+        description="Variables for the chat template, for example `enable_thinking`. Not in OpenAI's",
+        examples=[{"enable_thinking": False}],
     )
-    previous_response_id: Name | None = Field(None, description="Refused: this server is stateless")
-    conversation: Name | dict[str, Any] | None = Field(None, description="Refused: this server is stateless")
-    prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored here")
-    background: bool | None = Field(None, description="Refused if true: nothing is stored here")
+    previous_response_id: Name | None = Field(
+        None, description="Refused: this server is stateless", examples=[None]
+    )
+    conversation: Name | dict[str, Any] | None = Field(
+        None, description="Refused: this server is stateless", examples=[None]
+    )
+    prompt: dict[str, Any] | None = Field(
+        None, description="Refused: no prompts are stored here", examples=[None]
+    )
+    background: bool | None = Field(
+        None, description="Refused if true: nothing is stored here", examples=[False]
+    )
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -173,7 +231,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
     def chosen(self) -> list[str]:
         """The names that tool_choice gives; empty where it gives none."""
         match self.tool_choice:
-            case ChosenFunction(name=name):
+            case NamedFunction(name=name):
                 return [name]
             case AllowedTools(tools=tools):
                 return [tool.name for tool in tools]
@@ -184,7 +242,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         wanted = self.tool_choice
         if isinstance(wanted, AllowedTools):
             return wanted.mode == "required"
-        return wanted == "required" or isinstance(wanted, ChosenFunction)
+        return wanted == "required" or isinstance(wanted, NamedFunction)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -230,7 +288,7 @@ class ResponsesBody(NullableBody, ConstrainedBody):
             messages=tuple(turns.messages),
             tools=tuple(tools),
             forced=self.must_call,
-            parallel=self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenFunction),
+            parallel=self.parallel_tool_calls and not isinstance(self.tool_choice, NamedFunction),
             options=options,
             think=effort != "none",
         )

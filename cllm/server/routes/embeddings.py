@@ -12,11 +12,11 @@ import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
 from cllm.errors import InvalidRequest
+from cllm.server.auth import tenant_of
 from cllm.server.openai.embedding_schema import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
 from cllm.server.routes.openai import check_model
 from cllm.server.sse import collect
@@ -71,11 +71,11 @@ async def inputs_of(engine: Engine, value: Input, field: str) -> Inputs:
     return tuple(checked_tokens(engine, one, field) for one in given if not isinstance(one, str))
 
 
-async def embed(engine: Engine, inputs: Inputs, receive: Receive) -> Vectors | None:
+async def embed(engine: Engine, inputs: Inputs, http: HttpRequest) -> Vectors | None:
     """The vectors of inputs, or None if the client left: then nothing more is computed for it."""
-    request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs)
+    request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs, tenant=tenant_of(http).name)
     stream = engine.submit(request, AsyncStream)
-    answers = await collect(engine, [stream], receive)
+    answers = await collect(engine, [stream], http.receive)
     if answers is None:
         return None
     last = answers[0][-1]
@@ -119,7 +119,7 @@ def routes(engine: Engine) -> APIRouter:
             raise InvalidRequest(
                 f"dimensions is {body.dimensions}, but this model's vectors have {most}", field="dimensions"
             )
-        found = await embed(engine, await inputs_of(engine, body.input, "input"), http.receive)
+        found = await embed(engine, await inputs_of(engine, body.input, "input"), http)
         if found is None:
             return Response(status_code=GONE)
         arrays = (to_vector(data, body.dimensions) for data in found.vectors)
@@ -140,7 +140,7 @@ def routes(engine: Engine) -> APIRouter:
     async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Response:
         """Turn texts into vectors, in llama-server's shape."""
         vector_length(engine)
-        found = await embed(engine, await inputs_of(engine, body.content, "content"), http.receive)
+        found = await embed(engine, await inputs_of(engine, body.content, "content"), http)
         if found is None:
             return Response(status_code=GONE)
         arrays = (to_vector(data, norm=body.embd_normalize) for data in found.vectors)
@@ -158,7 +158,7 @@ def routes(engine: Engine) -> APIRouter:
         refuse_unless_reranker(engine)
         facts, limits = loaded(engine)
         task = TokenizePairs(body.query, body.texts, limits.embed.tokens)
-        found = await embed(engine, await token_lists(engine, task), http.receive)
+        found = await embed(engine, await token_lists(engine, task), http)
         if found is None:
             return Response(status_code=GONE)
         scores = [float(to_vector(data, norm=RAW)[0]) for data in found.vectors]
