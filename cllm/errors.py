@@ -18,7 +18,7 @@
     │   └── ShuttingDown           draining                                                 503
     ├── EngineError            our fault, or llama.cpp's                                    500
     │   ├── EngineDied             the engine process ended while the request ran           500
-    │   ├── PoisonRequest          the engine died twice with this request                  500
+    │   ├── PoisonRequest          the engine died each time with this request                 500
     │   ├── BadBatch               llama.cpp refused this sequence's rows                   500
     │   ├── PositionMismatch       law 3 broken                                             500
     │   └── IntegrityError         law 7 broken                                             500

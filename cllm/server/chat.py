@@ -206,7 +206,8 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
 
 async def count_tokens(engine: Engine, conversation: Conversation, *, constrained: bool) -> int:
     """How long the prompt of this conversation is, even where it is too long; nothing is generated."""
-    dialect = dialect_of(loaded(engine)[0].chat_template)
+    template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
+    dialect = dialect_of(template)
     constrained = constrained or conversation.forced
     return len((await _prompt(engine, conversation, dialect, constrained=constrained, most=0)).tokens)
 

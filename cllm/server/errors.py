@@ -50,7 +50,6 @@ STATUS: dict[type[Exception], int] = {
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 # Of a union's branch: the value is not of this kind at all.
 _OTHER_KIND = (
-    "int_type",
     "string_type",
     "list_type",
     "dict_type",
