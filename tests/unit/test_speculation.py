@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ def test_prompt_lookup_keeps_up_with_a_growing_text(prompt: list[int], grown: li
 @given(prompt=st.lists(st.integers(0, 3), min_size=20, max_size=60), at_once=st.integers(1, 30))
 def test_a_long_prompt_is_read_in_slices(prompt: list[int], at_once: int) -> None:
     lookup = PromptLookup()
-    lookup.INDEXED_AT_ONCE = at_once  # type: ignore[misc]
+    lookup.INDEXED_AT_ONCE = at_once
     tokens, read = list(prompt), 0
     for step in range(80):
         read = min(len(tokens), read + at_once)
@@ -105,7 +106,7 @@ def test_few_right_guesses_halve_it_and_half_of_them_leave_it() -> None:
 def test_wrong_guesses_pause_longer_and_longer() -> None:
     lengths = lengths_of(Speculation(Parrot(), 8), [0] * 400)
     places = [place for place, length in enumerate(lengths) if length]
-    pauses = [after - before - 1 for before, after in zip(places, places[1:], strict=False)]
+    pauses = [after - before - 1 for before, after in pairwise(places)]
     assert pauses[:7] == [2, 4, 8, 16, 32, 64, 64]
     assert [lengths[place] for place in places[:4]] == [4, 2, 1, 1]
 
