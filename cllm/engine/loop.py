@@ -48,6 +48,8 @@ class StepLoop:
         self.backend = backend
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
+        # Guesses and everybody's newest token go into one batch.
+        guesses = min(config.draft_tokens, backend.limits.batch_tokens - backend.limits.sequences)
         self.scheduler = Scheduler(
             backend,
             StepBudget(
@@ -55,7 +57,7 @@ class StepLoop:
             ),
             RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
             share_across_tenants=config.share_prefixes_across_tenants,
-            speculator=Speculator(config.draft_tokens, new_drafter),
+            speculator=Speculator(max(0, guesses), new_drafter),
         )
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(

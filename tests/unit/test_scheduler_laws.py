@@ -38,10 +38,11 @@ class Life:
         park_mb: int = 1,
         cache_mb: int = 0,
         new_drafter: Callable[[], Drafter] = PromptLookup,
+        draft_tokens: int = 8,
     ) -> None:
         self.backend = backend
         self.reports: list[Report] = []
-        config = EngineConfig(park_mb=park_mb, cache_ram_mb=cache_mb)
+        config = EngineConfig(park_mb=park_mb, cache_ram_mb=cache_mb, draft_tokens=draft_tokens)
         self.loop = StepLoop(backend, config, self.reports.append, new_drafter=new_drafter)
         self.requests: dict[str, Request] = {}
         self.deltas: dict[str, list[Delta]] = defaultdict(list)

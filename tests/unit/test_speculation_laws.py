@@ -198,6 +198,18 @@ def test_an_end_inside_right_guesses_leaves_no_guess_behind(stop: int) -> None:
     assert usage_of(life, again).cached_tokens == usage.cells, "what it left behind can be used"
 
 
+@pytest.mark.parametrize("batch_tokens", [4, 6, 8, 16])
+def test_guesses_never_make_a_batch_too_large(batch_tokens: int) -> None:
+    backend = FakeBackend(sequences=4, batch_tokens=batch_tokens)  # asserts the size of each batch
+    life = Life(backend, new_drafter=guessers(1, 0.0), draft_tokens=64)
+    for number in range(6):
+        life.add(b"prompt %d" % number, 30 + 9 * number, ignore_eos=True)
+    life.run()
+    life.check_end()
+    drafted = sum(usage_of(life, name).drafted_tokens for name in life.requests)
+    assert (drafted > 0) == (batch_tokens > 5)
+
+
 def test_memory_that_cannot_be_cut_is_never_guessed_into() -> None:
     life = Life(FakeBackend(sequences=2, trimmable=False), new_drafter=guessers(1, 0.0))
     name = life.add(b"hello", 40, ignore_eos=True)
