@@ -161,6 +161,10 @@ class Backend(Protocol):
     def reset_embedding(self) -> None:
         """Forget an input of which only the first chunks were computed."""
 
+    def create_drafter(self) -> Drafter | None:
+        """Who guesses for one sequence by a model of its own; None where there is no such model."""
+        return None
+
     def close(self) -> None:
         """Free everything native. Idempotent."""
 

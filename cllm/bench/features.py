@@ -39,8 +39,8 @@ _DOCUMENTS = (
     "Its lamp burned oil until 1926, when a cable was laid. The keeper wrote the weather into a book "
     "every morning and every evening. On clear nights the light can be seen from forty kilometres away. ",
     "To bake the bread, mix flour, water, salt and yeast, and knead the dough for ten minutes. Let it "
-    "rest for an hour under a cloth. Shape two loaves, let them rise again, and bake them for thirty minutes at 230 "
-    "degrees. The bread is done when it sounds hollow. Let it cool before you cut it. ",
+    "rest for an hour under a cloth. Shape two loaves, let them rise again, and bake them half an hour at "
+    "230 degrees. The bread is done when it sounds hollow. Let it cool before you cut it. ",
     "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n"
     "    return area(width, height) * depth\n\ndef surface(width, height, depth):\n"
     "    return 2 * (area(width, height) + area(width, depth) + area(height, depth))\n\n",

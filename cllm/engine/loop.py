@@ -43,7 +43,7 @@ class StepLoop:
         config: EngineConfig,
         emit: Callable[[Report], None],
         *,
-        new_drafter: Callable[[], Drafter] = PromptLookup,
+        new_drafter: Callable[[], Drafter] | None = None,
     ) -> None:
         self.backend = backend
         self.inbox: SimpleQueue[Command] = SimpleQueue()
@@ -57,7 +57,9 @@ class StepLoop:
             ),
             RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
             share_across_tenants=config.share_prefixes_across_tenants,
-            speculator=Speculator(max(0, guesses), new_drafter),
+            speculator=Speculator(
+                max(0, guesses), new_drafter or (lambda: backend.create_drafter() or PromptLookup())
+            ),
         )
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(

@@ -17,7 +17,6 @@ from cllm.config import EngineConfig
 from cllm.engine.cost import StepClock, StepCost, StepShape
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport
-from cllm.engine.speculation import PromptLookup
 from cllm.types import (
     Delta,
     FinishReason,
@@ -98,6 +97,9 @@ class Watched(Backend):
     def reset_embedding(self) -> None:
         self.inner.reset_embedding()
 
+    def create_drafter(self) -> Drafter | None:
+        return self.inner.create_drafter()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -167,7 +169,7 @@ class Drive:
         *,
         park_mb: int = 64,
         cache_mb: int = 0,
-        new_drafter: Callable[[], Drafter] = PromptLookup,
+        new_drafter: Callable[[], Drafter] | None = None,
         **settings: Any,
     ) -> None:
         self.backend = backend if isinstance(backend, Watched) else Watched(backend)

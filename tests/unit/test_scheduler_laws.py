@@ -16,7 +16,6 @@ from cllm.config import EngineConfig
 from cllm.engine import prefix
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport, StepStats
-from cllm.engine.speculation import PromptLookup
 from cllm.errors import EngineDied
 from cllm.types import Delta, FinishReason, Request, SamplingParams
 
@@ -37,7 +36,7 @@ class Life:
         backend: FakeBackend,
         park_mb: int = 1,
         cache_mb: int = 0,
-        new_drafter: Callable[[], Drafter] = PromptLookup,
+        new_drafter: Callable[[], Drafter] | None = None,
         draft_tokens: int = 8,
     ) -> None:
         self.backend = backend
