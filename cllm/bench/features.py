@@ -3,6 +3,9 @@
 The same prompts twice: from 8 clients at once with prefix cache, speculation, fillers and tuned settings,
 then one at a time with none of them. Where the tokens part, the two likeliest of that step must be as good as
 even when computed alone; any other difference fails.
+
+How much a logit moves with the size of a batch depends on the model and the kernels, not on any feature: with
+`--control` the prompts are asked once more by 8 clients with everything off, and compared in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +35,8 @@ MOST_TOKENS = 48
 # As many guesses as make 8 for each of 8 clients; by default guessing ends where four generate.
 ON = ("--draft-tokens", "64")
 OFF = ("--cache-ram-mb", "0", "--draft-tokens", "0", "--no-tune")
+DECLINED: dict[str, Any] = {"cache_prompt": False, "speculate": False}
+USED = ("drafted_tokens", "prefix_hits")  # above 0 with everything on, 0 with everything off
 COUNTERS = ("drafted_tokens", "accepted_tokens", "prefix_hits", "prefix_tokens", "steps", "decoded_tokens")
 
 _DOCUMENTS = (
@@ -77,9 +82,8 @@ class Verdict:
     place: int | None = None
     margin: float = 0.0
 
-    @property
-    def allowed(self) -> bool:
-        return self.place is None or self.margin < TIE
+    def allowed(self, tie: float = TIE) -> bool:
+        return self.place is None or self.margin < tie
 
 
 def make_prompts(count: int) -> list[str]:
@@ -167,75 +171,105 @@ def run_features(
     out: Path | None = None,
     command: Sequence[str] | None = None,
     logs: Path | None = None,
+    *,
+    tie: float = TIE,
+    control: bool = False,
 ) -> int:
     """Ask everything twice, print the table; 0 if every difference is a tie, else 1.
 
     Raises SetupError if a server does not start.
     """
     prompts = make_prompts(count)
-    started = time.monotonic()
     with log_folder(logs) as folder:
-        with _server(model, ON, folder / "on.log", command) as asker, ThreadPoolExecutor(CLIENTS) as pool:
-            loaded = list(pool.map(lambda prompt: asker.ask(prompt, MOST_TOKENS), prompts))
+        with _server(model, ON, folder / "on.log", command) as asker:
+            loaded = _crowd(asker, prompts)
             counters = asker.counters()
-        between = time.monotonic()
-        print(f"{count} prompts with everything on: {between - started:.0f} s", file=sys.stderr, flush=True)
         with _server(model, OFF, folder / "off.log", command) as asker:
-            alone: dict[str, Said] = {}
-            verdicts = []
-            for prompt, said in zip(prompts, loaded, strict=True):
-                if prompt not in alone:  # greedy, one at a time: the same again would say the same
-                    alone[prompt] = asker.ask(prompt, MOST_TOKENS, cache_prompt=False, speculate=False)
-                verdicts.append(judge(asker, prompt, said, alone[prompt]))
+            alone = {}
+            for prompt in dict.fromkeys(prompts):  # greedy, one at a time: the same again would say the same
+                alone[prompt] = asker.ask(prompt, MOST_TOKENS, **DECLINED)
             plain = asker.counters()
-    print(f"and with everything off: {time.monotonic() - between:.0f} s", file=sys.stderr, flush=True)
-    return _report(prompts, loaded, verdicts, counters, plain, out)
+            others = _crowd(asker, prompts, **DECLINED) if control else []
 
+            def judged(answers: Sequence[Said]) -> list[Verdict]:
+                pairs = zip(prompts, answers, strict=True)
+                return [judge(asker, prompt, said, alone[prompt]) for prompt, said in pairs]
 
-def _report(
-    prompts: Sequence[str],
-    loaded: Sequence[Said],
-    verdicts: Sequence[Verdict],
-    counters: dict[str, float],
-    plain: dict[str, float],
-    out: Path | None,
-) -> int:
-    same = sum(verdict.place is None for verdict in verdicts)
-    ties = sum(verdict.place is not None and verdict.allowed for verdict in verdicts)
-    wrong = [index for index, verdict in enumerate(verdicts) if not verdict.allowed]
-    table = Table(
-        ("what", "features on, 8 clients", "all off, one at a time"),
-        [
-            ("prompts (of them different)", str(len(prompts)), str(len(set(prompts)))),
-            ("tokens generated", str(sum(len(said.tokens) for said in loaded)), ""),
-            *((name, f"{counters[name]:.0f}", f"{plain[name]:.0f}") for name in COUNTERS),
-            ("the same token for token", str(same), ""),
-            (f"parted at a tie (below {TIE})", str(ties), ""),
-            ("parted elsewhere", str(len(wrong)), ""),
-        ],
-    )
-    faults = [
-        f"FAIL: prompt {index}, {prompts[index][-40:]!r}: parts at token {verdicts[index].place}, where the "
-        f"two likeliest are {verdicts[index].margin:.3f} apart"
-        for index in wrong
-    ]
-    idle = [name for name in ("drafted_tokens", "prefix_hits") if not counters[name]]
-    if idle:
-        faults.append(f"FAIL: a feature was never used: {', '.join(idle)}")
-    if plain["drafted_tokens"] or plain["prefix_hits"]:
-        faults.append("FAIL: a feature was used that is off")
+            columns = {"features on, 8 clients": judged(loaded)}
+            if control:
+                columns["all off, 8 clients"] = judged(others)
+    table = _table(prompts, columns, {"features on, 8 clients": counters, "all off, alone": plain}, tie)
+    faults = find_faults(prompts, columns["features on, 8 clients"], counters, plain, tie)
     text = "\n".join([table.markdown(), "", *(faults or ["pass: every difference begins at a tie"])])
     print(text)
     if out is not None:
-        write_report(out, "features", text, {"verdicts": verdicts, "on": counters, "off": plain})
+        write_report(out, "features", text, {"verdicts": columns, "on": counters, "off": plain})
     return 1 if faults else 0
+
+
+def _crowd(asker: Asker, prompts: Sequence[str], **fields: Any) -> list[Said]:
+    started = time.monotonic()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answers = list(pool.map(lambda prompt: asker.ask(prompt, MOST_TOKENS, **fields), prompts))
+    print(f"{len(prompts)} prompts: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return answers
+
+
+def _table(
+    prompts: Sequence[str],
+    verdicts: Mapping[str, Sequence[Verdict]],
+    counters: Mapping[str, Mapping[str, float]],
+    tie: float,
+) -> Table:
+    columns = list(dict.fromkeys((*verdicts, *counters)))
+
+    def line(what: str, values: Mapping[str, object]) -> tuple[str, ...]:
+        return (what, *(str(values.get(column, "")) for column in columns))
+
+    def counted(what: Callable[[Verdict], bool]) -> dict[str, object]:
+        return {column: sum(map(what, some)) for column, some in verdicts.items()}
+
+    return Table(
+        (f"{len(prompts)} prompts, {len(set(prompts))} of them different", *columns),
+        [
+            *(line(name, {each: f"{counters[each][name]:.0f}" for each in counters}) for name in COUNTERS),
+            line("the same token for token", counted(lambda verdict: verdict.place is None)),
+            line(f"parted at a tie (below {tie})", counted(lambda v: v.place is not None and v.allowed(tie))),
+            line("parted elsewhere", counted(lambda verdict: not verdict.allowed(tie))),
+            line(
+                "largest margin where they part",
+                {column: f"{max(each.margin for each in some):.3f}" for column, some in verdicts.items()},
+            ),
+        ],
+    )
+
+
+def find_faults(
+    prompts: Sequence[str],
+    verdicts: Sequence[Verdict],
+    on: Mapping[str, float],
+    off: Mapping[str, float],
+    tie: float,
+) -> list[str]:
+    """What must not be: a difference that is no tie, a feature that was not used, or used though off."""
+    faults = [
+        f"FAIL: prompt {index}, {prompts[index][-40:]!r}: parts at token {verdict.place}, where the two "
+        f"likeliest are {verdict.margin:.3f} apart"
+        for index, verdict in enumerate(verdicts)
+        if not verdict.allowed(tie)
+    ]
+    if idle := [name for name in USED if not on[name]]:
+        faults.append(f"FAIL: a feature was never used: {', '.join(idle)}")
+    if busy := [name for name in USED if off[name]]:
+        faults.append(f"FAIL: a feature was used that is off: {', '.join(busy)}")
+    return faults
 
 
 @contextmanager
 def _server(
     model: Path | None, options: Sequence[str], log: Path, command: Sequence[str] | None
 ) -> Iterator[Asker]:
-    peer = cllm_peer(ServerSettings(model=model, parallel=CLIENTS, ctx_size=1024 * CLIENTS), command)
+    peer = cllm_peer(ServerSettings(model=model, parallel=CLIENTS, ctx_size=2048 * CLIENTS), command)
     with running(replace(peer, command=(*peer.command, *options)), log) as server:
         asker = Asker(server.address.url)
         try:
@@ -248,13 +282,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cllm.bench.features", description=__doc__)
     parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded model)")
     parser.add_argument("--count", type=int, default=500, help="how many prompts (default 500)")
+    parser.add_argument("--tie", type=float, default=TIE, help=f"what counts as even (default {TIE})")
+    parser.add_argument("--control", action="store_true", help="also 8 clients with everything off")
     parser.add_argument("--out", type=Path, help="folder to write features.md and features.json into")
     parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
     parser.add_argument("--command", help="what to start instead of the installed cllm")
     options = parser.parse_args(arguments)
     command = shlex.split(options.command) if options.command else None
     try:
-        return run_features(options.model, options.count, options.out, command, options.logs)
+        return run_features(
+            options.model,
+            options.count,
+            options.out,
+            command,
+            options.logs,
+            tie=options.tie,
+            control=options.control,
+        )
     except (SetupError, BadAnswer) as error:
         print(f"features: {error}", file=sys.stderr)
         return 2

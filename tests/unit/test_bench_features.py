@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cllm.bench.features import Asker, Said, Verdict, compare, judge, make_prompts
+from cllm.bench.features import COUNTERS, Asker, Said, Verdict, compare, find_faults, judge, make_prompts
 
 ALONE = Said(("a", "b", "c"), (1.0, 0.01, 2.0), "length")
 
@@ -59,7 +59,7 @@ def test_where_two_answers_part(tokens: tuple[str, ...], reason: str, place: int
 )
 def test_only_ties_are_allowed(tokens: tuple[str, ...], reason: str, allowed: bool) -> None:
     said = Said(tokens, (1.0,) * len(tokens), reason)
-    assert judge(Further(0.0), "p", said, ALONE).allowed is allowed
+    assert judge(Further(0.0), "p", said, ALONE).allowed() is allowed
 
 
 @pytest.mark.parametrize(("margin", "allowed"), [(0.01, True), (0.06, False)])
@@ -67,5 +67,15 @@ def test_an_end_alone_that_was_not_taken_is_looked_into(margin: float, allowed: 
     asker = Further(margin)
     longer = Said(("a", "b", "c", "d"), (1.0,) * 4, "length")
     verdict = judge(asker, "p", longer, Said(ALONE.tokens, ALONE.margins, "stop"))
-    assert verdict == Verdict(3, margin) and verdict.allowed is allowed
+    assert verdict == Verdict(3, margin) and verdict.allowed() is allowed
     assert asker.asked == [{"max_tokens": 4, "ignore_eos": True, "cache_prompt": False}]
+
+
+def test_what_fails_the_run() -> None:
+    used, unused = dict.fromkeys(COUNTERS, 3.0), dict.fromkeys(COUNTERS, 0.0)
+    good = [Verdict(), Verdict(4, 0.04)]
+    assert find_faults(["p", "q"], good, used, unused, 0.05) == []
+    (fault,) = find_faults(["p", "q"], [Verdict(), Verdict(4, 0.3)], used, unused, 0.05)
+    assert "prompt 1" in fault and "token 4" in fault and "0.300" in fault
+    assert "never used" in find_faults(["p", "q"], good, unused, unused, 0.05)[0]
+    assert "that is off" in find_faults(["p", "q"], good, used, used, 0.05)[0]
