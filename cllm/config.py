@@ -68,12 +68,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_layers: Annotated[
         int, Meta(ge=-1, description="Layers put on a GPU when the library has one; -1: all")
     ] = -1
+    draft_model: Annotated[
+        str,
+        Meta(
+            description="GGUF file of a small model with the same vocabulary that guesses ahead; empty: none"
+        ),
+    ] = ""
     draft_tokens: Annotated[
         int,
         Meta(
             ge=0,
             le=64,
-            description="Most tokens guessed ahead from the text so far, shared by all who generate; 0: off",
+            description="Most tokens guessed ahead, shared by all who generate; 0: off",
         ),
     ] = 8
     park_mb: Annotated[

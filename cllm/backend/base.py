@@ -31,6 +31,13 @@ class Sampler(Protocol):
         """Free it. Called on the owner thread; further use is a bug."""
 
 
+class Drafter(Protocol):
+    """Guesses the tokens that follow a sequence. One for each sequence."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most `most` guesses of what follows `tokens`, which only ever grow between two calls."""
+
+
 class Row(NamedTuple):
     """One sequence's part of a step: `tokens` go to positions `position`, `position + 1`, …
 
@@ -153,6 +160,10 @@ class Backend(Protocol):
 
     def reset_embedding(self) -> None:
         """Forget an input of which only the first chunks were computed."""
+
+    def create_drafter(self) -> Drafter | None:
+        """Who guesses for one sequence by a model of its own; None where there is no such model."""
+        return None
 
     def close(self) -> None:
         """Free everything native. Idempotent."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
-from cllm.backend.base import Backend, Batch, BatchKind, StepResult, StepStatus
+from cllm.backend.base import Backend, Batch, BatchKind, Drafter, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.engine.budget import StepBudget
 from cllm.engine.embedding import EmbedQueue
@@ -24,7 +24,7 @@ from cllm.engine.messages import (
     Submit,
 )
 from cllm.engine.scheduler import Scheduler, bisect
-from cllm.engine.speculation import Speculator
+from cllm.engine.speculation import PromptLookup, Speculator
 from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import Delta
@@ -37,10 +37,19 @@ GRAMMAR_POLL_S = 0.005
 class StepLoop:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its deltas."""
 
-    def __init__(self, backend: Backend, config: EngineConfig, emit: Callable[[Report], None]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        emit: Callable[[Report], None],
+        *,
+        new_drafter: Callable[[], Drafter] | None = None,
+    ) -> None:
         self.backend = backend
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
+        # Guesses and everybody's newest token go into one batch.
+        guesses = min(config.draft_tokens, backend.limits.batch_tokens - backend.limits.sequences)
         self.scheduler = Scheduler(
             backend,
             StepBudget(
@@ -48,7 +57,9 @@ class StepLoop:
             ),
             RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
             share_across_tenants=config.share_prefixes_across_tenants,
-            speculator=Speculator(config.draft_tokens),
+            speculator=Speculator(
+                max(0, guesses), new_drafter or (lambda: backend.create_drafter() or PromptLookup())
+            ),
         )
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(

@@ -52,6 +52,8 @@ class EngineMetrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
         self.decoded_tokens = counter("decoded_tokens", "Tokens that went through the model")
+        self.drafted_tokens = counter("drafted_tokens", "Tokens guessed ahead, of finished requests")
+        self.accepted_tokens = counter("accepted_tokens", "Tokens guessed ahead that were right")
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to first token")
         self.inter_token = PlainHistogram(
             "cllm_inter_token_seconds", "Between two deltas of one request", _SECONDS, self.registry
@@ -127,6 +129,8 @@ class EngineMetrics:
         self.request_time.observe(time.monotonic() - ticket.arrived)
         if delta.usage is not None:
             self.prompt_tokens.inc(delta.usage.prompt_tokens)
+            self.drafted_tokens.inc(delta.usage.drafted_tokens)
+            self.accepted_tokens.inc(delta.usage.accepted_tokens)
 
     def gone(self) -> None:
         """The engine is dead: nothing runs, nothing is held."""

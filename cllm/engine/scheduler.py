@@ -253,7 +253,7 @@ class Scheduler:
         drafted = max(0, row.outputs - 1)
         rejected = row.outputs - len(outcome.tokens) if drafted else 0
         sequence.computed += len(row.tokens)
-        sequence.decoded_tokens += len(row.tokens) - rejected
+        sequence.decoded_tokens += len(row.tokens)
         sequence.steps += 1
         sequence.ubatches += ubatches
         if drafted and sequence.speculation is not None:
@@ -270,6 +270,9 @@ class Scheduler:
         except CllmError as error:  # a grammar that ran dry
             self._fail(sequence, error)
             return
+        unused = sequence.computed - len(sequence.tokens)  # right guesses beyond an end
+        if unused > 0 and not self._take_back(sequence, unused):
+            return
         logprobs = tuple(self._spelled(entry) for entry in outcome.logprobs[: len(taken.tokens)])
         if taken.reason is None:
             self._deltas.append(
@@ -279,7 +282,8 @@ class Scheduler:
             self._finish(sequence, taken.reason, text=taken.text, tokens=taken.tokens, logprobs=logprobs)
 
     def _take_back(self, sequence: Sequence, count: int) -> bool:
-        """Remove the last `count` tokens from its memory: guesses that were wrong."""
+        """Remove the last `count` tokens from its memory: guesses that were wrong, or of no use."""
+        sequence.decoded_tokens -= count
         try:
             sequence.computed = self.backend.truncate(sequence.sequence_id, sequence.computed - count)
         except Exception as error:

@@ -7,20 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from cllm.backend.base import Batch
+from cllm.backend.base import Batch, Drafter
 from cllm.types import Request
 
 if TYPE_CHECKING:
     from cllm.engine.sequence import Sequence
-
-
-class Drafter(Protocol):
-    """Guesses the tokens that follow a sequence. One for each sequence."""
-
-    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
-        """At most `most` guesses of what follows `tokens`, which only ever grow between two calls."""
 
 
 class PromptLookup:

@@ -97,10 +97,16 @@ class SchedulingBody(Body):
     cache_prompt: bool = Field(
         True, description="May reuse, and leave behind, computed beginnings of prompts"
     )
+    speculate: bool = Field(True, description="May guess tokens ahead; the text is the same either way")
 
     def scheduling(self) -> dict[str, Any]:
         """These fields as those of `Request`."""
-        return {"timeout_s": self.timeout, "priority": self.priority, "reuse": self.cache_prompt}
+        return {
+            "timeout_s": self.timeout,
+            "priority": self.priority,
+            "reuse": self.cache_prompt,
+            "speculate": self.speculate,
+        }
 
 
 class SamplingBody(SchedulingBody):

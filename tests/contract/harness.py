@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from cllm.backend.base import Backend, Batch, BatchKind, Row, Sampler, StepResult, StepStatus
+from cllm.backend.base import Backend, Batch, BatchKind, Drafter, Row, Sampler, StepResult, StepStatus
 from cllm.backend.fake import FakeSampler
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
@@ -97,6 +97,9 @@ class Watched(Backend):
     def reset_embedding(self) -> None:
         self.inner.reset_embedding()
 
+    def create_drafter(self) -> Drafter | None:
+        return self.inner.create_drafter()
+
     def close(self) -> None:
         self.inner.close()
 
@@ -160,10 +163,18 @@ class StoppedClock(StepClock):
 class Drive:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
-    def __init__(self, backend: Backend, *, park_mb: int = 64, cache_mb: int = 0, **settings: Any) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        park_mb: int = 64,
+        cache_mb: int = 0,
+        new_drafter: Callable[[], Drafter] | None = None,
+        **settings: Any,
+    ) -> None:
         self.backend = backend if isinstance(backend, Watched) else Watched(backend)
         config = EngineConfig(threads=1, park_mb=park_mb, cache_ram_mb=cache_mb, **settings)
-        self.loop = StepLoop(self.backend, config, self._take)
+        self.loop = StepLoop(self.backend, config, self._take, new_drafter=new_drafter)
         self.scheduler = self.loop.scheduler
         self.answers: dict[str, Answer] = {}
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.base import StepStatus
+from cllm.backend.base import Drafter, StepStatus
 from cllm.backend.fake import FakeBackend, expected_text
 from cllm.config import EngineConfig
 from cllm.engine import prefix
@@ -31,11 +31,18 @@ def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 class Life:
     """An engine on the fake backend, its clients' ledger, and the laws."""
 
-    def __init__(self, backend: FakeBackend, park_mb: int = 1, cache_mb: int = 0) -> None:
+    def __init__(
+        self,
+        backend: FakeBackend,
+        park_mb: int = 1,
+        cache_mb: int = 0,
+        new_drafter: Callable[[], Drafter] | None = None,
+        draft_tokens: int = 8,
+    ) -> None:
         self.backend = backend
         self.reports: list[Report] = []
-        config = EngineConfig(park_mb=park_mb, cache_ram_mb=cache_mb)
-        self.loop = StepLoop(backend, config, self.reports.append)
+        config = EngineConfig(park_mb=park_mb, cache_ram_mb=cache_mb, draft_tokens=draft_tokens)
+        self.loop = StepLoop(backend, config, self.reports.append, new_drafter=new_drafter)
         self.requests: dict[str, Request] = {}
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
         self.died = False

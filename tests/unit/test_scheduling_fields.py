@@ -1,4 +1,4 @@
-"""`timeout`, `priority`, `cache_prompt`, `X-Queue-Position` and tenants' limits, through the routes."""
+"""Fields that say how a request is computed, `X-Queue-Position` and tenants' limits, through the routes."""
 
 from __future__ import annotations
 
@@ -90,15 +90,18 @@ def with_server(test: Asked, **options: Any) -> None:
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, Any]) -> None:
     async def asked(client: httpx.AsyncClient, _: Engine, requests: list[Request]) -> None:
-        answer = await client.post(path, json={**body, "timeout": 30, "priority": -7, "cache_prompt": False})
+        fields = {"timeout": 30, "priority": -7, "cache_prompt": False, "speculate": False}
+        answer = await client.post(path, json={**body, **fields})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-queue-position"] == "0"
         assert requests
         for request in requests:
             assert (request.timeout_s, request.priority, request.reuse) == (30.0, -7, False)
+            assert not request.speculate
         requests.clear()
         await client.post(path, json=body)
         assert (requests[0].timeout_s, requests[0].priority, requests[0].reuse) == (None, 0, True)
+        assert requests[0].speculate
 
     with_server(asked)
 
@@ -106,7 +109,7 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
 @pytest.mark.parametrize(
     "wrong",
     [{"timeout": 0}, {"timeout": -1}, {"timeout": 1e9}, {"timeout": "5"}, {"priority": 101},
-     {"priority": -101}, {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}],
+     {"priority": -101}, {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}, {"speculate": 0}],
 )  # fmt: skip
 def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any]) -> None:
     async def asked(client: httpx.AsyncClient, _: Engine, requests: list[Request]) -> None:
@@ -115,6 +118,25 @@ def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any])
             assert answer.status_code == 400, answer.text
             assert next(iter(wrong)) in answer.text
         assert requests == []
+
+    with_server(asked)
+
+
+def test_guesses_are_counted_and_can_be_declined() -> None:
+    """The fake's text repeats nothing, so what is guessed after two known letters is mostly wrong."""
+
+    async def asked(client: httpx.AsyncClient, _: Engine, __: list[Request]) -> None:
+        body = {"prompt": "abcd" * 8, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+        async def counted(name: str) -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(f"cllm_{name}_total"))
+
+        assert (await client.post("/generate", json={**body, "speculate": False})).status_code == 200
+        assert await counted("drafted_tokens") == await counted("accepted_tokens") == 0
+        answer = (await client.post("/generate", json=body)).json()["data"]
+        assert await counted("drafted_tokens") == answer["usage"]["drafted_tokens"] > 0
+        assert await counted("accepted_tokens") == answer["usage"]["accepted_tokens"]
 
     with_server(asked)
 

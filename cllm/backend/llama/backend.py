@@ -13,6 +13,7 @@ from cllm.backend.base import (
     Backend,
     Batch,
     BatchKind,
+    Drafter,
     Row,
     RowResult,
     StepResult,
@@ -22,6 +23,7 @@ from cllm.backend.base import (
 from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.choosing import Chooser
 from cllm.backend.llama.context import LlamaContext, status_of
+from cllm.backend.llama.drafting import DraftModel, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.library import Library, load
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
@@ -90,6 +92,19 @@ class LlamaBackend(Backend):
             self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._graveyard
         )
         self._warm_up()
+        self._drafts: DraftModel | None = None
+        if config.draft_model and self._context.generates:
+            try:
+                self._drafts = self._open_draft_model()
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_draft_model(self) -> DraftModel:
+        """Raises SetupError where it cannot guess for this model."""
+        check_cuttable(self._facts, "served")
+        config = draft_config(self._config, self._limits.request_tokens)
+        return DraftModel(LlamaBackend(config, library=self._library), self._vocabulary)
 
     def _warm_up(self) -> None:
         """A token or two through the model: the first request must not pay for reading the weights."""
@@ -215,7 +230,13 @@ class LlamaBackend(Backend):
         if self._embedding is not None:
             self._embedding.reset()
 
+    def create_drafter(self) -> Drafter | None:
+        return self._drafts.new_drafter() if self._drafts is not None else None
+
     def close(self) -> None:
+        if self._drafts is not None:
+            self._drafts.close()
+            self._drafts = None
         self.chooser.close()
         self._dry.close()
         self._graveyard.bury()

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS
+from cllm.backend.llama.drafting import SLOTS
 from cllm.backend.llama.header import GgufHeader
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
@@ -49,6 +50,7 @@ class MemoryFit:
         self.per_cell = header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
         self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
         self.compute = 256 * _MIB
+        self.draft = draft_bytes(config, self.cells // config.parallel) if config.draft_model else 0
 
     @property
     def kv(self) -> int:
@@ -56,7 +58,7 @@ class MemoryFit:
 
     @property
     def total(self) -> int:
-        return self.model + self.kv + self.compute
+        return self.model + self.kv + self.compute + self.draft
 
     @property
     def fits(self) -> bool:
@@ -65,10 +67,18 @@ class MemoryFit:
     def describe(self) -> str:
         """The sum, in MiB."""
         there = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
+        draft = f"+ draft model {self.draft // _MIB} MiB " if self.draft else ""
         return (
             f"model {self.model // _MIB} MiB + KV {self.kv // _MIB} MiB ({self.cells} cells) "
-            f"+ compute {self.compute // _MIB} MiB = {self.total // _MIB} MiB, available {there}"
+            f"+ compute {self.compute // _MIB} MiB {draft}= {self.total // _MIB} MiB, available {there}"
         )
+
+
+def draft_bytes(config: EngineConfig, request_tokens: int) -> int:
+    """What the draft model and its own KV cells will take."""
+    header = GgufHeader(Path(config.draft_model))
+    cells = SLOTS * (config.max_request_tokens or request_tokens)
+    return header.file_bytes + cells * header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
 
 
 def prepare(config: EngineConfig) -> EngineConfig:
@@ -86,11 +96,14 @@ def prepare(config: EngineConfig) -> EngineConfig:
         raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
+    if config.draft_model:
+        draft = Path(config.draft_model).expanduser().resolve()
+        config = msgspec.structs.replace(config, draft_model=str(draft))
     fit = MemoryFit(header, config)
     if fit.fits:
         return config
     assert fit.available is not None
-    affordable = (fit.available - fit.model - fit.compute) // max(1, fit.per_cell)
+    affordable = (fit.available - fit.model - fit.compute - fit.draft) // max(1, fit.per_cell)
     cells = affordable // config.parallel // 256 * 256 * config.parallel
     if config.ctx_size or cells < 512 * config.parallel:
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; try a smaller --ctx-size or --parallel")

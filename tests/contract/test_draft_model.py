@@ -1,0 +1,166 @@
+"""A small model that guesses: the text is the large one's, whatever the small one says or does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.drafting import DraftModel
+from cllm.backend.llama.files import MemoryFit, prepare
+from cllm.backend.llama.header import GgufHeader
+from cllm.config import EngineConfig
+from cllm.errors import ConfigError, ModelFileError
+from tests.contract.alone import Reference
+from tests.contract.harness import Drive, ask, words
+from tests.contract.kinds import DENSE
+from tests.tiny_models import make_dense
+
+Drafted = Callable[..., LlamaBackend]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same vocabulary, other weights."""
+    return make_dense(tmp_path_factory.mktemp("draft") / "other.gguf", seed=9)
+
+
+@pytest.fixture
+def drafted(models: dict[str, Path]) -> Iterator[Drafted]:
+    backends: list[LlamaBackend] = []
+
+    def make(draft: Path, model: str = "dense", *, unified: bool = False) -> LlamaBackend:
+        config = EngineConfig(
+            model=str(models[model]),
+            draft_model=str(draft),
+            parallel=3,
+            ctx_size=1536,
+            threads=1,
+            batch_tokens=64,
+            unified_kv=unified,
+        )
+        backends.append(LlamaBackend(config))
+        return backends[-1]
+
+    yield make
+    for backend in backends:
+        backend.close()
+
+
+def drafts_of(backend: LlamaBackend) -> DraftModel:
+    assert backend._drafts is not None
+    return backend._drafts
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_model_that_guesses_for_itself_is_right(
+    unified: bool, drafted: Drafted, models: dict[str, Path], reference: Reference
+) -> None:
+    drive = Drive(drafted(models["dense"], unified=unified))
+    drive.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
+    answer = drive.finish()["r"]
+    reference.check(DENSE, words(1, 150), 60, answer, endless=True)
+    work = answer.work
+    assert work.drafted_tokens > 30 and work.accepted_tokens > 0.8 * work.drafted_tokens
+    assert work.steps < 30 and answer.recomputed == 0
+
+
+def test_another_model_is_mostly_wrong_and_changes_nothing(
+    drafted: Drafted, other: Path, reference: Reference
+) -> None:
+    drive = Drive(drafted(other))
+    for seed in range(4):
+        drive.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
+        answer = drive.finish()[f"r{seed}"]
+        reference.check(DENSE, words(seed, 30), 40, answer, endless=True)
+        assert answer.work.drafted_tokens > 0 and answer.recomputed == 0
+        assert answer.work.accepted_tokens < 0.5 * answer.work.drafted_tokens
+
+
+def test_several_at_once_and_one_after_another(
+    drafted: Drafted, models: dict[str, Path], reference: Reference
+) -> None:
+    """Two get guesses at a time; those who come later find memory of those before."""
+    drive = Drive(drafted(models["dense"]), draft_tokens=24, cache_mb=16)
+    prompts = {f"r{seed}": words(seed % 4, 20 + seed % 4 * 9) for seed in range(9)}
+    drive.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
+    answers = drive.finish()
+    for name, prompt in prompts.items():
+        reference.check(DENSE, prompt, 30, answers[name], endless=True)
+    assert sum(answer.work.accepted_tokens for answer in answers.values()) > 50
+
+
+def test_a_slot_belongs_to_one_text_until_that_is_gone(drafted: Drafted, models: dict[str, Path]) -> None:
+    model = drafts_of(drafted(models["dense"]))
+    first, second, third = (model.new_drafter() for _ in range(3))
+    texts = [words(seed, 20) for seed in range(3)]
+    guesses = [each.propose(text, 4) for each, text in zip((first, second, third), texts, strict=True)]
+    assert guesses[0] and guesses[1] and guesses[2] == []
+    del first
+    assert third.propose(texts[2], 4) and second.propose(texts[1], 4) == guesses[1]
+
+
+def test_the_small_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
+    """On the drafter itself: it says the same whether it followed step by step or begins anew."""
+    model = drafts_of(drafted(models["dense"]))
+    following = model.new_drafter()
+    text = list(words(5, 20))
+    for step in range(12):
+        guesses = following.propose(text, 5)
+        fresh = model.new_drafter()
+        assert fresh.propose(text, 5) == guesses and len(guesses) == 5
+        del fresh
+        text += [*guesses[: step % 4], 65 + step]
+    for slot in model._slots:
+        assert model._backend.next_position(slot.number) == len(slot.held)
+    assert following.propose(list(words(6, 510)), 5) == [], "beyond what a request may hold"
+
+
+@pytest.mark.parametrize("status", [StepStatus.NO_ROOM, StepStatus.FAILED, None])
+def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
+    status: StepStatus | None, drafted: Drafted, models: dict[str, Path], reference: Reference
+) -> None:
+    backend = drafted(models["dense"])
+    inner = drafts_of(backend)._backend
+    forward, calls = inner.forward, []
+
+    def failing(batch: Batch) -> StepResult:
+        calls.append(batch)
+        if len(calls) % 3:
+            return forward(batch)
+        if status is None:
+            raise RuntimeError("the small model broke")
+        return StepResult(status, code=-3)
+
+    inner.forward = failing  # type: ignore[method-assign]
+    drive = Drive(backend)
+    drive.submit(ask("r", words(1, 30), 60, ignore_eos=True))
+    answer = drive.finish()["r"]
+    reference.check(DENSE, words(1, 30), 60, answer, endless=True)
+    assert len(calls) > 3 and answer.work.accepted_tokens > 0
+
+
+def test_what_cannot_guess_is_refused_before_serving(
+    drafted: Drafted, models: dict[str, Path], tmp_path: Path
+) -> None:
+    small = make_dense(tmp_path / "small.gguf", vocabulary=400)
+    with pytest.raises(ConfigError, match="400 tokens, that of the model 512"):
+        drafted(small)
+    with pytest.raises(ConfigError, match="the draft model is recurrent"):
+        drafted(models["recurrent"])
+    with pytest.raises(ConfigError, match="the served model is with a sliding window"):
+        drafted(models["dense"], "sliding")
+    with pytest.raises(ModelFileError):
+        prepare(EngineConfig(model=str(models["dense"]), draft_model=str(tmp_path / "none.gguf")))
+
+
+def test_its_memory_is_counted(models: dict[str, Path], other: Path) -> None:
+    plain = EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=2048)
+    with_draft = EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=2048, draft_model=str(other))
+    header = GgufHeader(models["dense"])
+    one, two = MemoryFit(header, plain), MemoryFit(header, with_draft)
+    assert two.total - one.total == GgufHeader(other).file_bytes + one.kv
+    assert "draft model" in two.describe() and "draft model" not in one.describe()

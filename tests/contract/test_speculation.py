@@ -1,0 +1,258 @@
+"""Guesses verified by llama.cpp: the same tokens as without, in fewer steps, and memory as it must be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from cllm.backend.base import Backend, Batch, Drafter, Row, StepStatus
+from cllm.types import FinishReason, Request
+from tests.contract.alone import Reference
+from tests.contract.harness import GREEDY, Answer, Drive, Tokens, ask, words
+from tests.contract.kinds import NATIVE, RECURRENT, SLIDING, Kind, Opened
+from tests.tiny_models import VOCABULARY
+
+DENSE = tuple(kind for kind in NATIVE if kind.model == "dense")
+every_dense = pytest.mark.parametrize("kind", DENSE, ids=lambda kind: kind.label)
+both_layouts = pytest.mark.parametrize(
+    "kind", [Kind("dense"), Kind("dense", unified=True)], ids=lambda kind: kind.label
+)
+RIGHT, MIXED, WRONG = 0.0, 0.3, 1.0  # how likely a guess is spoilt
+any_luck = pytest.mark.parametrize("wrong", [RIGHT, MIXED, WRONG], ids=["right", "mixed", "wrong"])
+
+
+class Knowing:
+    """Has seen the texts before; some of its guesses are spoilt."""
+
+    def __init__(self, texts: Sequence[Tokens], wrong: float, source: random.Random) -> None:
+        self._texts = texts
+        self._wrong = wrong
+        self._source = source
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        for text in self._texts:
+            if text[: len(tokens)] == tuple(tokens):
+                return [
+                    (token + (self._source.random() < self._wrong)) % VOCABULARY
+                    for token in text[len(tokens) : len(tokens) + most]
+                ]
+        return []
+
+
+def knowing(texts: Sequence[Tokens], wrong: float) -> Callable[[], Drafter]:
+    source = random.Random(7)
+    return lambda: Knowing(texts, wrong, source)
+
+
+def answered(backend: Backend, requests: Sequence[Request], **options: object) -> dict[str, Answer]:
+    """All of them at once; afterwards the memory is empty (laws 3 and 7, by what llama.cpp says of it)."""
+    drive = Drive(backend, **options)  # type: ignore[arg-type]
+    drive.submit(*requests)
+    return drive.finish()
+
+
+@every_dense
+@any_luck
+@pytest.mark.parametrize("count", [1, 3])
+def test_greedy_text_is_the_text_without_guesses(
+    kind: Kind, wrong: float, count: int, opened: Opened, reference: Reference
+) -> None:
+    prompts = {f"r{seed}": words(seed, 12 + 5 * seed) for seed in range(count)}
+    texts = [prompt + reference.alone(kind, prompt, 40, endless=True).tokens for prompt in prompts.values()]
+    requests = [ask(name, prompt, 40, ignore_eos=True) for name, prompt in prompts.items()]
+    answers = answered(opened(kind), requests, new_drafter=knowing(texts, wrong))
+    for name, prompt in prompts.items():
+        reference.check(kind, prompt, 40, answers[name], endless=True)
+        work = answers[name].work
+        assert len(answers[name].logprobs) == 40
+        assert work.drafted_tokens > 0 and answers[name].recomputed == 0
+        if wrong == WRONG:
+            assert work.accepted_tokens == 0
+        else:
+            assert 0 < work.accepted_tokens <= work.drafted_tokens
+    if wrong == RIGHT and count == 1:
+        assert answers["r0"].work.steps <= 12, "40 tokens in steps of up to 9"
+
+
+@both_layouts
+def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    """Prompt lookup itself, as shipped: the prompt holds the answer, as in an edit or a quotation."""
+    begin = words(3, 20)
+    said = reference.alone(kind, begin, 40, endless=True).tokens
+    prompt = begin + said + words(4, 3) + begin
+    drive = Drive(opened(kind))
+    drive.submit(ask("r", prompt, 60, ignore_eos=True))
+    answer = drive.finish()["r"]
+    reference.check(kind, prompt, 60, answer, endless=True)
+    assert answer.work.drafted_tokens > 0
+
+
+@both_layouts
+@any_luck
+def test_sampled_text_is_the_same_for_the_same_seed(kind: Kind, wrong: float, opened: Opened) -> None:
+    """Rounding may turn a draw that falls between two tokens; a wrong state would turn nearly all of them."""
+    requests = [
+        ask(f"r{seed}", words(seed, 20), 40, temperature=0.9, seed=seed, repetition_penalty=1.1)
+        for seed in range(8)
+    ]
+    plain = answered(opened(kind, sequences=1), requests, draft_tokens=0)
+    texts = [request.prompt + plain[request.id].tokens for request in requests]
+    guessed = answered(opened(kind, sequences=1), requests, new_drafter=knowing(texts, wrong))
+    same = [request.id for request in requests if plain[request.id].tokens == guessed[request.id].tokens]
+    assert len(same) >= 7
+    for name in same:
+        assert guessed[name].text == plain[name].text
+        assert guessed[name].finish_reason == plain[name].finish_reason
+        assert len(guessed[name].logprobs) == len(plain[name].logprobs)
+    assert sum(answer.work.drafted_tokens for answer in guessed.values()) > 0
+
+
+@both_layouts
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 7])
+def test_a_stop_string_inside_right_guesses_ends_there(
+    kind: Kind, at: int, opened: Opened, reference: Reference
+) -> None:
+    prompt = words(11, 30)
+    alone = reference.alone(kind, prompt, 30, endless=True).tokens
+    drafter = knowing([prompt + alone], RIGHT)
+    backend = opened(kind)
+    plain = ask("r", prompt, 30, ignore_eos=True)
+    (free,) = answered(backend, [plain], draft_tokens=0).values()
+    pieces = [backend.vocabulary.piece(token) for token in free.tokens]
+    stop = b"".join(pieces[at : at + 2]).decode(errors="ignore")
+    if not stop or "\ufffd" in stop:
+        stop = free.text[at : at + 2]
+    request = msgspec.structs.replace(plain, stop=(stop,))
+    (without,) = answered(backend, [request], draft_tokens=0).values()
+    drive = Drive(backend, cache_mb=64, new_drafter=drafter)
+    drive.submit(request)
+    (guessed,) = drive.finish().values()
+    assert guessed.text == without.text and guessed.tokens == without.tokens
+    assert guessed.finish_reason is without.finish_reason is FinishReason.STOP
+    assert len(guessed.logprobs) == len(guessed.tokens)
+    assert guessed.work.cells <= len(prompt) + len(guessed.tokens)
+    assert guessed.recomputed == 0
+
+
+@both_layouts
+@pytest.mark.parametrize("most", [1, 2, 5, 6, 11])
+def test_max_tokens_is_never_exceeded(kind: Kind, most: int, opened: Opened, reference: Reference) -> None:
+    prompt = words(12, 25)
+    text = prompt + reference.alone(kind, prompt, 30, endless=True).tokens
+    request = ask("r", prompt, most, ignore_eos=True)
+    (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
+    reference.check(kind, prompt, most, answer, endless=True)
+    assert len(answer.tokens) == most and answer.finish_reason is FinishReason.LENGTH
+
+
+@both_layouts
+def test_a_full_context_is_never_exceeded(kind: Kind, opened: Opened, reference: Reference) -> None:
+    prompt = words(13, 40)
+    text = prompt + reference.alone(kind, prompt, 40, endless=True).tokens
+    backend = opened(kind, request_tokens=61)
+    (answer,) = answered(
+        backend, [ask("r", prompt, 1000, ignore_eos=True)], new_drafter=knowing([text], RIGHT)
+    ).values()
+    reference.check(kind, prompt, 21, answer, endless=True)
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+@both_layouts
+def test_an_end_token_inside_right_guesses_ends_there(kind: Kind, opened: Opened) -> None:
+    """The end is made likely after a few tokens; the guesses run on beyond it."""
+    prompt = words(14, 20)
+    backend = opened(kind)
+    ends = tuple((token, 6.5) for token in sorted(backend.vocabulary.ends))
+    found = 0
+    for seed in range(6):
+        request = ask("r", prompt, 60, temperature=1.0, seed=seed, logit_bias=ends)
+        (plain,) = answered(backend, [request], draft_tokens=0).values()
+        text = (*prompt, *plain.tokens, min(backend.vocabulary.ends), *words(1, 20))
+        (guessed,) = answered(backend, [request], new_drafter=knowing([text], RIGHT)).values()
+        if guessed.tokens == plain.tokens:
+            assert guessed.finish_reason is plain.finish_reason
+            assert guessed.text == plain.text and guessed.recomputed == 0
+            assert guessed.work.cells <= len(prompt) + len(plain.tokens)
+            found += plain.finish_reason is FinishReason.STOP and guessed.work.accepted_tokens > 1
+    assert found, "no answer ended inside its guesses"
+
+
+@both_layouts
+@pytest.mark.parametrize("wrong", [RIGHT, MIXED])
+def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
+    kind: Kind, wrong: float, opened: Opened, reference: Reference
+) -> None:
+    history, known = words(77, 150), 0
+    backend = opened(kind, sequences=2, cells=2048)
+    texts: list[Tokens] = []
+    drive = Drive(backend, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1)))
+    for turn in range(3):
+        history += words(turn, 40)
+        texts.append(history + reference.alone(kind, history, 40, endless=True).tokens)
+        drive.submit(ask(f"turn {turn}", history, 40, ignore_eos=True))
+        answer = drive.finish()[f"turn {turn}"]
+        reference.check(kind, history, 40, answer, endless=True)
+        assert answer.work.cached_tokens == known and answer.work.drafted_tokens > 0
+        assert answer.recomputed == 0
+        known = len(history) + 39
+        history += answer.tokens
+
+
+@every_dense
+def test_memory_after_wrong_guesses_says_what_it_said_before(kind: Kind, opened: Opened) -> None:
+    """On the seam: guesses, taken back, then the right tokens: the same probabilities as without."""
+    backend = opened(kind)
+    sampler = backend.create_sampler(GREEDY)
+    prompt = words(5, 20)
+
+    def forward(position: int, tokens: Sequence[int], outputs: int) -> Row:
+        row = Row(0, position, tokens, outputs, sampler, logprobs=4)
+        result = backend.forward(Batch((row,)))
+        assert result.status is StepStatus.DONE
+        results.append(result.rows[0])
+        return row
+
+    results: list = []  # type: ignore[type-arg]
+    forward(0, prompt, 1)
+    first = results[-1].tokens[0]
+    forward(20, [first, *words(6, 5)], 6)
+    chosen = results[-1].tokens
+    assert len(chosen) == 1 and backend.next_position(0) == 26
+    assert backend.truncate(0, 21) == 21 and backend.next_position(0) == 21
+    forward(21, [chosen[0]], 1)
+    after = results[-1].logprobs[0]
+    backend.truncate(0, 0)
+    forward(0, prompt, 1)
+    forward(20, [first], 1)
+    forward(21, [chosen[0]], 1)
+    plain = results[-1].logprobs[0]
+    sampler.close()
+    assert dict(after.top).keys() & dict(plain.top).keys()
+    assert abs(after.logprob - plain.logprob) < (0.05 if kind.flash else 0.005)
+
+
+@pytest.mark.parametrize("kind", [RECURRENT, SLIDING], ids=lambda kind: kind.label)
+def test_memory_that_cannot_be_cut_is_never_guessed_into(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    prompt = words(5, 20)
+    text = prompt + reference.alone(kind, prompt, 20, endless=True).tokens
+    request = ask("r", prompt, 20, ignore_eos=True)
+    (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
+    reference.check(kind, prompt, 20, answer, endless=True)
+    assert answer.work.drafted_tokens == 0
+
+
+@both_layouts
+def test_a_request_may_decline(kind: Kind, opened: Opened, reference: Reference) -> None:
+    prompt = words(5, 20)
+    text = prompt + reference.alone(kind, prompt, 20, endless=True).tokens
+    request = msgspec.structs.replace(ask("r", prompt, 20, ignore_eos=True), speculate=False)
+    (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
+    reference.check(kind, prompt, 20, answer, endless=True)
+    assert answer.work.drafted_tokens == 0 and answer.work.steps == 20

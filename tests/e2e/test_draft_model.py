@@ -1,0 +1,29 @@
+"""`--draft-model` over HTTP: the same text, guessed ahead; one that cannot guess ends the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import cllm, wait_for
+from tests.tiny_models import make_dense
+
+
+def test_a_draft_model_guesses_and_the_text_is_the_same(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--draft-model", str(tiny_model), "--parallel", "2", "--threads", "1")
+    plain = server.generate("Once upon a time", 60, speculate=False)
+    guessed = server.generate("Once upon a time", 60)
+    assert guessed["text"] == plain["text"]
+    assert plain["usage"]["drafted_tokens"] == 0
+    assert guessed["usage"]["accepted_tokens"] > 10
+    assert server.metrics()["cllm_accepted_tokens_total"] == guessed["usage"]["accepted_tokens"]
+    assert guessed["usage"]["steps"] < plain["usage"]["steps"]
+    wait_for(server.idle)
+    server.stop()
+
+
+def test_another_vocabulary_is_refused_at_the_start(tiny_model: Path, tmp_path: Path) -> None:
+    other = make_dense(tmp_path / "other.gguf", vocabulary=400)
+    ended = cllm("serve", str(tiny_model), "--draft-model", str(other), "--port", "0", "--threads", "1")
+    assert ended.returncode != 0
+    assert "vocabulary has 400 tokens" in ended.stdout + ended.stderr
