@@ -12,6 +12,9 @@ serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 test: .venv/ready-test ## run the tests; ARGS go to pytest
 	.venv/bin/python -m pytest $(ARGS)
 
+faults: .venv/ready-test ## survive every fault of the list, by its number; ARGS="-k fault_43"
+	.venv/bin/python -m pytest tests/faults $(ARGS)
+
 check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -59,4 +62,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test check bench seeds soak fuzz schemas doctor firsttoken clean
+.PHONY: help serve test faults check bench seeds soak fuzz schemas doctor firsttoken clean
