@@ -102,6 +102,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     share_prefixes_across_tenants: Annotated[
         bool, Meta(description="Let tenants use each other's prefixes; timing then tells what others asked")
     ] = False
+    state_dir: Annotated[
+        str,
+        Meta(
+            description="Folder for files of computed prefixes (/admin/prefixes/save); empty: none are kept"
+        ),
+    ] = ""
     tune: Annotated[
         bool, Meta(description="Measure this machine at the first start with a model, and use what it found")
     ] = True

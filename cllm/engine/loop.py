@@ -18,6 +18,8 @@ from cllm.engine.messages import (
     Inspect,
     Inspection,
     Report,
+    RestorePrefixes,
+    SavePrefixes,
     StepReport,
     StepStats,
     Stop,
@@ -25,6 +27,7 @@ from cllm.engine.messages import (
 )
 from cllm.engine.scheduler import Scheduler, bisect
 from cllm.engine.speculation import Speculator
+from cllm.engine.state_work import StateWork
 from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import Delta
@@ -50,6 +53,7 @@ class StepLoop:
             share_across_tenants=config.share_prefixes_across_tenants,
             speculator=Speculator(config.draft_tokens),
         )
+        self.state_work = StateWork(backend, self.scheduler.prefixes.tier, config.state_dir, emit)
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(
             backend,
@@ -75,11 +79,13 @@ class StepLoop:
         try:
             while self._take_commands():
                 self.step()
+                self.state_work.slice()
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             error = exception if isinstance(exception, CllmError) else EngineDied("the engine loop died")
             raise
         finally:
+            self.state_work.close()
             self.scheduler.fail_all(error)
             self.embedding.fail_all(error)
             self._emit(StepReport(deltas=self._take_deltas(), stats=self._stats()))
@@ -158,17 +164,23 @@ class StepLoop:
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when told to stop."""
         try:
-            if self.idle:
+            if self.idle and self.state_work.idle:
                 command = self._idle_wait()
-            elif self.scheduler.has_work or not self.embedding.idle:
+            elif self._at_once:
                 command = self.inbox.get_nowait()
-            else:  # everybody here waits for a grammar
+            else:  # everybody here waits for a grammar, or for the disk
                 command = self.inbox.get(timeout=GRAMMAR_POLL_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False
         except Empty:
             return True
+
+    @property
+    def _at_once(self) -> bool:
+        """There is something to do that waits for nobody."""
+        files = not self.state_work.idle and not self.state_work.waits
+        return self.scheduler.has_work or not self.embedding.idle or files
 
     def _idle_wait(self) -> Command:
         try:
@@ -191,6 +203,8 @@ class StepLoop:
                 self.embedding.cancel(request_id)
             case Inspect(ticket):
                 self._emit(Inspection(ticket, self.scheduler.snapshot()))
+            case SavePrefixes() | RestorePrefixes():
+                self.state_work.add(command)
             case Stop():
                 return False
         return True

@@ -73,6 +73,7 @@ class EngineMetrics:
         self.prefix_evictions = counter("prefix_evictions", "Prefixes pushed out of RAM")
         self.prefix_bytes = gauge("prefix_ram_bytes", "RAM held by computed prefixes")
         self.parked_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
+        self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
 
     def loaded(self, limits: Limits) -> None:

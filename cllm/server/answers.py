@@ -179,6 +179,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "POST /admin/prefixes/save": {JSON: {"entries": 12, "tokens": 9216, "bytes": 212860928, "skipped": 0}},
+    "POST /admin/prefixes/restore": {JSON: {"entries": 12, "tokens": 9216, "bytes": 212860928, "skipped": 0}},
     "GET /debug/requests": {
         JSON: {
             "requests": [

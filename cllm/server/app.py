@@ -17,7 +17,7 @@ from cllm.server.keys import KeyRing
 from cllm.server.limits import RequestLimits
 from cllm.server.origin import HostCheck, listed
 from cllm.server.position import QueuePosition
-from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses, state_files
 
 
 def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRing | None = None) -> FastAPI:
@@ -40,6 +40,7 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRin
     app.include_router(embeddings.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
+    app.include_router(state_files.routes(engine))
     app.add_middleware(QueuePosition)
     _guard(app, engine, config, keys or KeyRing(config.api_keys, config.api_key))
     app.add_middleware(RequestIds)

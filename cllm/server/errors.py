@@ -26,6 +26,7 @@ from cllm.errors import (
     QueueFull,
     RateLimited,
     SlowReader,
+    StorageFailed,
     Unauthorized,
 )
 from cllm.types import Failure
@@ -44,6 +45,7 @@ STATUS: dict[type[Exception], int] = {
     DeadlineExceeded: 504,
     SlowReader: 408,
     EngineError: 500,
+    StorageFailed: 507,
     NotEnoughMemory: 503,  # of embeddings, whose memory is taken when the first is asked for
     CllmError: 500,
 }

@@ -250,6 +250,6 @@ def test_fault_52_sigill_in_a_kernel_falls_back(start: StartServer, tiny_model: 
 @needs_elf
 def test_fault_52_sigill_everywhere_says_what_to_install(tiny_model: Path, tmp_path: Path) -> None:
     library = with_undefined_instruction(tmp_path, "libllama.so", "llama_decode")
-    variables = {"CLLM_LIBRARY": str(library), "CLLM_CACHE_DIR": str(tmp_path / "cache")}
-    line = last_line(cllm("serve", str(tiny_model), "--port", "0", "--threads", "1", **variables))
+    arguments = ("serve", str(tiny_model), "--port", "0", "--threads", "1")
+    line = last_line(cllm(*arguments, CLLM_LIBRARY=str(library), CLLM_CACHE_DIR=str(tmp_path / "cache")))
     assert "SIGILL" in line and "cllm build --force --portable" in line

@@ -19,6 +19,7 @@ from cllm.backend.base import (
     StepStatus,
     count_ubatches,
 )
+from cllm.backend.llama import identity
 from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.choosing import Chooser
 from cllm.backend.llama.context import LlamaContext, status_of
@@ -199,6 +200,9 @@ class LlamaBackend(Backend):
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         return self._context.restore(sequence_id, state)
+
+    def state_identity(self) -> str:
+        return identity.state_identity(self._config, unified=self._context.unified)
 
     def open_embedding(self) -> None:
         if self._embedding is None:
