@@ -289,7 +289,8 @@ class Engine:
                 case Loading(progress):
                     if self._on_loading is not None:
                         self._on_loading(progress)
-                case Ready(facts, limits):
+                case Ready(facts, limits, memory):
+                    self.metrics.loaded(limits, memory)
                     self._on_ready(facts, limits)
                 case Died(code, message):
                     self._on_death(from_code(code, message))
@@ -298,7 +299,6 @@ class Engine:
         self.facts, self.limits = facts, limits
         if self.health is not Health.DRAINING:
             self.health = Health.READY
-        self.metrics.loaded(limits)
         if not self._loaded.done():
             self._loaded.set_result(None)
         self._feed()

@@ -17,6 +17,7 @@ from cllm.engine.messages import (
     Command,
     Inspect,
     Inspection,
+    Ready,
     Report,
     RestorePrefixes,
     SavePrefixes,
@@ -63,6 +64,13 @@ class StepLoop:
         self._embedded_last = False
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
+
+    @property
+    def ready(self) -> Ready:
+        """What the parent is told when it may send requests."""
+        tier = self.scheduler.prefixes.tier
+        memory = {**self.backend.memory_bytes(), "ram_tier_limit": tier.limit, "ram_tier": 0}
+        return Ready(self.backend.facts, self.backend.limits, memory)
 
     def post(self, command: Command) -> None:
         """Hand in a command, from any thread. One that ends a request ends the step of its prompt, too."""

@@ -93,6 +93,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     facts: ModelFacts
     limits: Limits
+    memory: dict[str, int] = {}  # bytes, by part
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

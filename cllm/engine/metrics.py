@@ -73,10 +73,16 @@ class EngineMetrics:
         self.prefix_evictions = counter("prefix_evictions", "Prefixes pushed out of RAM")
         self.prefix_bytes = gauge("prefix_ram_bytes", "RAM held by computed prefixes")
         self.parked_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
+        self.memory = Gauge(
+            "cllm_memory_bytes", "Memory by part; buffers are an estimate", ("part",), registry=self.registry
+        )
+        self._ram_tier = self.memory.labels("ram_tier")
         self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
 
-    def loaded(self, limits: Limits) -> None:
+    def loaded(self, limits: Limits, memory: dict[str, int]) -> None:
+        for part, size in memory.items():
+            self.memory.labels(part).set(size)
         self.kv_cells_total.set(limits.cells)
         self.ready.set(1)
 
@@ -97,6 +103,7 @@ class EngineMetrics:
         self.prefix_evictions.inc(stats.prefix_evictions)
         self.prefix_bytes.set(stats.prefix_bytes)
         self.parked_bytes.set(stats.parked_bytes)
+        self._ram_tier.set(stats.prefix_bytes + stats.parked_bytes)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -134,6 +141,8 @@ class EngineMetrics:
         for gauge in (self.ready, self.running, self.leases, self.kv_cells_used, self.prefix_bytes):
             gauge.set(0)
         self.parked_bytes.set(0)
+        for part in ("model", "kv", "buffers", "ram_tier"):
+            self.memory.labels(part).set(0)
 
     def render(self) -> bytes:
         """The exposition format."""

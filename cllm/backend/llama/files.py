@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 
 import msgspec
 
-from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS
 from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.text.template_file import read_template
 
+log = logging.getLogger(__name__)
 _MIB = 1 << 20
 
 
@@ -28,54 +30,11 @@ def embedded_model() -> Path:
     )
 
 
-def available_memory() -> int | None:
-    """Bytes the system says can still be used, or None where it does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-class MemoryFit:
-    """What a model and its KV cells will take, against what there is."""
-
-    def __init__(self, header: GgufHeader, config: EngineConfig) -> None:
-        self.available = available_memory()
-        # Repacked weights live beside the file's mapping, which the system can drop again.
-        self.model = header.file_bytes
-        self.per_cell = header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
-        self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
-        self.compute = 256 * _MIB
-
-    @property
-    def kv(self) -> int:
-        return self.per_cell * self.cells
-
-    @property
-    def total(self) -> int:
-        return self.model + self.kv + self.compute
-
-    @property
-    def fits(self) -> bool:
-        return self.available is None or self.total <= self.available
-
-    def describe(self) -> str:
-        """The sum, in MiB."""
-        there = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
-        return (
-            f"model {self.model // _MIB} MiB + KV {self.kv // _MIB} MiB ({self.cells} cells) "
-            f"+ compute {self.compute // _MIB} MiB = {self.total // _MIB} MiB, available {there}"
-        )
-
-
 def prepare(config: EngineConfig) -> EngineConfig:
     """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
     With the default context, fewer cells are taken where the full number does not fit; an explicit
-    --ctx-size is honoured or refused.
+    --ctx-size is honoured or refused. RAM for states is what is left, at most what was asked for.
     """
     path = Path(config.model).expanduser() if config.model else embedded_model()
     header = GgufHeader(path)
@@ -86,6 +45,26 @@ def prepare(config: EngineConfig) -> EngineConfig:
         raise ModelFileError(f"{path.name} has no ranking head: choose --pooling mean, cls or last")
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
+    return with_less_ram(_with_cells(header, config), header)
+
+
+def with_less_ram(config: EngineConfig, header: GgufHeader, available: int | None = None) -> EngineConfig:
+    """RAM for prefixes and the parked as far as there is some beside the rest; says so where it is less."""
+    fit = MemoryFit(header, config, available=available)
+    if fit.room_for_states >= fit.states:
+        return config
+    most = fit.room_for_states // _MIB
+    log.warning(
+        "memory is tight (%s; %s): %d MiB instead of %d for computed prefixes and parked requests",
+        *(fit.describe(), fit.describe_rest(), most, fit.states // _MIB),
+    )
+    return msgspec.structs.replace(
+        config, cache_ram_mb=min(config.cache_ram_mb, most), park_mb=min(config.park_mb, most)
+    )
+
+
+def _with_cells(header: GgufHeader, config: EngineConfig) -> EngineConfig:
+    """As many cells as were asked for, or by default as fit. Raises NotEnoughMemory with the sum."""
     fit = MemoryFit(header, config)
     if fit.fits:
         return config
