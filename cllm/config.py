@@ -151,6 +151,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: Annotated[
         str, Meta(description="Web origins whose pages may call this server, with commas between; '*': all")
     ] = ""
+    model_dir: Annotated[
+        str, Meta(description="Folder whose GGUF files /admin/reload may load; empty: only the served one")
+    ] = ""
     tls_cert: Annotated[str, Meta(description="Certificate chain (PEM); with --tls-key: serve HTTPS")] = ""
     tls_key: Annotated[str, Meta(description="Private key of the certificate (PEM)")] = ""
     header_timeout_s: Annotated[

@@ -9,8 +9,9 @@
     │   ├── SlowReader             the client does not read its stream                      408
     │   ├── Unauthorized           no key, or one nobody has                                401
     │   ├── Forbidden              the key (or the name the server was called by) is not enough 403
-    │   └── NotFound               no such route or request                                 404
-    │       └── ModelNotFound      no such model                                            404
+    │   ├── NotFound               no such route or request                                 404
+    │   │   └── ModelNotFound      no such model                                            404
+    │   └── ReloadFailed           the model could not be changed; the old one serves          409
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
     │   ├── RateLimited            this tenant has had what it may have for now             429
@@ -94,6 +95,10 @@ class PayloadTooLarge(ClientError):
 
 class StateFileError(ClientError):
     code = "state_file_invalid"
+
+
+class ReloadFailed(ClientError):
+    code = "reload_failed"
 
 
 class SlowReader(ClientError):

@@ -86,6 +86,13 @@ class EngineMetrics:
         self.kv_cells_total.set(limits.cells)
         self.ready.set(1)
 
+    def take_over(self, newer: EngineMetrics) -> None:
+        """Another engine takes this one's place: what it holds, in our account."""
+        for sample in next(iter(newer.memory.collect())).samples:
+            self.memory.labels(sample.labels["part"]).set(sample.value)
+        self.kv_cells_total.set(newer.registry.get_sample_value("cllm_kv_cells_total") or 0)
+        self.ready.set(1)
+
     def step(self, stats: StepStats) -> None:
         self.steps.inc(stats.steps)
         self.step_seconds.inc(stats.step_s)
