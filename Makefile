@@ -31,6 +31,9 @@ seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a tabl
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
 	.venv/bin/python -m cllm.bench.soak --tiny build/tiny.gguf $(ARGS)
 
+pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: all answered, all texts right
+	.venv/bin/python -m cllm.bench.pressure --tiny build/tiny.gguf $(ARGS)
+
 fuzz: .venv/ready-test ## send every route what its description allows and what it does not; ARGS="--examples 500 --seed 2"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
@@ -62,4 +65,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test faults check bench seeds soak fuzz schemas doctor firsttoken clean
+.PHONY: help serve test faults check bench seeds soak pressure fuzz schemas doctor firsttoken clean

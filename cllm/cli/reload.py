@@ -51,7 +51,7 @@ class Reloader:
         self._made: tuple[Engine, EngineConfig] | None = None
 
     def __call__(self, model: str) -> Engine:
-        """An engine for a file of --model-dir, or for the file that is served. Raises Forbidden, ReloadFailed."""
+        """An engine for a file of --model-dir, or for the one that is served. Raises ClientError."""
         self._see_who_serves()
         path = model_in(self._config.server.model_dir, model) if model else Path(self._serving.model)
         asked = msgspec.structs.replace(self._config.engine, model=str(path))

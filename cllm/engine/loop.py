@@ -227,6 +227,7 @@ class StepLoop:
         compute_s: float = 0.0,
         sample_s: float = 0.0,
     ) -> StepStats:
+        parks, resumes = self.scheduler.parking.take_counts()
         prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
         return StepStats(
             steps=steps,
@@ -247,4 +248,6 @@ class StepLoop:
             prefix_evictions=prefixes.evictions,
             prefix_bytes=tier.cached_bytes,
             parked_bytes=tier.parked_bytes,
+            parks=parks,
+            resumes=resumes,
         )

@@ -61,6 +61,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_evictions: int = 0  # states pushed out of it
     prefix_bytes: int = 0
     parked_bytes: int = 0
+    parks: int = 0  # requests that made room for others
+    resumes: int = 0  # and went on from what was saved of them
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):

@@ -73,6 +73,8 @@ class EngineMetrics:
         self.prefix_evictions = counter("prefix_evictions", "Prefixes pushed out of RAM")
         self.prefix_bytes = gauge("prefix_ram_bytes", "RAM held by computed prefixes")
         self.parked_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
+        self.parks = counter("parks", "Requests parked because KV was full")
+        self.resumes = counter("resumes", "Parked requests that went on from their saved state")
         self.memory = Gauge(
             "cllm_memory_bytes", "Memory by part; buffers are an estimate", ("part",), registry=self.registry
         )
@@ -110,6 +112,8 @@ class EngineMetrics:
         self.prefix_evictions.inc(stats.prefix_evictions)
         self.prefix_bytes.set(stats.prefix_bytes)
         self.parked_bytes.set(stats.parked_bytes)
+        self.parks.inc(stats.parks)
+        self.resumes.inc(stats.resumes)
         self._ram_tier.set(stats.prefix_bytes + stats.parked_bytes)
 
     @contextmanager
