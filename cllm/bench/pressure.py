@@ -38,7 +38,7 @@ COUNTERS = ("cllm_parks_total", "cllm_resumes_total")
 class Answer:
     """A greedy text, token by token, with the gap between the two likeliest at each."""
 
-    tokens: tuple[str, ...]
+    tokens: tuple[int, ...]
     gaps: tuple[float, ...]
     finish: str
 
@@ -108,19 +108,19 @@ def _prompts(server: RunningPeer, count: int) -> list[list[int]]:
 def _ask(server: RunningPeer, prompt: list[int]) -> Answer:
     body = {
         "prompt": prompt,
-        "max_tokens": OUTPUT_TOKENS,
+        "n_predict": OUTPUT_TOKENS,
         "temperature": 0,
-        "logprobs": 2,
+        "n_probs": 2,
         "ignore_eos": True,
     }
-    (choice,) = _call(server, "POST", "/v1/completions", body)["choices"]
-    told = choice["logprobs"]
+    # Token ids: texts of different tokens can be alike.
+    told = _call(server, "POST", "/completion", body)
+    steps = told["completion_probabilities"]
     gaps = []
-    for likeliest in told["top_logprobs"]:
-        values = sorted(likeliest.values(), reverse=True)
-        # Two tokens that are written alike share an entry: that counts as a tie.
-        gaps.append(values[0] - values[1] if len(values) > 1 else 0.0)
-    return Answer(tuple(told["tokens"]), tuple(gaps), choice["finish_reason"])
+    for step in steps:
+        best, second = sorted((found["logprob"] for found in step["top_logprobs"]), reverse=True)
+        gaps.append(best - second)
+    return Answer(tuple(step["id"] for step in steps), tuple(gaps), told["stop_type"])
 
 
 def _counters(server: RunningPeer) -> list[float]:

@@ -14,7 +14,7 @@ from tests.e2e.server import environment
 def answer(text: str, ties: str = "", finish: str = "length") -> Answer:
     """One token a letter; a tie where `ties` has an x."""
     gaps = tuple(0.01 if mark == "x" else 1.0 for mark in ties.ljust(len(text)))
-    return Answer(tuple(text), gaps, finish)
+    return Answer(tuple(text.encode()), gaps, finish)
 
 
 def test_texts_may_part_at_a_tie_and_nowhere_else() -> None:
