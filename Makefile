@@ -12,6 +12,9 @@ serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 test: .venv/ready-test ## run the tests; ARGS go to pytest
 	.venv/bin/python -m pytest $(ARGS)
 
+faults: .venv/ready-test ## survive every fault of the list, by its number; ARGS="-k fault_43"
+	.venv/bin/python -m pytest tests/faults $(ARGS)
+
 check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -28,8 +31,8 @@ seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a tabl
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
 	.venv/bin/python -m cllm.bench.soak --tiny build/tiny.gguf $(ARGS)
 
-faults: .venv/ready-test ## the faults that a server must survive, each a test by its number; ARGS go to pytest
-	.venv/bin/python -m pytest tests/faults $(ARGS)
+pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: all answered, all texts right
+	.venv/bin/python -m cllm.bench.pressure --tiny build/tiny.gguf $(ARGS)
 
 fuzz: .venv/ready-test ## send every route what its description allows and what it does not; ARGS="--examples 500 --seed 2"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
@@ -62,4 +65,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test check bench seeds soak faults fuzz schemas doctor firsttoken clean
+.PHONY: help serve test faults check bench seeds soak pressure fuzz schemas doctor firsttoken clean

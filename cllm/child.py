@@ -20,7 +20,7 @@ from cllm.backend.base import Backend
 from cllm.config import EngineConfig
 from cllm.engine.child import Channel
 from cllm.engine.loop import StepLoop
-from cllm.engine.messages import Command, Died, Heartbeat, Loading, Ready, Report, Stop
+from cllm.engine.messages import Command, Died, Heartbeat, Loading, Report, Stop
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
 
@@ -42,7 +42,7 @@ class EngineChild:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         backend = make_backend(config, lambda fraction: self._emit(Loading(fraction)))
         self._loop = loop = StepLoop(backend, config, self._emit)
-        self._emit(Ready(backend.facts, backend.limits))
+        self._emit(loop.ready)
         threading.Thread(target=self._read_commands, args=(loop,), name="commands", daemon=True).start()
         loop.run()
         backend.close()

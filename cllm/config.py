@@ -108,6 +108,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     share_prefixes_across_tenants: Annotated[
         bool, Meta(description="Let tenants use each other's prefixes; timing then tells what others asked")
     ] = False
+    state_dir: Annotated[
+        str,
+        Meta(
+            description="Folder for files of computed prefixes (/admin/prefixes/save); empty: none are kept"
+        ),
+    ] = ""
     tune: Annotated[
         bool, Meta(description="Measure this machine at the first start with a model, and use what it found")
     ] = True
@@ -150,6 +156,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     cors_origins: Annotated[
         str, Meta(description="Web origins whose pages may call this server, with commas between; '*': all")
+    ] = ""
+    model_dir: Annotated[
+        str, Meta(description="Folder whose GGUF files /admin/reload may load; empty: only the served one")
     ] = ""
     tls_cert: Annotated[str, Meta(description="Certificate chain (PEM); with --tls-key: serve HTTPS")] = ""
     tls_key: Annotated[str, Meta(description="Private key of the certificate (PEM)")] = ""

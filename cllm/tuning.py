@@ -10,9 +10,9 @@ import msgspec
 
 from cllm.backend.llama.build import cache_directory
 from cllm.backend.llama.context import request_share
-from cllm.backend.llama.files import MemoryFit
 from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.identity import tune_identity
+from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.threads import cores_used_by_others, default_threads
 from cllm.config import EngineConfig
 from cllm.tune.process import TrialProcess

@@ -155,6 +155,14 @@ class Backend(Protocol):
     def restore(self, sequence_id: int, state: bytes) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
+    def memory_bytes(self) -> dict[str, int]:
+        """What it has taken, in bytes, by part: model, kv, buffers (an estimate)."""
+        return {}
+
+    def state_identity(self) -> str:
+        """What saved memory is good for: that of another model, build or layout must not be restored."""
+        return ""
+
     def open_embedding(self) -> None:
         """Make what EMBED batches need; idempotent. Raises CllmError where that is not possible."""
 

@@ -259,6 +259,9 @@ class FakeBackend(Backend):
             results.append(RowResult(vector=expected_vector(tokens)) if row.outputs else RowResult())
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
+    def state_identity(self) -> str:
+        return "fake"
+
     def open_embedding(self) -> None:
         self._native("open_embedding")
         self.embedding_open = True

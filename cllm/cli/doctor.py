@@ -13,8 +13,9 @@ from rich.table import Table
 
 from cllm import __version__
 from cllm.backend.llama import cpu, library
-from cllm.backend.llama.files import MemoryFit, embedded_model
+from cllm.backend.llama.files import embedded_model
 from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
 from cllm.cli.tune import show
@@ -62,6 +63,7 @@ def doctor_command(
             f"trained for {header.context_train} tokens",
         )
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
+        table.add_row("when used", fit.describe_rest())
         healthy = fit.fits and _probe(config, table)
         record = _tuned(config, table)
     except CllmError as error:

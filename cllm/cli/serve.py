@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from functools import partial
 
 from rich.console import Console
 
@@ -11,6 +13,7 @@ from cllm.backend.llama.files import prepare
 from cllm.backend.llama.probe import find_working
 from cllm.cli.bars import progress_bar
 from cllm.cli.options import fail, with_options
+from cllm.cli.reload import Reloader
 from cllm.cli.tune import tune_at_start
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.engine.engine import Engine
@@ -42,13 +45,10 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
         engine_config = tune_at_start(config.engine, engine_config, given, console)
         with progress_bar(console) as progress:
             task = progress.add_task("loading the model", total=1.0)
-            engine = Engine(
-                ChildHost(engine_config, log_level=config.server.log_level),
-                queue_size=config.server.queue_size,
-                queue_tokens=config.server.queue_tokens,
-                max_timeout_s=config.server.max_timeout_s,
-                on_loading=lambda fraction: progress.update(task, completed=fraction),
+            engine = _make_engine(
+                config.server, engine_config, lambda at: progress.update(task, completed=at)
             )
+            reloader = Reloader(config, engine_config, given, partial(_make_engine, config.server))
 
             def announce(url: str) -> None:
                 progress.stop()
@@ -60,7 +60,19 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
                 )
 
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-                runner.run(serve(engine, config.server, listener, announce))
+                runner.run(serve(engine, config.server, listener, announce, reloader))
+
+
+def _make_engine(
+    server: ServerConfig, config: EngineConfig, on_loading: Callable[[float], None] | None = None
+) -> Engine:
+    return Engine(
+        ChildHost(config, log_level=server.log_level),
+        queue_size=server.queue_size,
+        queue_tokens=server.queue_tokens,
+        max_timeout_s=server.max_timeout_s,
+        on_loading=on_loading,
+    )
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -5,7 +5,6 @@ Lives in the parent. It keeps the ledger, feeds the host, hands deltas to stream
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -20,8 +19,23 @@ from cllm.engine.deadlines import Deadlines
 from cllm.engine.embedding import refuse_impossible
 from cllm.engine.endings import log_end, with_usage
 from cllm.engine.host import Host
-from cllm.engine.messages import Cancel, Died, Inspect, Inspection, Loading, Ready, Report, StepReport, Submit
+from cllm.engine.messages import (
+    Cancel,
+    Command,
+    Died,
+    Inspect,
+    Inspection,
+    Loading,
+    Ready,
+    Report,
+    RestorePrefixes,
+    SavePrefixes,
+    StateFileDone,
+    StepReport,
+    Submit,
+)
 from cllm.engine.metrics import EngineMetrics
+from cllm.engine.questions import Questions
 from cllm.engine.stream import Stream
 from cllm.engine.tenants import TenantLimits
 from cllm.engine.text_host import TextHost
@@ -34,6 +48,8 @@ from cllm.errors import (
     PoisonRequest,
     ShuttingDown,
     SlowReader,
+    StateFileError,
+    StorageFailed,
     from_code,
 )
 from cllm.types import Delta, Failure, FinishReason, Limits, ModelFacts, Request, Snapshot
@@ -88,8 +104,7 @@ class Engine:
         self._restarts = 0
         self._loaded: Future[None] = Future()
         self._error: CllmError | None = None
-        self._tickets = itertools.count()
-        self._inspections: dict[int, Future[Snapshot]] = {}
+        self._questions = Questions()
 
     # Life ------------------------------------------------------------------------------------------
 
@@ -127,7 +142,7 @@ class Engine:
     def _end_all(self, error: CllmError) -> None:
         for ticket in self._admission.tickets:
             self._drop(ticket, error)
-        self._fail_inspections(error)
+        self._questions.fail_all(error)
 
     @property
     def text(self) -> TextHost:
@@ -214,14 +229,23 @@ class Engine:
 
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""
+        return self._question(Inspect)
+
+    def save_prefixes(self, name: str) -> Future[StateFileDone]:
+        """Write what the RAM tier holds to a state file; fails with why not."""
+        return self._question(lambda ticket: SavePrefixes(ticket, name))
+
+    def restore_prefixes(self, name: str) -> Future[StateFileDone]:
+        """Put a state file's entries into the RAM tier; fails with why not, and then nothing has changed."""
+        return self._question(lambda ticket: RestorePrefixes(ticket, name))
+
+    def _question(self, command: Callable[[int], Command]) -> Future[Any]:
         with self._lock:
-            future: Future[Snapshot] = Future()
-            if self.health not in (Health.READY, Health.DRAINING):
-                future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
-                return future
-            ticket = next(self._tickets)
-            self._inspections[ticket] = future
-            self._host.send(Inspect(ticket))
+            ticket, future = self._questions.ask()
+            if self.health in (Health.READY, Health.DRAINING):
+                self._host.send(command(ticket))
+            else:
+                self._questions.answer(ticket, EngineNotReady(f"the engine is {self.health.value}"))
             return future
 
     @property
@@ -255,12 +279,18 @@ class Engine:
                     self.metrics.step(stats)
                     self._take_deltas(deltas)
                 case Inspection(ticket, snapshot):
-                    if (future := self._inspections.pop(ticket, None)) is not None:
-                        future.set_result(snapshot)
+                    self._questions.answer(ticket, snapshot)
+                case StateFileDone(ticket, failure=None):
+                    self._questions.answer(ticket, report)
+                case StateFileDone(ticket, failure=Failure(code, message)):
+                    if isinstance(error := from_code(code, message), StateFileError | StorageFailed):
+                        self.metrics.state_file_failures.inc()
+                    self._questions.answer(ticket, error)
                 case Loading(progress):
                     if self._on_loading is not None:
                         self._on_loading(progress)
-                case Ready(facts, limits):
+                case Ready(facts, limits, memory):
+                    self.metrics.loaded(limits, memory)
                     self._on_ready(facts, limits)
                 case Died(code, message):
                     self._on_death(from_code(code, message))
@@ -269,7 +299,6 @@ class Engine:
         self.facts, self.limits = facts, limits
         if self.health is not Health.DRAINING:
             self.health = Health.READY
-        self.metrics.loaded(limits)
         if not self._loaded.done():
             self._loaded.set_result(None)
         self._feed()
@@ -305,7 +334,7 @@ class Engine:
     def _on_death(self, error: CllmError) -> None:
         """Law 8: what has begun gets an error, what has sent nothing is replayed, a new host starts."""
         self.metrics.gone()
-        self._fail_inspections(error)
+        self._questions.fail_all(error)
         if not self._loaded.done():
             self._give_up(error)
             self._loaded.set_exception(error)
@@ -345,11 +374,6 @@ class Engine:
         for ticket in self._admission.tickets:
             self._end_with(ticket, error)
         log.critical("the engine is gone for good: %s", error)
-
-    def _fail_inspections(self, error: CllmError) -> None:
-        inspections, self._inspections = self._inspections, {}
-        for future in inspections.values():
-            future.set_exception(error)
 
     # Endings ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from cllm.backend.base import Backend
 from cllm.config import EngineConfig
 from cllm.engine.child import ChildProcess
 from cllm.engine.loop import StepLoop
-from cllm.engine.messages import Command, Died, Heartbeat, Loading, Ready, Report, Stop
+from cllm.engine.messages import Command, Died, Heartbeat, Loading, Report, Stop
 from cllm.engine.text_host import ChildText, LocalText, TextHost
 from cllm.errors import CllmError
 
@@ -72,7 +72,7 @@ class ThreadHost:
                 self._text = LocalText(
                     backend.vocabulary, facts.chat_template, tool_template=facts.tool_template
                 )
-                receive(Ready(backend.facts, backend.limits))
+                receive(loop.ready)
                 loop.run()
             finally:
                 if self._text is not None:

@@ -17,7 +17,10 @@ from cllm.engine.messages import (
     Command,
     Inspect,
     Inspection,
+    Ready,
     Report,
+    RestorePrefixes,
+    SavePrefixes,
     StepReport,
     StepStats,
     Stop,
@@ -25,6 +28,7 @@ from cllm.engine.messages import (
 )
 from cllm.engine.scheduler import Scheduler, bisect
 from cllm.engine.speculation import PromptLookup, Speculator
+from cllm.engine.state_work import StateWork
 from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import Delta
@@ -61,6 +65,7 @@ class StepLoop:
                 max(0, guesses), new_drafter or (lambda: backend.create_drafter() or PromptLookup())
             ),
         )
+        self.state_work = StateWork(backend, self.scheduler.prefixes.tier, config.state_dir, emit)
         self._interrupt = StepInterrupt(backend)
         self.embedding = EmbedQueue(
             backend,
@@ -70,6 +75,13 @@ class StepLoop:
         self._embedded_last = False
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
+
+    @property
+    def ready(self) -> Ready:
+        """What the parent is told when it may send requests."""
+        tier = self.scheduler.prefixes.tier
+        memory = {**self.backend.memory_bytes(), "ram_tier_limit": tier.limit, "ram_tier": 0}
+        return Ready(self.backend.facts, self.backend.limits, memory)
 
     def post(self, command: Command) -> None:
         """Hand in a command, from any thread. One that ends a request ends the step of its prompt, too."""
@@ -86,11 +98,13 @@ class StepLoop:
         try:
             while self._take_commands():
                 self.step()
+                self.state_work.slice()
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             error = exception if isinstance(exception, CllmError) else EngineDied("the engine loop died")
             raise
         finally:
+            self.state_work.close()
             self.scheduler.fail_all(error)
             self.embedding.fail_all(error)
             self._emit(StepReport(deltas=self._take_deltas(), stats=self._stats()))
@@ -169,17 +183,23 @@ class StepLoop:
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when told to stop."""
         try:
-            if self.idle:
+            if self.idle and self.state_work.idle:
                 command = self._idle_wait()
-            elif self.scheduler.has_work or not self.embedding.idle:
+            elif self._at_once:
                 command = self.inbox.get_nowait()
-            else:  # everybody here waits for a grammar
+            else:  # everybody here waits for a grammar, or for the disk
                 command = self.inbox.get(timeout=GRAMMAR_POLL_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False
         except Empty:
             return True
+
+    @property
+    def _at_once(self) -> bool:
+        """There is something to do that waits for nobody."""
+        files = not self.state_work.idle and not self.state_work.waits
+        return self.scheduler.has_work or not self.embedding.idle or files
 
     def _idle_wait(self) -> Command:
         try:
@@ -202,6 +222,8 @@ class StepLoop:
                 self.embedding.cancel(request_id)
             case Inspect(ticket):
                 self._emit(Inspection(ticket, self.scheduler.snapshot()))
+            case SavePrefixes() | RestorePrefixes():
+                self.state_work.add(command)
             case Stop():
                 return False
         return True
@@ -216,6 +238,7 @@ class StepLoop:
         compute_s: float = 0.0,
         sample_s: float = 0.0,
     ) -> StepStats:
+        parks, resumes = self.scheduler.parking.take_counts()
         prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
         return StepStats(
             steps=steps,
@@ -236,4 +259,6 @@ class StepLoop:
             prefix_evictions=prefixes.evictions,
             prefix_bytes=tier.cached_bytes,
             parked_bytes=tier.parked_bytes,
+            parks=parks,
+            resumes=resumes,
         )

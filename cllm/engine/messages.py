@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cllm.types import Delta, Limits, ModelFacts, Request, Snapshot
+from cllm.types import Delta, Failure, Limits, ModelFacts, Request, Snapshot
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -20,6 +20,20 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
     ticket: int
+
+
+class SavePrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Write the RAM tier to a state file."""
+
+    ticket: int
+    name: str
+
+
+class RestorePrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Read a state file into the RAM tier."""
+
+    ticket: int
+    name: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +61,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_evictions: int = 0  # states pushed out of it
     prefix_bytes: int = 0
     parked_bytes: int = 0
+    parks: int = 0  # requests that made room for others
+    resumes: int = 0  # and went on from what was saved of them
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +77,17 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
+class StateFileDone(msgspec.Struct, frozen=True, tag=True):
+    """What became of a SavePrefixes or RestorePrefixes."""
+
+    ticket: int
+    entries: int = 0
+    tokens: int = 0
+    size: int = 0  # bytes of RAM
+    skipped: int = 0  # known already, or no room
+    failure: Failure | None = None
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     progress: float  # 0 to 1
 
@@ -68,6 +95,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     facts: ModelFacts
     limits: Limits
+    memory: dict[str, int] = {}  # bytes, by part
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -81,5 +109,5 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Command = Submit | Cancel | Inspect | Stop
-Report = StepReport | Inspection | Loading | Ready | Heartbeat | Died
+Command = Submit | Cancel | Inspect | SavePrefixes | RestorePrefixes | Stop
+Report = StepReport | Inspection | StateFileDone | Loading | Ready | Heartbeat | Died

@@ -75,10 +75,26 @@ class EngineMetrics:
         self.prefix_evictions = counter("prefix_evictions", "Prefixes pushed out of RAM")
         self.prefix_bytes = gauge("prefix_ram_bytes", "RAM held by computed prefixes")
         self.parked_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
+        self.parks = counter("parks", "Requests parked because KV was full")
+        self.resumes = counter("resumes", "Parked requests that went on from their saved state")
+        self.memory = Gauge(
+            "cllm_memory_bytes", "Memory by part; buffers are an estimate", ("part",), registry=self.registry
+        )
+        self._ram_tier = self.memory.labels("ram_tier")
+        self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
 
-    def loaded(self, limits: Limits) -> None:
+    def loaded(self, limits: Limits, memory: dict[str, int]) -> None:
+        for part, size in memory.items():
+            self.memory.labels(part).set(size)
         self.kv_cells_total.set(limits.cells)
+        self.ready.set(1)
+
+    def take_over(self, newer: EngineMetrics) -> None:
+        """Another engine takes this one's place: what it holds, in our account."""
+        for sample in next(iter(newer.memory.collect())).samples:
+            self.memory.labels(sample.labels["part"]).set(sample.value)
+        self.kv_cells_total.set(newer.registry.get_sample_value("cllm_kv_cells_total") or 0)
         self.ready.set(1)
 
     def step(self, stats: StepStats) -> None:
@@ -98,6 +114,9 @@ class EngineMetrics:
         self.prefix_evictions.inc(stats.prefix_evictions)
         self.prefix_bytes.set(stats.prefix_bytes)
         self.parked_bytes.set(stats.parked_bytes)
+        self.parks.inc(stats.parks)
+        self.resumes.inc(stats.resumes)
+        self._ram_tier.set(stats.prefix_bytes + stats.parked_bytes)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -137,6 +156,8 @@ class EngineMetrics:
         for gauge in (self.ready, self.running, self.leases, self.kv_cells_used, self.prefix_bytes):
             gauge.set(0)
         self.parked_bytes.set(0)
+        for part in ("model", "kv", "buffers", "ram_tier"):
+            self.memory.labels(part).set(0)
 
     def render(self) -> bytes:
         """The exposition format."""

@@ -17,6 +17,7 @@ class Parking:
     def __init__(self, backend: Backend, tier: RamTier) -> None:
         self._backend = backend
         self._tier = tier
+        self._parks = self._resumes = 0  # since they were taken last
 
     @property
     def bytes_left(self) -> int:
@@ -24,6 +25,7 @@ class Parking:
 
     def save(self, sequence: Sequence) -> None:
         """Keep the KV of a sequence that is about to lose its lease."""
+        self._parks += 1
         state = None
         try:
             state = self._backend.save(sequence.sequence_id)
@@ -44,9 +46,16 @@ class Parking:
             restored = self._backend.restore(sequence.sequence_id, state)
         except Exception:
             log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
+        self._resumes += restored
         if not restored:
             self._backend.truncate(sequence.sequence_id, 0)
             sequence.computed = 0
+
+    def take_counts(self) -> tuple[int, int]:
+        """Since the last call: how many were parked, and how many resumed from RAM."""
+        counts = self._parks, self._resumes
+        self._parks = self._resumes = 0
+        return counts
 
     def forget(self, sequence: Sequence) -> None:
         """Give back the RAM of a sequence; nothing happens if it holds none."""

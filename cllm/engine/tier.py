@@ -6,7 +6,8 @@ One account of bytes for both. Parked requests go first: they push cached prefix
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import KeysView, Sequence
 
 from cllm.engine.radix import Match, RadixIndex
 
@@ -16,7 +17,7 @@ KEY_BYTES = 8  # of a token: four in the entry, four in the index
 class Entry:
     """The memory of a sequence that held exactly `tokens`."""
 
-    __slots__ = ("size", "state", "tenant", "tokens")
+    __slots__ = ("__weakref__", "size", "state", "tenant", "tokens")
 
     def __init__(self, tenant: str, tokens: Sequence[int], state: bytes) -> None:
         self.tenant = tenant
@@ -44,11 +45,16 @@ class RamTier:
         self.cached_bytes = 0
         self.parked_bytes = 0
         self.evictions = 0
-        self._entries: dict[Entry, None] = {}  # least recently used first
+        self._entries: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._indexes: dict[str, RadixIndex[Entry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def entries(self) -> KeysView[Entry]:
+        """What is cached, least recently used first."""
+        return self._entries.keys()
 
     @property
     def cache_room(self) -> int:
@@ -80,11 +86,20 @@ class RamTier:
         self.cached_bytes += entry.size
         return True
 
+    def put_last(self, entry: Entry) -> bool:
+        """Cache an entry as the first to go; False (nothing changed) if it is known or there is no room."""
+        length = len(entry.tokens)
+        known = self.matches(entry.tenant, entry.tokens, length)
+        if entry.size > self.cache_room or any(len(match.value.tokens) == length for match in known):
+            return False
+        kept = self.put(entry)
+        self._entries.move_to_end(entry, last=False)
+        return kept
+
     def touch(self, entry: Entry) -> None:
         """It was of use: the last to be pushed out now."""
         if entry in self._entries:
-            del self._entries[entry]
-            self._entries[entry] = None
+            self._entries.move_to_end(entry)
 
     def drop(self, entry: Entry) -> None:
         """Forget an entry; one that is gone already is left alone."""

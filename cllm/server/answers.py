@@ -282,6 +282,16 @@ ANSWERS: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "POST /admin/prefixes/save": {JSON: {"entries": 12, "tokens": 9216, "bytes": 212860928, "skipped": 0}},
+    "POST /admin/prefixes/restore": {JSON: {"entries": 12, "tokens": 9216, "bytes": 212860928, "skipped": 0}},
+    "POST /admin/reload": {
+        JSON: {
+            "model": "SmolLM2-360M-Instruct",
+            "description": "llama 360M Q8_0",
+            "sequences": 8,
+            "request_tokens": 4096,
+        }
+    },
     "GET /debug/requests": {
         JSON: {
             "requests": [

@@ -17,12 +17,27 @@ from cllm.server.keys import KeyRing
 from cllm.server.limits import RequestLimits
 from cllm.server.origin import HostCheck, listed
 from cllm.server.position import QueuePosition
-from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import (
+    admin,
+    embeddings,
+    generate,
+    llama,
+    messages,
+    openai,
+    reload,
+    responses,
+    state_files,
+)
+from cllm.server.switch import EngineSwitch, PinEngine
 
 
-def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRing | None = None) -> FastAPI:
+def create_app(
+    engines: Mapping[str, Engine | EngineSwitch], config: ServerConfig, keys: KeyRing | None = None
+) -> FastAPI:
     """The ASGI application. The engines are started and stopped by the caller."""
-    (engine,) = engines.values()  # several models: later; the signature is ready for it
+    (given,) = engines.values()  # several models: later; the signature is ready for it
+    switch = given if isinstance(given, EngineSwitch) else EngineSwitch(given)
+    engine = switch.as_engine()
     app = FastAPI(
         title="cllm",
         version=__version__,
@@ -40,9 +55,12 @@ def create_app(engines: Mapping[str, Engine], config: ServerConfig, keys: KeyRin
     app.include_router(embeddings.routes(engine))
     app.include_router(llama.routes(engine))
     app.include_router(admin.routes(engine))
+    app.include_router(state_files.routes(engine))
+    app.include_router(reload.routes(switch))
     app.add_middleware(QueuePosition)
     _guard(app, engine, config, keys or KeyRing(config.api_keys, config.api_key))
     app.add_middleware(RequestIds)
+    app.add_middleware(PinEngine, switch=switch)
     return app
 
 

@@ -25,7 +25,9 @@ from cllm.errors import (
     PayloadTooLarge,
     QueueFull,
     RateLimited,
+    ReloadFailed,
     SlowReader,
+    StorageFailed,
     Unauthorized,
 )
 from cllm.types import Failure
@@ -43,7 +45,9 @@ STATUS: dict[type[Exception], int] = {
     RateLimited: 429,
     DeadlineExceeded: 504,
     SlowReader: 408,
+    ReloadFailed: 409,
     EngineError: 500,
+    StorageFailed: 507,
     NotEnoughMemory: 503,  # of embeddings, whose memory is taken when the first is asked for
     CllmError: 500,
 }

@@ -141,7 +141,7 @@ def _needed(schema: dict[str, Any], route: dict[str, Any]) -> str | None:
         return None
     reference: str = route["requestBody"]["content"][JSON]["schema"]["$ref"]
     body: dict[str, Any] = schema["components"]["schemas"][reference.rpartition("/")[2]]
-    return str(body["required"][0])
+    return str(body["required"][0]) if body.get("required") else None
 
 
 def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cllm.server.auth import is_loopback
 from cllm.server.connection import GuardedConnection, limits_of
 from cllm.server.keys import KeyRing
 from cllm.server.sse import DirectSend
+from cllm.server.switch import EngineSwitch, Load
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +104,16 @@ def _reload_keys(keys: KeyRing, engine: Engine) -> None:
 
 
 async def serve(
-    engine: Engine, config: ServerConfig, listener: socket.socket, announce: Callable[[str], None]
+    first: Engine,
+    config: ServerConfig,
+    listener: socket.socket,
+    announce: Callable[[str], None],
+    load: Load | None = None,
 ) -> None:
-    """Load and serve until told to stop. Raises what keeps the model from loading."""
+    """Load and serve until told to stop. Raises what keeps the model from loading.
+
+    `load` makes the engine that is to take over when an operator asks for it.
+    """
     keys, tls = KeyRing(config.api_keys, config.api_key), tls_of(config)
     if not keys.closed and not is_loopback(config.host):
         log.warning(
@@ -113,13 +121,15 @@ async def serve(
             config.host,
         )
     loop = asyncio.get_running_loop()
-    engine.deliver = loop.call_soon_threadsafe
+    first.deliver = loop.call_soon_threadsafe
+    switch = EngineSwitch(first, load)
+    engine = switch.as_engine()
     engine.set_tenants(limits_by_tenant(keys))
     engine.start()
     try:
         await asyncio.wrap_future(engine.loaded)
         settings = uvicorn.Config(
-            DirectSend(create_app({"default": engine}, config, keys)),
+            DirectSend(create_app({"default": switch}, config, keys)),
             log_config=None,
             log_level=logging.ERROR,  # its warnings tell what a client did wrong, one line each
             access_log=False,

@@ -10,8 +10,9 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.drafting import DraftModel
-from cllm.backend.llama.files import MemoryFit, prepare
+from cllm.backend.llama.files import prepare
 from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError
 from tests.contract.alone import Reference

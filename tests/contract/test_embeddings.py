@@ -6,6 +6,7 @@ import ctypes
 import math
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import pytest
 
 from cllm.backend.base import Batch, BatchKind, Row, StepStatus
 from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.embedding import EmbeddingMemory
 from cllm.backend.llama.files import prepare
 from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.library import load
+from cllm.backend.llama.memory import EmbeddingMemory
 from cllm.backend.llama.pair import PairFrame
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
@@ -393,7 +394,7 @@ def resident() -> int:
 
 
 def test_memory_is_counted_before_it_is_taken(
-    files: dict[str, Path], opened_for: Open, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = GgufHeader(files["dense"])
     limits = EmbedLimits(tokens=4096, batch_tokens=512, chunked=True)
@@ -404,9 +405,14 @@ def test_memory_is_counted_before_it_is_taken(
     whole = EmbeddingMemory.of(header, EmbedLimits(tokens=4096, batch_tokens=512), 512, flash=False)
     assert GgufHeader(files["encoder-mean"]).kv_bytes_per_cell() == 0, "an encoder has no cells"
     assert whole.kv == 0 and whole.attention == 4 * 4096 * 4096 * 4
-    monkeypatch.setattr("cllm.backend.llama.embedding.available_memory", lambda: 1 << 16)
+    monkeypatch.setattr("cllm.backend.llama.memory.available_memory", lambda: 1 << 16)
     with pytest.raises(NotEnoughMemory, match="not enough memory for embeddings"):
-        opened_for("dense")
+        memory.check()
+    # Of a model that generates, they are counted when the first is asked for.
+    config = EngineConfig(model=str(files["dense"]), parallel=2, ctx_size=1024, threads=1)
+    too_large = pytest.raises(NotEnoughMemory, match="not enough memory for embeddings")
+    with closing(LlamaBackend(config)) as backend, too_large:
+        backend.open_embedding()
 
 
 def test_a_ranking_head_that_is_not_there_is_refused(files: dict[str, Path]) -> None:

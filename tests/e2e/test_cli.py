@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,43 +35,6 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def bad_file(kind: str, folder: Path, good: Path) -> Path:
-    path = folder / f"{kind}.gguf"
-    data = good.read_bytes()
-    contents = {
-        "missing": None,
-        "empty": b"",
-        "text": b"this is not a model\n" * 100,
-        "cut-in-metadata": data[:2000],
-        "cut-in-tensors": data[:-5000],
-        "absurd-tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1) + data[24:],
-        "absurd-metadata": b"GGUF" + struct.pack("<IQQ", 3, 1, 2**60) + data[24:],
-        "absurd-string": b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62) + data[32:],
-    }
-    content = contents[kind]
-    if content is not None:
-        path.write_bytes(content)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("missing", "no model file"),
-        ("empty", "GGUF"),
-        ("text", "not a GGUF"),
-        ("cut-in-metadata", "truncated"),
-        ("cut-in-tensors", "truncated"),
-        ("absurd-tensors", str(2**60)),
-        ("absurd-metadata", str(2**60)),
-        ("absurd-string", "corrupt"),
-    ],
-)
-def test_a_bad_model_file_is_one_line(tmp_path: Path, tiny_model: Path, kind: str, said: str) -> None:
-    line = one_line(cllm("serve", str(bad_file(kind, tmp_path, tiny_model)), "--port", "0"))
-    assert said in line
-
-
 def test_a_folder_is_no_model(tmp_path: Path) -> None:
     assert "folder" in one_line(cllm("serve", str(tmp_path), "--port", "0"))
 
@@ -84,11 +46,6 @@ def test_run_says_the_same_of_a_bad_model(tmp_path: Path) -> None:
 def test_a_port_in_use_is_one_line_before_anything_is_loaded(tiny_model: Path, taken_port: int) -> None:
     line = one_line(cllm("serve", str(tiny_model), "--port", str(taken_port), CLLM_LOG_LEVEL="debug"))
     assert str(taken_port) in line and "in use" in line and "--port" in line
-
-
-def test_a_context_that_cannot_fit_is_refused_with_the_sum(tiny_model: Path) -> None:
-    line = one_line(cllm("serve", str(tiny_model), "--port", "0", "--ctx-size", str(10**12)))
-    assert "MiB" in line and "--ctx-size" in line
 
 
 @pytest.mark.parametrize(
@@ -194,7 +151,9 @@ def test_doctor_names_what_it_found() -> None:
 
 
 def test_doctor_of_a_bad_model_fails(tmp_path: Path, tiny_model: Path) -> None:
-    done = cllm("doctor", str(bad_file("cut-in-tensors", tmp_path, tiny_model)))
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny_model.read_bytes()[:-5000])
+    done = cllm("doctor", str(cut))
     assert done.returncode == 1
     assert "truncated" in done.stdout
 

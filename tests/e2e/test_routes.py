@@ -73,6 +73,12 @@ def test_metrics_equal_the_clients_ledger(tiny: Server) -> None:
         assert after[f"cllm_{idle}"] == 0
     assert after["cllm_integrity_failures"] == 0
     assert after["cllm_kv_cells_total"] == tiny.kv()["cells"]["total"]
+    memory = {
+        part: after[f"cllm_memory_bytes{{part={part}}}"] for part in ("model", "kv", "buffers", "ram_tier")
+    }
+    assert all(memory[part] > 0 for part in ("model", "kv", "buffers"))
+    assert memory["ram_tier"] == after["cllm_prefix_ram_bytes"] + after["cllm_parked_ram_bytes"]
+    assert after["cllm_memory_bytes{part=ram_tier_limit}"] == 1 << 30
 
 
 def test_metrics_count_tokens_and_times(tiny: Server) -> None:

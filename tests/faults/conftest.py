@@ -38,6 +38,22 @@ def start_for_module(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path)
         yield start_one
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartServer]:
+    """Start a server of one's own on any model; whatever still runs afterwards is killed."""
+    with ExitStack() as stack:
+        started = 0
+
+        def start_one(*arguments: str, **options: object) -> Server:
+            nonlocal started
+            started += 1
+            server = Server(tmp_path / f"log{started}", *arguments, **options)  # type: ignore[arg-type]
+            stack.callback(server.kill)
+            return server.__enter__()
+
+        yield start_one
+
+
 @pytest.fixture(scope="module")
 def shared(start_for_module: StartServer) -> Server:
     """The file's own server, with defaults."""

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.files import MemoryFit, prepare
 from cllm.backend.llama.header import GgufHeader
-from cllm.config import EngineConfig
-from cllm.errors import ModelFileError, NotEnoughMemory
+from cllm.errors import ModelFileError
 from tests.tiny_models import make_dense, make_recurrent
 
 
@@ -66,18 +64,3 @@ def test_no_damage_raises_anything_else(
     path.write_bytes(data[: len(data) - cut])
     with contextlib.suppress(ModelFileError):
         GgufHeader(path)
-
-
-def test_memory_that_does_not_suffice_is_refused_with_the_sum(
-    good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import cllm.backend.llama.files as files
-
-    config = EngineConfig(model=str(good), parallel=8, ctx_size=1_000_000)
-    monkeypatch.setattr(files, "available_memory", lambda: 300 << 20)
-    with pytest.raises(NotEnoughMemory, match=r"model \d+ MiB \+ KV \d+ MiB .* = \d+ MiB, available 300 MiB"):
-        prepare(config)
-    # Left to itself, cllm takes what fits.
-    assert MemoryFit(GgufHeader(good), EngineConfig(model=str(good))).fits
-    monkeypatch.setattr(files, "available_memory", lambda: (256 << 20) + (8 << 20))
-    assert 0 < prepare(EngineConfig(model=str(good))).ctx_size < 8 * 4096

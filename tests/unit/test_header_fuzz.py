@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.files import MemoryFit
 from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
 from tests.tiny_models import make_dense

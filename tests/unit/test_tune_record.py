@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.llama.files import MemoryFit, prepare
+from cllm.backend.llama.files import prepare
 from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.identity import cpu_name, tune_identity
+from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
 from cllm.tune.process import sample_text

@@ -20,12 +20,15 @@ from cllm.backend.base import (
     StepStatus,
     count_ubatches,
 )
+from cllm.backend.llama import identity
 from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.choosing import Chooser
 from cllm.backend.llama.context import LlamaContext, status_of
 from cllm.backend.llama.drafting import DraftModel, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
+from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.library import Library, load
+from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.backend.llama.ownership import Graveyard, Owned
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
@@ -214,6 +217,19 @@ class LlamaBackend(Backend):
 
     def restore(self, sequence_id: int, state: bytes) -> bool:
         return self._context.restore(sequence_id, state)
+
+    def memory_bytes(self) -> dict[str, int]:
+        fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
+        return {
+            "model": self._facts.size_bytes,
+            "kv": fit.per_cell * self._limits.cells,
+            "buffers": fit.compute,
+            "embedding_limit": fit.embedding,
+            "grammars_limit": fit.grammars,
+        }
+
+    def state_identity(self) -> str:
+        return identity.state_identity(self._config, unified=self._context.unified)
 
     def open_embedding(self) -> None:
         if self._embedding is None:

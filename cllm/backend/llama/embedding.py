@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +12,9 @@ import numpy.typing as npt
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
 from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, status_of
-from cllm.backend.llama.files import available_memory
 from cllm.backend.llama.header import GgufHeader
 from cllm.backend.llama.library import Library
+from cllm.backend.llama.memory import EmbeddingMemory
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.ownership import Graveyard, Owned
 from cllm.backend.llama.workers import Workers
@@ -24,7 +23,6 @@ from cllm.errors import NotEnoughMemory
 from cllm.types import EmbedLimits, Pooling
 
 ROWS = 32  # inputs of a step
-_MIB = 1 << 20
 # Flash attention on a CPU sums in 16 bits and differently at each batch size: a text's vectors alone and in a
 # batch had a cosine of 0.996 (0.999999 without). So it is used only where attention would need more.
 EXACT_BYTES = 1 << 30
@@ -48,38 +46,6 @@ def embed_limits(
         rows=ROWS,
         chunked=generates and model.causal,
     )
-
-
-class EmbeddingMemory(NamedTuple):
-    """What the context will take, in bytes. An upper estimate: llama.cpp tells only when it has taken it."""
-
-    kv: int
-    logits: int  # llama.cpp reserves them for every token, wanted or not
-    attention: int
-
-    @classmethod
-    def of(cls, header: GgufHeader, limits: EmbedLimits, vocabulary: int, *, flash: bool) -> EmbeddingMemory:
-        widest = limits.batch_tokens if limits.chunked else limits.tokens
-        heads = 1 if flash else header.number("attention.head_count", 1)
-        return cls(
-            kv=header.kv_bytes_per_cell() * limits.tokens if limits.chunked else 0,
-            logits=vocabulary * widest * 4 * (2 if limits.chunked else 1),
-            attention=heads * widest * limits.tokens * 4,
-        )
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def check(self) -> None:
-        """Raises NotEnoughMemory with the sum."""
-        available = available_memory()
-        if available is not None and self.total > available:
-            raise NotEnoughMemory(
-                f"not enough memory for embeddings: KV {self.kv // _MIB} MiB "
-                f"+ logits {self.logits // _MIB} MiB + attention {self.attention // _MIB} MiB, "
-                f"available {available // _MIB} MiB; try a smaller --embed-tokens"
-            )
 
 
 class EmbeddingContext(Owned):

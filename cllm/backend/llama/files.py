@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 
 import msgspec
 
-from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS
-from cllm.backend.llama.drafting import SLOTS
 from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.text.template_file import read_template
 
+log = logging.getLogger(__name__)
 _MIB = 1 << 20
 
 
@@ -29,63 +30,11 @@ def embedded_model() -> Path:
     )
 
 
-def available_memory() -> int | None:
-    """Bytes the system says can still be used, or None where it does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-class MemoryFit:
-    """What a model and its KV cells will take, against what there is."""
-
-    def __init__(self, header: GgufHeader, config: EngineConfig) -> None:
-        self.available = available_memory()
-        # Repacked weights live beside the file's mapping, which the system can drop again.
-        self.model = header.file_bytes
-        self.per_cell = header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
-        self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
-        self.compute = 256 * _MIB
-        self.draft = draft_bytes(config, self.cells // config.parallel) if config.draft_model else 0
-
-    @property
-    def kv(self) -> int:
-        return self.per_cell * self.cells
-
-    @property
-    def total(self) -> int:
-        return self.model + self.kv + self.compute + self.draft
-
-    @property
-    def fits(self) -> bool:
-        return self.available is None or self.total <= self.available
-
-    def describe(self) -> str:
-        """The sum, in MiB."""
-        there = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
-        draft = f"+ draft model {self.draft // _MIB} MiB " if self.draft else ""
-        return (
-            f"model {self.model // _MIB} MiB + KV {self.kv // _MIB} MiB ({self.cells} cells) "
-            f"+ compute {self.compute // _MIB} MiB {draft}= {self.total // _MIB} MiB, available {there}"
-        )
-
-
-def draft_bytes(config: EngineConfig, request_tokens: int) -> int:
-    """What the draft model and its own KV cells will take."""
-    header = GgufHeader(Path(config.draft_model))
-    cells = SLOTS * (config.max_request_tokens or request_tokens)
-    return header.file_bytes + cells * header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
-
-
 def prepare(config: EngineConfig) -> EngineConfig:
     """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
     With the default context, fewer cells are taken where the full number does not fit; an explicit
-    --ctx-size is honoured or refused.
+    --ctx-size is honoured or refused. RAM for states is what is left, at most what was asked for.
     """
     path = Path(config.model).expanduser() if config.model else embedded_model()
     header = GgufHeader(path)
@@ -99,6 +48,26 @@ def prepare(config: EngineConfig) -> EngineConfig:
     if config.draft_model:
         draft = Path(config.draft_model).expanduser().resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
+    return with_less_ram(_with_cells(header, config), header)
+
+
+def with_less_ram(config: EngineConfig, header: GgufHeader, available: int | None = None) -> EngineConfig:
+    """RAM for prefixes and the parked as far as there is some beside the rest; says so where it is less."""
+    fit = MemoryFit(header, config, available=available)
+    if fit.room_for_states >= fit.states:
+        return config
+    most = fit.room_for_states // _MIB
+    log.warning(
+        "memory is tight (%s; %s): %d MiB instead of %d for computed prefixes and parked requests",
+        *(fit.describe(), fit.describe_rest(), most, fit.states // _MIB),
+    )
+    return msgspec.structs.replace(
+        config, cache_ram_mb=min(config.cache_ram_mb, most), park_mb=min(config.park_mb, most)
+    )
+
+
+def _with_cells(header: GgufHeader, config: EngineConfig) -> EngineConfig:
+    """As many cells as were asked for, or by default as fit. Raises NotEnoughMemory with the sum."""
     fit = MemoryFit(header, config)
     if fit.fits:
         return config

@@ -33,6 +33,32 @@ def tune_identity(
     }
 
 
+def state_identity(config: EngineConfig, *, unified: bool) -> str:
+    """Facts that the bytes of a saved sequence depend on. Raises SetupError."""
+    header = GgufHeader(Path(config.model))
+    facts = {
+        "model": _model(header),
+        "weights": _sample(header.path),
+        "library": _library(find()),
+        "keys": config.cache_type_k,
+        "values": config.cache_type_v,
+        "transposed": str(not config.flash_attention),
+        "unified": str(unified),
+    }
+    return "\n".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
+    """Of the whole file, evenly: models that were trained further have the same header, other weights."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(pieces):
+            file.seek(size * number // pieces)
+            digest.update(file.read(piece_bytes))
+    return digest.hexdigest()[:16]
+
+
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name as the system tells it, else its architecture."""
     try:

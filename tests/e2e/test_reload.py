@@ -1,0 +1,112 @@
+"""POST /admin/reload: another model takes over, and nobody notices who has begun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import StartServer
+from tests.e2e.server import Server, alive, children_of, text_of, wait_for
+from tests.faults.harness import refusal
+from tests.tiny_models import make_dense, make_sliding_window
+
+LONG = 1500
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_dense(folder / "one.gguf")
+    make_sliding_window(folder / "two.gguf")
+    (folder / "broken.gguf").write_bytes((folder / "one.gguf").read_bytes()[:3000])
+    return folder
+
+
+def start_on(start: StartServer, folder: Path) -> Server:
+    arguments = ("--parallel", "2", "--threads", "1", "--ctx-size", "8192", "--model-dir", str(folder))
+    return start(str(folder / "one.gguf"), *arguments)
+
+
+def reload(server: Server, **body: str) -> dict[str, object]:
+    answer = server.post("/admin/reload", body)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert isinstance(told, dict)
+    return told
+
+
+def engines(server: Server) -> set[int]:
+    lines = children_of(server.process.pid).items()
+    return {pid for pid, line in lines if "cllm.child" in line and " engine " in line}
+
+
+def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
+    start: StartServer, folder: Path
+) -> None:
+    server = start_on(start, folder)
+    one = server.generate("hello", LONG)["text"]
+    (old,) = engines(server)
+    with ThreadPoolExecutor(1) as pool, server.open_stream("hello", LONG) as events:
+        seen = [next(events)]
+        # The other sequence is taken, too: this one waits in the old engine's queue.
+        with server.open_stream("hello", LONG) as others:
+            next(others)
+            queued = pool.submit(server.generate, "hello", 20)
+            wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 3)
+            told = reload(server, model="two.gguf")
+            assert server.get("/ready")["status"] == "ready"
+            assert server.get("/v1/models")["data"][0]["id"] == told["model"] != ""
+            two = server.generate("hello", 20)["text"]
+        seen += list(events)
+        assert one.startswith(queued.result()["text"]), "tokens of the old model go to the old model"
+    assert text_of(seen) == one
+    assert not one.startswith(two), "another model says something else"
+    wait_for(lambda: not alive(old), 30, "the old engine stayed")
+    assert len(engines(server)) == 1 and len(children_of(server.process.pid)) == 2
+    metrics = server.metrics()
+    assert metrics["cllm_requests_accepted_total"] == 5 and metrics["cllm_engine_restarts_total"] == 0
+    assert metrics["cllm_requests_finished_total{outcome=length}"] == 4, "one account over both"
+    assert metrics["cllm_ready"] == 1
+    wait_for(server.idle)
+    # And again, the same file; then it still restarts after a death.
+    reload(server)
+    assert server.generate("hello", 20)["text"] == two
+    wait_for(lambda: len(engines(server)) == 1, 30)
+    os.kill(server.child("engine"), signal.SIGKILL)
+    assert server.generate("hello", 20)["text"] == two
+    server.stop()
+
+
+def test_what_cannot_be_loaded_leaves_the_old_one_serving(
+    start: StartServer, folder: Path, tmp_path: Path
+) -> None:
+    server = start_on(start, folder)
+    before = children_of(server.process.pid)
+    shutil.copy(folder / "two.gguf", tmp_path / "outside.gguf")
+    (folder / "link.gguf").symlink_to(tmp_path / "outside.gguf")
+    for name in ("../one.gguf", "/etc/passwd", str(tmp_path / "outside.gguf"), "link.gguf", ".", "a\0b"):
+        assert "--model-dir" in refusal(server.post("/admin/reload", {"model": name}), 403)
+    missing = server.post("/admin/reload", {"model": "none.gguf"})
+    assert missing.status_code == 409 and str(folder) not in missing.text
+    broken = server.post("/admin/reload", {"model": "broken.gguf"})
+    assert broken.status_code == 409 and "truncated" in broken.text and str(folder) not in broken.text
+    assert server.generate("hello", 4)["generated_tokens"] == 4
+    assert children_of(server.process.pid) == before
+    server.stop()
+
+
+def test_a_shutdown_ends_both(start: StartServer, folder: Path) -> None:
+    server = start_on(start, folder)
+    with server.open_stream("hello", LONG) as events:
+        next(events)
+        reload(server, model="two.gguf")
+        children = children_of(server.process.pid)
+        assert len(children) == 4
+        server.process.send_signal(signal.SIGTERM)
+        assert list(events)[-1]["finish_reason"] == "length"
+    server.wait_gone(children)

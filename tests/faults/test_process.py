@@ -1,0 +1,255 @@
+"""FAULTS 42 to 45, 49 and 52: signals, deaths, bad files, too little memory, a CPU that cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import signal
+import struct
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cllm.backend.llama.library import find
+from tests.e2e.server import Server, alive, children_of, cllm, text_of, wait_for
+from tests.faults.conftest import StartServer
+
+LONG = 4000
+
+
+def kill_engine(server: Server) -> None:
+    os.kill(server.child("engine"), signal.SIGKILL)
+
+
+def ready_status(server: Server) -> int:
+    return server.client.get("/ready").status_code
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command that cannot start says at the end; exit code 2, no traceback."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("cllm: ")
+    return line
+
+
+def only_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The same of one that has not even begun to probe or load anything."""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return last_line(done)
+
+
+def refused(server: Server) -> bool:
+    """True when a new request is turned away: 503, or nobody listens any more."""
+    body = {"prompt": "too late", "max_tokens": 1}
+    try:
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=60, trust_env=False)
+    except httpx.TransportError:
+        return True
+    return answer.status_code == 503 and answer.json()["error"] == "shutting_down"
+
+
+def test_fault_42_sigterm_while_streaming(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "60")
+    with server.open_stream("last words", 1000) as events:
+        first = next(events)
+        children = children_of(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in server.log_text)
+        assert refused(server)
+        rest = list(events)
+    text_of([first, *rest])
+    assert rest[-1]["finish_reason"] == "length" and rest[-1]["generated_tokens"] == 1000
+    server.wait_gone(children)
+
+
+def test_fault_42_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "0.3")
+    with server.open_stream("cut short", LONG) as events:
+        next(events)
+        children = children_of(server.process.pid)
+        told = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        *_, last = events
+        assert time.monotonic() - told < 0.3 + 2.0
+    assert last.pop("id") and last.pop("message")
+    assert last == {"error": "shutting_down", "done": True}
+    server.wait_gone(children)
+
+
+def test_fault_43_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
+    """The stream gets an error event within 2 s; whoever has sent nothing is answered all the same."""
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
+    expected = [server.generate(f"queued {number}", 8)["text"] for number in range(5)]
+    assert ready_status(server) == 200
+    with ThreadPoolExecutor(5) as pool, server.open_stream("begun", LONG) as events:
+        next(events)
+        queued = [pool.submit(server.generate, f"queued {number}", 8) for number in range(5)]
+        wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 6)
+        old = server.child("engine")
+        killed = time.monotonic()
+        os.kill(old, signal.SIGKILL)
+        *_, last = events
+        assert time.monotonic() - killed < 2.0
+        wait_for(lambda: ready_status(server) == 503, 5, "/ready never said 503")
+        assert last.pop("id") and last.pop("message")
+        assert last == {"error": "engine_died", "done": True}
+        assert server.client.get("/health").status_code == 200
+        wait_for(lambda: ready_status(server) == 200)
+        assert [future.result()["text"] for future in queued] == expected
+    assert server.child("engine") != old
+    assert server.generate("queued 0", 8)["text"] == expected[0]
+    metrics = server.metrics()
+    assert metrics["cllm_engine_restarts_total"] == 1
+    assert metrics["cllm_requests_finished_total{outcome=error}"] == 1
+    assert metrics["cllm_requests_finished_total{outcome=length}"] == 11
+    assert metrics["cllm_requests_accepted_total"] == 12
+    assert server.kv_is_zero()
+    server.stop()
+
+
+def test_fault_43_a_request_that_is_there_at_every_death_is_poison(start: StartServer) -> None:
+    """Replayed once with its neighbours and once alone; the third death is its own. They are answered."""
+    server = start("--parallel", "2", "--batch-tokens", "128")
+    prompt = "This takes seconds to read. " * 550
+
+    def in_engine() -> bool:
+        requests = server.get("/debug/requests")["requests"]
+        return any(it["place"] == "engine" and it["prompt_tokens"] > 1000 for it in requests)
+
+    with ThreadPoolExecutor(2) as pool:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        poison = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=90, trust_env=False)
+        wait_for(in_engine)
+        neighbour = pool.submit(server.generate, "1, 2, 3,", 4)
+        wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 2)
+        for _ in range(3):
+            wait_for(in_engine)
+            kill_engine(server)
+            wait_for(lambda: ready_status(server) == 503)
+        answer = poison.result()
+        assert neighbour.result()["generated_tokens"] == 4
+    assert answer.status_code == 500
+    assert answer.json()["error"] == "poison_request"
+    assert server.generate("1, 2, 3,", 4)["generated_tokens"] == 4
+    assert server.kv_is_zero()
+
+
+def test_fault_44_a_hung_engine_is_replaced(start: StartServer, tiny_model: Path) -> None:
+    """No heartbeat for ten seconds: not ready, another child, and the waiting request is answered."""
+    server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
+    expected = server.generate("hung", 8)["text"]
+    hung = server.child("engine")
+    os.kill(hung, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.generate, "hung", 8)
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+        wait_for(lambda: ready_status(server) == 503, 30)
+        assert waiting.result()["text"] == expected
+    assert not alive(hung)
+    assert server.metrics()["cllm_engine_restarts_total"] == 1
+    server.stop()
+
+
+def bad_file(kind: str, folder: Path, good: Path) -> Path:
+    path = folder / f"{kind}.gguf"
+    data = good.read_bytes()
+    contents = {
+        "missing": None,
+        "empty": b"",
+        "text": b"this is not a model\n" * 100,
+        "cut-in-metadata": data[:2000],
+        "cut-in-tensors": data[:-5000],
+        "absurd-tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1) + data[24:],
+        "absurd-metadata": b"GGUF" + struct.pack("<IQQ", 3, 1, 2**60) + data[24:],
+        "absurd-string": b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62) + data[32:],
+    }
+    content = contents[kind]
+    if content is not None:
+        path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("missing", "no model file"),
+        ("empty", "GGUF"),
+        ("text", "not a GGUF"),
+        ("cut-in-metadata", "truncated"),
+        ("cut-in-tensors", "truncated"),
+        ("absurd-tensors", str(2**60)),
+        ("absurd-metadata", str(2**60)),
+        ("absurd-string", "corrupt"),
+    ],
+)
+def test_fault_45_a_bad_model_file_is_one_line(
+    tmp_path: Path, tiny_model: Path, kind: str, said: str
+) -> None:
+    line = only_line(cllm("serve", str(bad_file(kind, tmp_path, tiny_model)), "--port", "0"))
+    assert said in line
+
+
+def test_fault_49_a_context_that_cannot_fit_is_refused_with_the_sum(tiny_model: Path) -> None:
+    line = only_line(cllm("serve", str(tiny_model), "--port", "0", "--ctx-size", str(10**12)))
+    assert "MiB" in line and "--ctx-size" in line
+
+
+# FAULTS 52: a real instruction that no CPU runs, put into a copy of the library.
+
+UNDEFINED = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
+
+
+def with_undefined_instruction(folder: Path, name: str, function: str) -> Path:
+    """A copy of the native library whose `function` begins with an instruction that raises SIGILL."""
+    copy = Path(shutil.copytree(find(), folder / "library"))
+    library = copy / name
+    address = ctypes.cast(getattr(ctypes.CDLL(str(library)), function), ctypes.c_void_p).value
+    assert address is not None
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, offset, _, _, *path = line.split()
+        start, end = (int(number, 16) for number in place.split("-"))
+        if start <= address < end:
+            assert path == [str(library)]
+            with library.open("rb") as file:
+                data = bytearray(file.read())
+            where = address - start + int(offset, 16)
+            instruction = UNDEFINED[platform.machine()]
+            data[where : where + len(instruction)] = instruction
+            library.unlink()  # it is mapped here: the new one is another file
+            library.write_bytes(data)
+            return copy
+    raise AssertionError(f"{function} is not mapped")
+
+
+needs_elf = pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() not in UNDEFINED, reason="patches ELF machine code"
+)
+
+
+@needs_elf
+def test_fault_52_sigill_in_a_kernel_falls_back(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+    """The flash attention kernel cannot run here: it is found out beforehand, and one without is served."""
+    library = with_undefined_instruction(tmp_path, "libggml-cpu.so", "ggml_compute_forward_flash_attn_ext")
+    server = start(
+        str(tiny_model), "--threads", "1", CLLM_LIBRARY=str(library), CLLM_CACHE_DIR=str(tmp_path / "cache")
+    )
+    assert "SIGILL" in server.log_text and "without flash attention" in server.log_text
+    assert server.generate("it works", 4)["generated_tokens"] == 4
+    assert server.metrics()["cllm_engine_restarts_total"] == 0
+    server.stop()
+
+
+@needs_elf
+def test_fault_52_sigill_everywhere_says_what_to_install(tiny_model: Path, tmp_path: Path) -> None:
+    library = with_undefined_instruction(tmp_path, "libllama.so", "llama_decode")
+    arguments = ("serve", str(tiny_model), "--port", "0", "--threads", "1")
+    line = last_line(cllm(*arguments, CLLM_LIBRARY=str(library), CLLM_CACHE_DIR=str(tmp_path / "cache")))
+    assert "SIGILL" in line and "cllm build --force --portable" in line
