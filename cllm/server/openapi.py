@@ -156,6 +156,8 @@ def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
     for status in _statuses(path, method):
         code, message, when = ERRORS[status]
         field = needed if status == 400 else None
+        if status == 400 and field is None:  # it can do without any field
+            message = "the body is not a JSON object"
         example = error_body(path, status, code, message.format(field=field), field)
         found[str(status)] = {
             "description": _OPERATOR if status == 403 and path.startswith(ADMIN) else when,
