@@ -47,6 +47,8 @@ class Stream:
         """Everything unread as one delta, or None. An error comes alone: what was said before it is kept."""
         unread, self._unread = self._unread, []
         self._unread_bytes = 0
+        if len(unread) == 1:
+            return unread[0]
         if len(unread) > 1 and unread[-1].error is not None:
             self._unread = [unread.pop()]
         if len(unread) <= 1:
@@ -70,6 +72,8 @@ class Stream:
 
 def _size(delta: Delta) -> int:
     """About how many bytes a delta waits with."""
+    if not delta.logprobs:
+        return len(delta.text) + 8 * len(delta.tokens)
     logprobs = sum(1 + len(entry.top) for entry in delta.logprobs)
     return len(delta.text) + 8 * len(delta.tokens) + 64 * logprobs
 
@@ -90,8 +94,14 @@ class AsyncStream(Stream):
 
     async def next(self) -> Delta:
         """Everything unread, or what comes next. Not to be called again after the last delta."""
-        while (delta := self._take()) is None:
-            await self.begun()
+        while not self._unread:  # as `begun`, without another coroutine: this runs once a token
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        delta = self._take()
+        assert delta is not None
         return delta
 
     async def begun(self) -> None:
