@@ -84,10 +84,18 @@ def test_cores_we_do_not_use_may_be_used_by_others(others: float, threads: int) 
     assert machine.run(governor, 2) == threads
 
 
+def test_a_step_that_takes_seconds_is_a_measurement() -> None:
+    machine = Machine()
+    governor = machine.governor()
+    machine.own, machine.others = 1.2, 0.7
+    machine.pass_time(4)  # one step, with both threads waiting for each other
+    assert governor.look() == 1
+
+
 def test_a_long_pause_is_no_measurement() -> None:
     machine = Machine()
     governor = machine.governor()
-    machine.others = 2.0
+    machine.own, machine.others = 0.01, 2.0
     for _ in range(20):
         machine.pass_time(30)
         assert governor.look() == 2

@@ -71,6 +71,7 @@ class ThreadGovernor:
     TAKEN = 0.5  # a core of which others use this much is lost to us
     LOOKS_DOWN = 2  # in a row before a thread is taken away: a burst is not a neighbour
     LOOKS_UP = 4
+    COMPUTING = 0.25  # cores we must have used ourselves
 
     def __init__(
         self,
@@ -99,18 +100,21 @@ class ThreadGovernor:
             return self.threads
         last, self._last = self._last, times
         elapsed = times.now - last.now
-        if not self.INTERVAL_S / 2 <= elapsed <= 8 * self.INTERVAL_S:
-            return self.threads  # nothing was computed meanwhile: an average over that time says nothing
-        others = max(0.0, (times.busy - last.busy) - (times.own - last.own)) / elapsed
-        self._decide(others)
+        own = times.own - last.own
+        # Where hardly anything was computed meanwhile, an average over that time says nothing. A long time in
+        # which much was is one slow step: the neighbour is here already.
+        if elapsed < self.INTERVAL_S / 2 or own < self.COMPUTING * elapsed:
+            return self.threads
+        others = max(0.0, (times.busy - last.busy) - own) / elapsed
+        self._decide(others, looks=max(1, int(elapsed / self.INTERVAL_S)))
         return self.threads
 
-    def _decide(self, others: float) -> None:
+    def _decide(self, others: float, looks: int) -> None:
         wanted = min(self._most, max(1, self._cores - math.floor(others + 1 - self.TAKEN)))
         if wanted == self.threads:
             self._looks = 0
             return
-        self._looks += 1
+        self._looks += looks
         if self._looks >= (self.LOOKS_DOWN if wanted < self.threads else self.LOOKS_UP):
             log.info("compute threads: %d → %d (others use %.1f cores)", self.threads, wanted, others)
             self.threads, self._looks = wanted, 0
