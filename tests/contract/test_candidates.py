@@ -10,7 +10,7 @@ import pytest
 
 from cllm.backend.base import Row
 from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.candidates import Candidates, Cut, best
+from cllm.backend.llama.candidates import Candidates, CommonCandidates, Cut, best
 from cllm.backend.llama.choosing import WORTH_A_THREAD, Chooser
 from cllm.backend.llama.library import load
 from cllm.backend.llama.sampler import DryPrototypes, build_chain
@@ -54,8 +54,8 @@ def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, mask
     api = load().api
     params = SamplingParams(**{"seed": 3, **sampling})
     cut, nothing_cut = Cut(params), Cut(SamplingParams(temperature=0))
-    assert cut.least or cut.gap
-    assert not nothing_cut.least and not nothing_cut.gap
+    assert cut.exists
+    assert not nothing_cut.exists
     with_cut, without = chain_of(api, params), chain_of(api, params)
     candidates = Candidates(api, SIZE)
     for number, logits in enumerate(rows(7, 12, spread)):
@@ -64,6 +64,30 @@ def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, mask
         assert candidates.choose(with_cut, logits, cut, mask) == expected
     api.llama_sampler_free(with_cut)
     api.llama_sampler_free(without)
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_rows_that_are_cut_together_choose_what_each_chooses_alone(spread: float) -> None:
+    api = load().api
+    params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
+    params = [each for each in params if Cut(each).narrows(SIZE)]
+    assert len(params) == len(CUTTING) - 1
+    alone, together = Candidates(api, SIZE), CommonCandidates(api)
+    nothing_cut = Cut(SamplingParams(temperature=0))
+    chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
+    cuts = [Cut(each) for each in params]
+    for seed in range(5):
+        logits = rows(seed, len(params), spread)
+        logits[:, [0, 5, SIZE - 1]] = -np.inf  # as excluded ones are
+        if not together.cut(logits, cuts):
+            assert spread < 1  # where all are alike, nearly all reach any threshold
+            return
+        for number, (one, other) in enumerate(chains):
+            expected = alone.choose(one, logits[number].copy(), nothing_cut)
+            assert together.choose(other, number) == expected
+    for pair in chains:
+        for chain in pair:
+            api.llama_sampler_free(chain)
 
 
 def mask_of(kind: str, seed: int) -> TokenMask | None:
@@ -77,7 +101,7 @@ def mask_of(kind: str, seed: int) -> TokenMask | None:
 @pytest.mark.parametrize("sampling", LOOKING_AT_ALL, ids=str)
 def test_a_chain_that_looks_at_every_token_gets_every_token(sampling: dict[str, Any]) -> None:
     cut = Cut(SamplingParams(**sampling))
-    assert not cut.least and not cut.gap
+    assert not cut.exists
 
 
 def test_the_best_allowed_token_is_found_and_ties_go_to_the_lowest() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,12 @@ from cllm.types import SamplingParams, TokenMask
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
 GROUP = 64  # tokens that are looked at by their maximum first
+MOST_REACHING = 4096  # of a row: with more, the cut was hardly one
+NOTHING_LEFT = "the samplers left no token to choose from"
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_CANDIDATE_ARRAY = np.dtype(
+    [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.uint64)]
+)  # llama_token_data_array; its last member is a byte and padding
 
 
 class Cut:
@@ -27,12 +33,18 @@ class Cut:
     def __init__(self, params: SamplingParams) -> None:
         self.least = 0
         self.gap = 0.0
+        self.exists = False
         if params.temperature <= 0 or params.mirostat or params.adjusts_logits or params.top_n_sigma >= 0:
             return
         if params.top_k > 0:
             self.least = params.top_k
         elif params.typical_p >= 1 and params.top_p >= 1 and params.min_p > 0:
             self.gap = -math.log(params.min_p) + 1e-3  # the sampler itself cuts to the last bit
+        self.exists = bool(self.least or self.gap)
+
+    def narrows(self, vocabulary_size: int) -> bool:
+        """It leaves out most of such a vocabulary, if not all tokens are alike."""
+        return self.exists and self.least < vocabulary_size // GROUP // 2
 
 
 class Candidates:
@@ -61,39 +73,103 @@ class Candidates:
         array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
         self._api.llama_sampler_apply(chain, ctypes.byref(array))
         if array.selected < 0:
-            raise ValueError("the samplers left no token to choose from")
+            raise ValueError(NOTHING_LEFT)
         return int(array.data[array.selected].id)
 
     def _that_matter(self, logits: Logits, cut: Cut, mask: TokenMask | None) -> Ids | None:
         """A superset of what survives the chain's first cut, in order of id; None: all of them."""
-        if not cut.least and not cut.gap:
-            return None
-        if mask is not None and np.count_nonzero(mask) <= self.NARROW:
+        if mask is not None and cut.exists and np.count_nonzero(mask) <= self.NARROW:
             return np.flatnonzero(mask)
+        if not cut.narrows(len(logits)):
+            return None
         if mask is not None:
             logits = np.where(mask, logits, np.float32(-np.inf))
-        if cut.gap:
-            return np.flatnonzero(logits >= logits.max() - cut.gap)
-        return _likeliest(logits, cut.least)
+        found = reaching(logits[None], (cut,))
+        return found.ids if found is not None else None
 
 
-def _likeliest(logits: Logits, count: int) -> Ids | None:
-    """The `count` likeliest and a few more, in order of id; None where that would be most of them.
+class Reaching(NamedTuple):
+    """The tokens of several rows that reach their row's threshold: row after row, in order of id."""
 
-    The vocabulary is dealt to groups as cards are. The `count`-th best of the groups' maxima is a threshold
-    that at least `count` tokens reach, so the likeliest all lie in groups whose maximum reaches it.
+    ids: Ids
+    logits: Logits
+    bounds: Ids  # where each row begins, and the end
+
+
+def reaching(logits: Logits, cuts: Sequence[Cut]) -> Reaching | None:
+    """What can survive cuts that narrow each row, and a few more; None where that may be most of it.
+
+    A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that at
+    least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it. All rows together:
+    what NumPy takes for a call would be most of it otherwise.
     """
-    groups = len(logits) // GROUP
-    if count >= groups // 2:
+    rows, size = logits.shape
+    groups = size // GROUP
+    maxima = logits[:, : groups * GROUP].reshape(rows, GROUP, groups).max(axis=1)
+    rest = logits[:, groups * GROUP :]
+    thresholds = _thresholds(maxima, rest, cuts)
+    reached, group = np.nonzero(maxima >= thresholds[:, None])
+    if len(reached) * GROUP > max(size, rows * MOST_REACHING):
         return None
-    dealt = logits[: groups * GROUP].reshape(GROUP, groups)
-    maxima = dealt.max(axis=0)
-    threshold = np.partition(maxima, groups - count)[groups - count]
-    reached = np.flatnonzero(maxima >= threshold)
-    members = (reached + np.arange(0, groups * GROUP, groups)[:, None]).ravel()
-    ids: Ids = np.concatenate((members, np.arange(groups * GROUP, len(logits))))
-    enough: Ids = ids[logits[ids] >= threshold]
-    return enough
+    members = (reached * size + group)[:, None] + np.arange(0, groups * GROUP, groups)
+    flat = logits.ravel()
+    places = members[flat[members] >= thresholds[reached][:, None]]
+    if rest.shape[1]:
+        row, column = np.nonzero(rest >= thresholds[:, None])
+        places = np.concatenate((places, row * size + groups * GROUP + column))
+    places.sort()
+    bounds = np.searchsorted(places, np.arange(rows + 1) * size)
+    return Reaching(places % size, flat[places], bounds)
+
+
+def _thresholds(maxima: Logits, rest: Logits, cuts: Sequence[Cut]) -> Logits:
+    """What the logits of each row must reach."""
+    groups = maxima.shape[1]
+    kept = [groups - (cut.least or 1) for cut in cuts]
+    ordered = np.partition(maxima, sorted(set(kept)), axis=1)
+    thresholds: Logits = ordered[np.arange(len(cuts)), kept]
+    if any(cut.gap for cut in cuts):
+        best = maxima.max(axis=1) if not rest.shape[1] else np.maximum(maxima.max(axis=1), rest.max(axis=1))
+        gaps = np.array([cut.gap for cut in cuts], np.float32)
+        thresholds = np.where(gaps > 0, best - gaps, thresholds)
+    return thresholds
+
+
+class CommonCandidates:
+    """Room for the candidates of many rows at once, cut together. Each thread that samples has its own."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._data = np.zeros(0, _CANDIDATE)
+        self._arrays: Any = ()
+        self._view = np.zeros(0, _CANDIDATE_ARRAY)
+
+    def cut(self, logits: Logits, cuts: Sequence[Cut]) -> bool:
+        """Make `choose` ready for these rows; False where they are to be looked at one by one."""
+        found = reaching(logits, cuts)
+        if found is None:
+            return False
+        if len(self._arrays) < len(cuts):
+            self._arrays = (self._api.llama_token_data_array * len(cuts))()
+            self._view = np.frombuffer(self._arrays, _CANDIDATE_ARRAY)
+        if len(self._data) < len(found.ids):
+            self._data = np.zeros(2 * len(found.ids), _CANDIDATE)
+        data, view = self._data[: len(found.ids)], self._view[: len(cuts)]
+        data["id"] = found.ids
+        data["logit"] = found.logits
+        view["data"] = self._data.ctypes.data + _CANDIDATE.itemsize * found.bounds[:-1]
+        view["size"] = np.diff(found.bounds)
+        view["selected"] = -1
+        view["sorted"] = 0
+        return True
+
+    def choose(self, chain: Any, row: int) -> int:
+        """Run a chain over the candidates of a row, once; returns the token it selected."""
+        array = self._arrays[row]
+        self._api.llama_sampler_apply(chain, ctypes.byref(array))
+        if array.selected < 0:
+            raise ValueError(NOTHING_LEFT)
+        return int(array.data[array.selected].id)
 
 
 def best(logits: Logits, mask: TokenMask | None) -> int:
