@@ -73,6 +73,11 @@ class Batch(NamedTuple):
     def token_count(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
+    def halves(self) -> tuple[Batch, Batch]:
+        """Its rows in two batches: to find out whose tokens were refused."""
+        half = len(self.rows) // 2
+        return Batch(self.rows[:half], self.kind), Batch(self.rows[half:], self.kind)
+
 
 class StepStatus(Enum):
     """What became of a step; one member per class of return codes of `llama_decode`."""

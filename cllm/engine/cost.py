@@ -31,6 +31,9 @@ class StepShape(NamedTuple):
         prefill, single = 0, len(batch.fillers)
         attended = tiled = 0.0
         together = batch.token_count
+        if together == len(batch.rows) and (split or together < TILE):  # as most steps are
+            cells = sum(row.position for row in batch.rows)
+            return cls(ubatches, 0, single + together, cells + together / 2)
         first = int(len(batch.rows) > 1)  # of a long row: goes along with the others
         for row in batch.rows:
             count = len(row.tokens)

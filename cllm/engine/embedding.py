@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, StepResult, StepStatus
 from cllm.engine.budget import StepBudget
-from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, InvalidRequest
+from cllm.errors import BadBatch, CllmError, EngineError, IntegrityError, InvalidRequest
 from cllm.types import Delta, Failure, FinishReason, ModelFacts, Request, Usage
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,6 @@ class EmbedQueue:
         self._planned: dict[int, tuple[Call, int]] = {}  # of the last batch: row id -> whose input
         self._long: Long | None = None
         self._deltas: list[Delta] = []
-        self._failed_steps = 0  # in a row
 
     # What comes in ---------------------------------------------------------------------------------
 
@@ -164,7 +163,6 @@ class EmbedQueue:
         """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
         match result.status:
             case StepStatus.DONE:
-                self._failed_steps = 0
                 self.budget.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(row, outcome, result.ubatches)
@@ -172,19 +170,17 @@ class EmbedQueue:
                 # The loop has bisected: what is left is the culprit.
                 for call, _ in self._inputs(batch):
                     self._fail(call, BadBatch(f"llama.cpp refused this input's tokens (code {result.code})"))
-            case StepStatus.ABORTED:
+            case StepStatus.ABORTED | StepStatus.FAILED:
                 self._put_back(batch)
-            case StepStatus.FAILED:
-                self._put_back(batch)
-                self._failed_steps += 1
-                log.error("a step of embeddings failed with code %d", result.code)
-                if self._failed_steps > 1:
-                    raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
 
     def still_to_do(self, batch: Batch) -> Batch:
         """The rows of a planned batch whose calls have not ended meanwhile."""
         rows = (row for row in batch.rows if self._planned[row.sequence_id][0].id in self._calls)
         return Batch(tuple(rows), batch.kind)
+
+    def request_of(self, sequence_id: int) -> str | None:
+        """Nobody's: a row is one of many inputs of a call, and not worth stopping the others for."""
+        return None
 
     def take_deltas(self) -> list[Delta]:
         """What happened since the last call, in order."""

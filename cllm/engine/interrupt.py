@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cllm.backend.base import Backend, Batch
@@ -27,11 +27,12 @@ class StepInterrupt:
         self.count = 0
 
     @contextmanager
-    def around(self, batch: Batch, names: Mapping[int, str]) -> Iterator[None]:
-        """While a batch is computed. `names` are the request ids by sequence id; who has none is spared."""
+    def around(self, batch: Batch, request_of: Callable[[int], str | None]) -> Iterator[None]:
+        """While a batch is computed. `request_of` tells whose a sequence id is; nobody's are spared."""
         spare = self._stopped and len(batch.rows) > 1
         long_rows = [row.sequence_id for row in batch.rows if len(row.tokens) >= self.LONG_ROW_TOKENS]
-        members = frozenset(names[each] for each in long_rows if each in names and not spare)
+        names = () if spare else map(request_of, long_rows)
+        members = frozenset(name for name in names if name is not None)
         self._stopped = False
         with self._lock:
             self._backend.interrupt(False)

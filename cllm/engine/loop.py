@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
@@ -26,7 +27,7 @@ from cllm.engine.messages import (
     Stop,
     Submit,
 )
-from cllm.engine.scheduler import Scheduler, bisect
+from cllm.engine.scheduler import Scheduler
 from cllm.engine.speculation import PromptLookup, Speculator
 from cllm.engine.state_work import StateWork
 from cllm.engine.tier import RamTier
@@ -73,6 +74,7 @@ class StepLoop:
             generating=lambda: self.scheduler.running_count,
         )
         self._embedded_last = False
+        self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
 
@@ -115,12 +117,14 @@ class StepLoop:
         # What lies between two steps (telling the last one, reading commands) is part of this one.
         started = self._busy_since or self.step_started
         compute_s = sample_s = 0.0
+        moved_before_s = self.scheduler.moves.seconds
         steps = rows = tokens = 0
         planner = self._whose_turn()
         batch = planner.plan()
         if batch is not None:
             for part, result in self._forward(planner, batch):
                 planner.apply(part, result)
+                self._count_failures(part.kind, result)
                 compute_s += result.compute_s
                 sample_s += result.sample_s
                 steps += 1
@@ -141,6 +145,7 @@ class StepLoop:
                         step_s=step_s,
                         compute_s=compute_s,
                         sample_s=sample_s,
+                        move_s=self.scheduler.moves.seconds - moved_before_s,
                     ),
                 )
             )
@@ -160,11 +165,8 @@ class StepLoop:
 
     def _forward(self, planner: Scheduler | EmbedQueue, batch: Batch) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is halved until the culprit stands alone."""
-        generating = batch.kind is BatchKind.GENERATE  # the ids of vectors are their step's own
-        leases = self.scheduler.pool.leases if generating else ()
-        names = {lease.sequence_id: lease.request_id for lease in leases}
         try:
-            with self._interrupt.around(batch, names):
+            with self._interrupt.around(batch, planner.request_of):
                 result = self.backend.forward(batch)
         except Exception as exception:
             log.error("forward raised", exc_info=exception)
@@ -173,12 +175,22 @@ class StepLoop:
             result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # nobody to park there
         )
         if refused and len(batch.rows) > 1:
-            for half in bisect(batch):
+            for half in batch.halves():
                 # What became of the first half may have parked or ended somebody of the second.
                 if (left := planner.still_to_do(half)).rows:
                     yield from self._forward(planner, left)
         else:
             yield batch, result
+
+    def _count_failures(self, kind: BatchKind, result: StepResult) -> None:
+        """One failed step has been undone and is tried again; two in a row are the end."""
+        if result.status is StepStatus.DONE:
+            self._failed_steps[kind] = 0
+        elif result.status is StepStatus.FAILED:
+            self._failed_steps[kind] += 1
+            log.error("a step (%s) failed with code %d and was undone", kind.value, result.code)
+            if self._failed_steps[kind] > 1:
+                raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
 
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when told to stop."""
@@ -237,6 +249,7 @@ class StepLoop:
         step_s: float = 0.0,
         compute_s: float = 0.0,
         sample_s: float = 0.0,
+        move_s: float = 0.0,
     ) -> StepStats:
         parks, resumes = self.scheduler.parking.take_counts()
         prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
@@ -247,9 +260,10 @@ class StepLoop:
             step_s=step_s,
             compute_s=compute_s,
             sample_s=sample_s,
+            move_s=move_s,
             running=self.scheduler.running_count + self.embedding.count,
             waiting=self.scheduler.waiting_count,
-            leases=len(self.scheduler.pool.leases),
+            leases=self.scheduler.pool.held_count,
             cells_used=self.scheduler.cells_used,
             integrity_failures=self.scheduler.integrity_failures,
             interrupted=self._interrupt.count,

@@ -49,6 +49,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_s: float = 0.0
     compute_s: float = 0.0
     sample_s: float = 0.0
+    move_s: float = 0.0  # of KV memory, to RAM and back
     running: int = 0
     waiting: int = 0
     leases: int = 0

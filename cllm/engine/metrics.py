@@ -69,6 +69,7 @@ class EngineMetrics:
         self.step_seconds = counter("step_seconds", "Time in steps, Python included")
         self.compute_seconds = counter("step_compute_seconds", "Time in native decode")
         self.sample_seconds = counter("step_sample_seconds", "Time choosing tokens")
+        self.move_seconds = counter("kv_move_seconds", "Time moving KV memory to RAM and back")
         self.prefix_hits = counter("prefix_hits", "Requests that began with a prefix computed before")
         self.prefix_tokens = counter("prefix_tokens", "Tokens taken over instead of computed")
         self.prefix_saves = counter("prefix_saves", "Prefixes put into RAM")
@@ -83,6 +84,30 @@ class EngineMetrics:
         self._ram_tier = self.memory.labels("ram_tier")
         self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
+        self._last = StepStats()
+        self._counters = (
+            ("steps", self.steps),
+            ("step_s", self.step_seconds),
+            ("compute_s", self.compute_seconds),
+            ("sample_s", self.sample_seconds),
+            ("move_s", self.move_seconds),
+            ("tokens", self.decoded_tokens),
+            ("prefix_hits", self.prefix_hits),
+            ("prefix_tokens", self.prefix_tokens),
+            ("prefix_saves", self.prefix_saves),
+            ("prefix_evictions", self.prefix_evictions),
+            ("parks", self.parks),
+            ("resumes", self.resumes),
+        )
+        self._gauges = (
+            ("running", self.running),
+            ("leases", self.leases),
+            ("cells_used", self.kv_cells_used),
+            ("interrupted", self.interrupted),
+            ("integrity_failures", self.integrity_failures),
+            ("prefix_bytes", self.prefix_bytes),
+            ("parked_bytes", self.parked_bytes),
+        )
 
     def loaded(self, limits: Limits, memory: dict[str, int]) -> None:
         for part, size in memory.items():
@@ -98,24 +123,14 @@ class EngineMetrics:
         self.ready.set(1)
 
     def step(self, stats: StepStats) -> None:
-        self.steps.inc(stats.steps)
-        self.step_seconds.inc(stats.step_s)
-        self.compute_seconds.inc(stats.compute_s)
-        self.sample_seconds.inc(stats.sample_s)
-        self.decoded_tokens.inc(stats.tokens)
-        self.running.set(stats.running)
-        self.leases.set(stats.leases)
-        self.kv_cells_used.set(stats.cells_used)
-        self.interrupted.set(stats.interrupted)
-        self.integrity_failures.set(stats.integrity_failures)
-        self.prefix_hits.inc(stats.prefix_hits)
-        self.prefix_tokens.inc(stats.prefix_tokens)
-        self.prefix_saves.inc(stats.prefix_saves)
-        self.prefix_evictions.inc(stats.prefix_evictions)
-        self.prefix_bytes.set(stats.prefix_bytes)
-        self.parked_bytes.set(stats.parked_bytes)
-        self.parks.inc(stats.parks)
-        self.resumes.inc(stats.resumes)
+        """Take in what a step did. Most of it is nothing new, and told nobody."""
+        last, self._last = self._last, stats
+        for field, count in self._counters:
+            if value := getattr(stats, field):
+                count.inc(value)
+        for field, show in self._gauges:
+            if (value := getattr(stats, field)) != getattr(last, field):
+                show.set(value)
         self._ram_tier.set(stats.prefix_bytes + stats.parked_bytes)
 
     @contextmanager
@@ -153,9 +168,9 @@ class EngineMetrics:
 
     def gone(self) -> None:
         """The engine is dead: nothing runs, nothing is held."""
-        for gauge in (self.ready, self.running, self.leases, self.kv_cells_used, self.prefix_bytes):
+        self._last = StepStats()
+        for _, gauge in (*self._gauges, ("", self.ready)):
             gauge.set(0)
-        self.parked_bytes.set(0)
         for part in ("model", "kv", "buffers", "ram_tier"):
             self.memory.labels(part).set(0)
 

@@ -6,6 +6,7 @@ import logging
 
 from cllm.backend.base import Backend
 from cllm.engine.sequence import Sequence
+from cllm.engine.speed import Moves
 from cllm.engine.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -14,8 +15,9 @@ log = logging.getLogger(__name__)
 class Parking:
     """Saves and restores KV. What does not fit the budget, or cannot be saved, is recomputed instead."""
 
-    def __init__(self, backend: Backend, tier: RamTier) -> None:
+    def __init__(self, backend: Backend, moves: Moves, tier: RamTier) -> None:
         self._backend = backend
+        self._moves = moves
         self._tier = tier
         self._parks = self._resumes = 0  # since they were taken last
 
@@ -28,7 +30,7 @@ class Parking:
         self._parks += 1
         state = None
         try:
-            state = self._backend.save(sequence.sequence_id)
+            state = self._moves.save(sequence.sequence_id)
         except Exception:
             log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
         if state is not None and self._tier.reserve(len(state)):
@@ -43,7 +45,7 @@ class Parking:
         self.forget(sequence)
         restored = False
         try:
-            restored = self._backend.restore(sequence.sequence_id, state)
+            restored = self._moves.restore(sequence.sequence_id, state)
         except Exception:
             log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
         self._resumes += restored

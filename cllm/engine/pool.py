@@ -61,6 +61,15 @@ class SequencePool:
         """Every lease now held, by ascending id."""
         return tuple(self._held[sequence_id] for sequence_id in sorted(self._held))
 
+    def holder(self, sequence_id: int) -> str | None:
+        """The request that holds an id now."""
+        lease = self._held.get(sequence_id)
+        return lease.request_id if lease is not None else None
+
+    @property
+    def held_count(self) -> int:
+        return len(self._held)
+
     @property
     def free_count(self) -> int:
         return len(self._free)

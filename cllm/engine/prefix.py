@@ -7,7 +7,6 @@ whoever begins alike. Where memory cannot be cut, it serves those who begin with
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from cllm.backend.base import Backend
 from cllm.engine.budget import StepBudget
 from cllm.engine.radix import Match
 from cllm.engine.sequence import Sequence
-from cllm.engine.speed import MemorySpeed
+from cllm.engine.speed import Moves
 from cllm.engine.tier import Entry, RamTier, size_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +49,9 @@ class PrefixCounts(NamedTuple):
     evictions: int = 0  # states pushed out of it
 
 
+_NOTHING = PrefixCounts()
+
+
 class Prefixes:
     """Finds beginnings, takes them over, leaves them behind. What fails is computed instead."""
 
@@ -57,28 +59,31 @@ class Prefixes:
     PAYS = 0.5  # a state is saved if that takes at most this part of the time to compute what is new in it
     TOKEN_S = 1e-3  # to compute a token, until it was measured
 
-    def __init__(self, backend: Backend, budget: StepBudget, tier: RamTier, *, across_tenants: bool) -> None:
+    def __init__(
+        self, backend: Backend, moves: Moves, budget: StepBudget, tier: RamTier, *, across_tenants: bool
+    ) -> None:
         self._backend = backend
+        self._moves = moves
         self._budget = budget
         self.tier = tier
         self._across_tenants = across_tenants
         # Where memory cannot be cut, a state is good only as a whole, which a running one never is for long.
         self._cuttable = not (backend.facts.recurrent or backend.facts.sliding_window)
-        self._saving = MemorySpeed()
-        self._restoring = MemorySpeed()
         self._last_saved = (1, 0)  # tokens and bytes of a state: what to expect of the next
-        self._spent_s = 0.0  # on saving, in this step
-        self._counts = PrefixCounts()  # since they were taken last
+        self._moved_before_s = 0.0  # until this step
+        self._counts = _NOTHING  # since they were taken last
         self._evictions_told = 0
 
     def new_step(self) -> None:
         """The time for which saving may keep others waiting is counted by the step."""
-        self._spent_s = 0.0
+        self._moved_before_s = self._moves.seconds
 
     def take_counts(self) -> PrefixCounts:
         """What happened since the last call."""
+        if self._counts is _NOTHING and self._evictions_told == self.tier.evictions:
+            return _NOTHING
         evictions, self._evictions_told = self.tier.evictions - self._evictions_told, self.tier.evictions
-        counts, self._counts = self._counts._replace(evictions=evictions), PrefixCounts()
+        counts, self._counts = self._counts._replace(evictions=evictions), _NOTHING
         return counts
 
     def _tenant(self, sequence: Sequence) -> str:
@@ -137,7 +142,7 @@ class Prefixes:
             default=None,
         )
         if best is not None and self._gain_s(best) < 0:
-            self._restoring.doubt()
+            self._moves.restoring.doubt()
             return None
         return best
 
@@ -161,7 +166,7 @@ class Prefixes:
             moved = 0
         else:  # the whole stream
             moved = self._state_bytes(self._backend.limits.sequence_cells)
-        return origin.length * self._token_s() - self._restoring.seconds(moved)
+        return origin.length * self._token_s() - self._moves.restoring.seconds(moved)
 
     def _state_bytes(self, tokens: int) -> int:
         """What a state will take, judging by the last; it does not grow where memory cannot be cut."""
@@ -180,7 +185,7 @@ class Prefixes:
             if entry is not None:
                 held = self._restore(sequence.sequence_id, entry, origin.length)
             elif origin.donor is not None:
-                held = self._backend.copy(origin.donor.sequence_id, sequence.sequence_id, origin.length)
+                held = self._moves.copy(origin.donor.sequence_id, sequence.sequence_id, origin.length)
         except Exception:
             log.exception("request %s could not take over what is known of it; it is computed", sequence.id)
         if held != origin.length:
@@ -203,16 +208,16 @@ class Prefixes:
             return None
         size = size_of(donor.computed, self._state_bytes(donor.computed))
         stream = self._state_bytes(self._backend.limits.sequence_cells)
-        if self._saving.seconds(size) + self._restoring.seconds(size) >= self._restoring.seconds(stream):
+        if self._moves.saving.seconds(size) + self._moves.restoring.seconds(
+            size
+        ) >= self._moves.restoring.seconds(stream):
             return None
         tokens = donor.tokens[: donor.computed]
         return self._keep(donor, tokens, self._known(donor, tokens))
 
     def _restore(self, sequence_id: int, entry: Entry, length: int) -> int:
-        started = time.perf_counter()
-        if not self._backend.restore(sequence_id, entry.state):
+        if not self._moves.restore(sequence_id, entry.state):
             return 0
-        self._restoring.observe(entry.size, time.perf_counter() - started)
         self.tier.touch(entry)
         if self._backend.next_position(sequence_id) != len(entry.tokens):
             return 0
@@ -259,27 +264,23 @@ class Prefixes:
         return entry
 
     def _pays(self, size: int, new: int, *, others: bool) -> bool:
-        seconds = self._saving.seconds(size)
-        if others and self._spent_s + seconds > self._budget.target_s:
+        seconds = self._moves.saving.seconds(size)
+        if others and self._moves.seconds - self._moved_before_s + seconds > self._budget.target_s:
             return False
         if seconds > self.PAYS * new * self._token_s():
-            self._saving.doubt()
+            self._moves.saving.doubt()
             return False
         return True
 
     def _save(self, sequence: Sequence) -> bytes | None:
         """The sequence's state, or None where it is in doubt or cannot be had."""
-        started = time.perf_counter()
         try:
             if self._backend.next_position(sequence.sequence_id) != sequence.computed:
                 return None
-            state = self._backend.save(sequence.sequence_id)
+            state = self._moves.save(sequence.sequence_id)
         except Exception:
             log.exception("what request %s has computed could not be saved", sequence.id)
             return None
-        seconds = time.perf_counter() - started
-        self._spent_s += seconds
         if state is not None:
-            self._saving.observe(len(state), seconds)
             self._last_saved = (sequence.computed, len(state))
         return state

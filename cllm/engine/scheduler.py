@@ -7,7 +7,6 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
@@ -22,6 +21,7 @@ from cllm.engine.prefix import Origin, Prefixes
 from cllm.engine.sequence import Sequence, State
 from cllm.engine.shares import Sharing
 from cllm.engine.speculation import Speculator
+from cllm.engine.speed import Moves
 from cllm.engine.tier import RamTier
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.types import Delta, Failure, FinishReason, Request, Snapshot, TokenLogprob
@@ -49,10 +49,10 @@ class Scheduler:
         self._arrivals: dict[str, int] = {}  # request id -> arrival number, for every live request
         self._arrived = 0
         self._deltas: list[Delta] = []
-        self._failed_steps = 0  # in a row
         self._kv_full = False  # a step found no room; nobody joins until somebody has left
-        self.parking = Parking(backend, tier)
-        self.prefixes = Prefixes(backend, budget, tier, across_tenants=share_across_tenants)
+        self.moves = Moves(backend)
+        self.parking = Parking(backend, self.moves, tier)
+        self.prefixes = Prefixes(backend, self.moves, budget, tier, across_tenants=share_across_tenants)
         self._joining = Joining(backend, self.pool, self.parking, self.prefixes)
         self._sharing = Sharing(budget, self._joining.urgency)
         self._constraints = ConstraintShop(backend.vocabulary)
@@ -119,7 +119,6 @@ class Scheduler:
         """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
         match result.status:
             case StepStatus.DONE:
-                self._failed_steps = 0
                 self.budget.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._advance(self._running[row.sequence_id], row, outcome, result.ubatches)
@@ -133,14 +132,8 @@ class Scheduler:
                         self._running[row.sequence_id],
                         BadBatch(f"llama.cpp refused this request's tokens (code {result.code})"),
                     )
-            case StepStatus.ABORTED:
+            case StepStatus.ABORTED | StepStatus.FAILED:
                 self._cut_back(batch)
-            case StepStatus.FAILED:
-                self._cut_back(batch)
-                self._failed_steps += 1
-                log.error("a step failed with code %d and was undone", result.code)
-                if self._failed_steps > 1:
-                    raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
 
     def still_to_do(self, batch: Batch) -> Batch:
         """The rows of a planned batch whose sequences are still where they were when it was planned."""
@@ -152,6 +145,10 @@ class Scheduler:
             and sequence.sampler is row.sampler
         )
         return Batch(tuple(rows), batch.kind)
+
+    def request_of(self, sequence_id: int) -> str | None:
+        """Whose an id in a batch is."""
+        return self.pool.holder(sequence_id)
 
     def take_deltas(self) -> list[Delta]:
         """What happened since the last call, in order."""
@@ -389,9 +386,3 @@ def _as_engine_error(error: Exception) -> CllmError:
         return error
     log.error("a backend call failed", exc_info=error)
     return EngineError(f"a backend call failed: {type(error).__name__}")
-
-
-def bisect(batch: Batch) -> Iterable[Batch]:
-    """The two halves of a batch that was refused."""
-    half = len(batch.rows) // 2
-    return (Batch(batch.rows[:half], batch.kind), Batch(batch.rows[half:], batch.kind))

@@ -49,6 +49,7 @@ class Sequence:
 
     def __init__(self, request: Request, capacity: int, arrival: int = 0) -> None:
         self.request = request
+        self.id = request.id
         self.arrival = arrival  # its number: a lower one was here before
         self.tokens: list[int] = list(request.prompt)
         self.computed = 0
@@ -67,10 +68,6 @@ class Sequence:
         self.decoded_tokens = 0
         self.steps = 0
         self.ubatches = 0
-
-    @property
-    def id(self) -> str:
-        return self.request.id
 
     @property
     def sequence_id(self) -> int:

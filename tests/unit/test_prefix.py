@@ -316,11 +316,11 @@ def test_the_cheapest_state_that_covers_the_beginning_is_restored() -> None:
 
 def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
     talk = Talk()
-    budget, prefixes = talk.loop.scheduler.budget, talk.loop.scheduler.prefixes
+    budget, moves = talk.loop.scheduler.budget, talk.loop.scheduler.moves
     talk.ask(SYSTEM)
     for _ in range(20):
         budget.clock.observe(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
-        prefixes._restoring.observe(1000, 1.0)
+        moves.restoring.observe(1000, 1.0)
     assert talk.ask(SYSTEM) == 0
     # It is not given up for good: now and then the guess is believed again.
     assert any(talk.ask(SYSTEM) for _ in range(10))
@@ -328,10 +328,10 @@ def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
 
 def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     talk = Talk(target_itl_ms=1)
-    prefixes = talk.loop.scheduler.prefixes
+    moves = talk.loop.scheduler.moves
     for _ in range(7):
-        prefixes._saving.observe(1000, 0.01)
-        prefixes._restoring.observe(1000, 1e-9)
+        moves.saving.observe(1000, 0.01)
+        moves.restoring.observe(1000, 1e-9)
     talk.submit(tuple(b"z" * 20), 200)
     assert talk.submit(SYSTEM, 1)
     talk.run()

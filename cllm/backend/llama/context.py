@@ -108,6 +108,8 @@ class LlamaContext(Owned):
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
+        self._logits_at = (0, 0)  # address and number of outputs of
+        self._logits: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self.workers = workers
         workers.work_for(pointer)
         self.abort_switch = AbortSwitch(api, pointer)
@@ -134,9 +136,12 @@ class LlamaContext(Owned):
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
         address = ctypes.addressof(self.api.llama_get_logits(self.pointer).contents)
-        flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
-        view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
-        return view.reshape(outputs, self._vocabulary_size)
+        if self._logits_at != (address, outputs):
+            flat = (ctypes.c_float * (outputs * self._vocabulary_size)).from_address(address)
+            view: npt.NDArray[np.float32] = np.frombuffer(memoryview(flat).cast("B"), np.float32)
+            self._logits_at = (address, outputs)
+            self._logits = view.reshape(outputs, self._vocabulary_size)
+        return self._logits
 
     def next_position(self, sequence_id: int) -> int:
         return int(self.api.llama_memory_seq_pos_max(self.memory, sequence_id)) + 1

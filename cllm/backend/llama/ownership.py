@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Self
 
 Burial = tuple[Callable[[Any], Any], Any]
@@ -22,11 +22,8 @@ class Graveyard:
 
     def bury(self) -> None:
         """Free what has come in. Owner thread only."""
-        while True:
-            try:
-                free, pointer = self._queue.get_nowait()
-            except Empty:
-                return
+        while not self._queue.empty():  # nobody else takes out of it
+            free, pointer = self._queue.get()
             free(pointer)
 
 
