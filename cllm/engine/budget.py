@@ -42,6 +42,18 @@ class StepBudget:
         """
         return int(generating > 0) if self.split else -(generating % TILE)
 
+    def worth_a_pass(self, tokens: int, *, rows: int, context: int) -> bool:
+        """Whether one of `rows` that generate, holding `context` cells together, gets several tokens at once.
+
+        In streams of their own, that is another pass over the weights and all of them wait for it; one by
+        one, the others lose nothing and this one waits for some steps.
+        """
+        cost = self.clock.cost
+        if rows == 1 or not self.split or cost is None:
+            return True
+        step_s = cost.seconds(StepShape(1, 0, rows, context))
+        return rows * (cost.ubatch + (tokens - 1) * cost.prefill_token) < (tokens - 1) * step_s
+
     def prefill_tokens(self, generating: int, *, context: int = 0, position: int = 0) -> int:
         """Most prefill tokens of the next step, beside one token for each of `generating` sequences.
 

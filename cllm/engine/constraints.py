@@ -1,12 +1,14 @@
-"""Grammars compiled beside the loop, so that a heavy one holds up nobody but its own request."""
+"""Grammars, compiled beside the loop so that a heavy one holds up nobody but its own request; and masks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
-from cllm.text.constraint import Constraint, ConstraintCompiler
-from cllm.types import ConstraintSpec, Vocabulary
+from cllm.errors import InvalidRequest
+from cllm.text.constraint import Constraint, ConstraintCompiler, MaskMaker
+from cllm.types import ConstraintSpec, TokenMask, Vocabulary
 
 
 class ConstraintShop:
@@ -22,6 +24,14 @@ class ConstraintShop:
     @cached_property
     def _compiler(self) -> ConstraintCompiler:
         return ConstraintCompiler(self._vocabulary)  # takes half a second: only where it is needed
+
+    @cached_property
+    def _masks(self) -> MaskMaker:
+        return MaskMaker(self._vocabulary.size)
+
+    def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
+        """For each, what may come next, or why nothing can. On the owner thread, once a step."""
+        return self._masks.masks(constraints) if constraints else []
 
     def submit(self, spec: ConstraintSpec) -> Future[Constraint]:
         """A fresh constraint, some time soon; fails with InvalidRequest."""

@@ -7,6 +7,7 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from cllm.backend.base import Backend, Batch, Row, RowResult, StepResult, StepStatus
@@ -24,7 +25,7 @@ from cllm.engine.speculation import Speculator
 from cllm.engine.speed import Moves
 from cllm.engine.tier import RamTier
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
-from cllm.types import Delta, Failure, FinishReason, Request, Snapshot, TokenLogprob
+from cllm.types import Delta, Failure, FinishReason, Request, Snapshot, TokenLogprob, TokenMask
 
 log = logging.getLogger(__name__)
 
@@ -94,19 +95,30 @@ class Scheduler:
         self._start_waiting()
         self._check_positions()
         shares = self._sharing.shares(self._running.values())
+        masks = self._masks(shares)
         drafts = self._speculator.draft(self._running.values())
-        rows = []
-        for _, sequence in sorted(self._running.items()):
-            if sequence.id in shares:
-                try:
-                    rows.append(sequence.row(shares[sequence.id], drafts.get(sequence.sequence_id, ())))
-                except CllmError as error:  # a grammar that ran dry
-                    self._fail(sequence, error)
+        rows = [
+            sequence.row(shares[sequence.id], drafts.get(number, ()), masks.get(sequence.id))
+            for number, sequence in sorted(self._running.items())
+            if sequence.id in shares
+        ]
         if not rows:
             return None
         batch = Batch(tuple(rows), fillers=self._fillers(rows))
         assert batch.token_count <= self.backend.limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
+
+    def _masks(self, shares: Mapping[str, int]) -> dict[str, TokenMask]:
+        """Of those who choose under a grammar in this step, by request id; who cannot go on has failed."""
+        choosing = [one for one in self._running.values() if one.needs_mask(shares.get(one.id, 0))]
+        masks: dict[str, TokenMask] = {}
+        found = self._constraints.masks([one.constraint for one in choosing if one.constraint is not None])
+        for sequence, mask in zip(choosing, found, strict=True):
+            if isinstance(mask, CllmError):  # a grammar that ran dry
+                self._fail(sequence, mask)
+            else:
+                masks[sequence.id] = mask
+        return masks
 
     def _fillers(self, rows: list[Row]) -> tuple[int, ...]:
         """Ids that fill holes between the rows' own, where a hole is dear."""

@@ -12,7 +12,7 @@ from cllm.engine.pool import SequenceLease
 from cllm.engine.speculation import Speculation
 from cllm.text.assembler import TextAssembler
 from cllm.text.constraint import Constraint
-from cllm.types import FinishReason, Request, Usage, Vocabulary
+from cllm.types import FinishReason, Request, TokenMask, Usage, Vocabulary
 
 
 class State(Enum):
@@ -80,6 +80,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def answering(self) -> bool:
+        """Its prompt is computed: what is pending was chosen, or forced by a grammar."""
+        return self.computed >= len(self.request.prompt)
+
+    @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
@@ -93,7 +98,11 @@ class Sequence:
         """False while its grammar is still being compiled."""
         return self.compiling is None or self.compiling.done()
 
-    def row(self, count: int, drafts: Tokens[int] = ()) -> Row:
+    def needs_mask(self, count: int) -> bool:
+        """Whether a step with `count` of its tokens ends with a choice that a grammar restricts."""
+        return self.constraint is not None and count == self.pending
+
+    def row(self, count: int, drafts: Tokens[int] = (), mask: TokenMask | None = None) -> Row:
         """Its part of a step: the next `count` pending tokens, and what is wanted after the last of them.
 
         `drafts` are guesses of what follows, to be verified: only where a token is wanted.
@@ -106,7 +115,7 @@ class Sequence:
             tokens=[*self.tokens[self.computed : self.computed + count], *drafts],
             outputs=wants_output + len(drafts),
             sampler=self.sampler,
-            mask=self.constraint.mask() if wants_output and self.constraint is not None else None,
+            mask=mask,
             logprobs=self.request.logprobs,
         )
 

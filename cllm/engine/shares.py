@@ -28,8 +28,9 @@ class Sharing:
     def shares(self, running: Iterable[Sequence]) -> dict[str, int]:
         """Tokens by request id; whoever is not in it has no part in this step."""
         sequences = sorted(running, key=lambda sequence: sequence.arrival)
-        generating = [sequence for sequence in sequences if sequence.pending == 1]
-        prompts = [sequence for sequence in sequences if sequence.pending > 1]
+        at_once = {sequence.id for sequence in sequences if self._at_once(sequence, sequences)}
+        generating = [sequence for sequence in sequences if sequence.id not in at_once]
+        prompts = [sequence for sequence in sequences if sequence.id in at_once]
         shares = {sequence.id: 1 for sequence in generating}
         if not prompts:
             return shares
@@ -45,6 +46,17 @@ class Sharing:
         parts = divide(room, [prompt.pending for prompt in prompts], self._budget.offset(len(generating)))
         shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
         return shares
+
+    def _at_once(self, sequence: Sequence, running: List[Sequence]) -> bool:
+        """It has several tokens to compute, and is to have as many as there is room for.
+
+        Prompts are. A few tokens that a grammar forced go one by one where that costs everybody less.
+        """
+        if sequence.pending == 1:
+            return False
+        return not sequence.answering or self._budget.worth_a_pass(
+            sequence.pending, rows=len(running), context=sum(other.computed for other in running)
+        )
 
 
 def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from cllm.errors import InvalidRequest
@@ -33,8 +34,10 @@ class Constraint:
     def mask(self) -> TokenMask:
         """Which tokens may come next. Raises InvalidRequest when the grammar has run dry."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return self._checked(np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_))
+
+    def _checked(self, mask: TokenMask) -> TokenMask:
         self._check()
-        mask: TokenMask = np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_)
         if not mask.any():
             raise InvalidRequest(_DRY)
         return mask
@@ -65,6 +68,30 @@ class Constraint:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
             raise InvalidRequest(_DRY if "NoExtension" in reason else f"the grammar failed: {reason}")
+
+
+class MaskMaker:
+    """Computes the masks of all answers of a step in one native call."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self._size = vocabulary_size
+        self._width = -(-vocabulary_size // 32)
+        self._executor = LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
+
+    def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
+        """What `Constraint.mask` would return, or raise, for each."""
+        count = len(constraints)
+        words = np.zeros((count, self._width), np.uint32)
+        matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
+        self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], count)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        found: list[TokenMask | InvalidRequest] = []
+        for constraint, line in zip(constraints, bits, strict=True):
+            try:
+                found.append(constraint._checked(line[: self._size]))
+            except InvalidRequest as error:
+                found.append(error)
+        return found
 
 
 class ConstraintCompiler:

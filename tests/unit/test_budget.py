@@ -188,8 +188,9 @@ def test_a_prompt_is_ended_or_gets_whole_tiles() -> None:
 class Prompt:
     """What `Sharing` looks at of a sequence."""
 
-    def __init__(self, name: str, arrival: int, pending: int) -> None:
+    def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
         self.id, self.arrival, self.pending, self.computed = name, arrival, pending, 0
+        self.answering = answering
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
@@ -214,6 +215,26 @@ def test_who_is_waited_for_counts_as_who_waits() -> None:
     urgency = {"a": 5000, "b": 600, "awaited": 20}
     sharing = Sharing(StepBudget(512, TARGET), lambda prompt: urgency[prompt.id])
     assert sharing.shares(prompts) == {"awaited": 512}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_forced_token_or_two_go_one_by_one_where_a_pass_over_the_weights_costs_more(split: bool) -> None:
+    budget = StepBudget(512, TARGET, split=split)
+    machine = Machine(SMALL, noise=0.0)
+    for rows in (1, 4, 8):
+        for chunk in (0, 60, 200):
+            machine.step(budget, StepShape(1 + (chunk > 0), chunk, rows, 0.0))
+    sharing = Sharing(budget, lambda prompt: prompt.pending)
+    others = [Prompt(f"other{number}", number, 1, answering=True) for number in range(7)]
+
+    def share_of(pending: int, company: list[Prompt], *, answering: bool = True) -> int:
+        forced = Prompt("forced", 7, pending, answering=answering)
+        return sharing.shares([*company, forced])["forced"]  # type: ignore[list-item]
+
+    assert share_of(2, others) == (1 if split else 2)
+    assert share_of(12, others) == 12  # a key, say: one by one it would take longer than the others lose
+    assert share_of(2, []) == 2  # nobody waits
+    assert share_of(2, others, answering=False) == 2  # the end of a prompt
 
 
 @given(
