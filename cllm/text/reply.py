@@ -73,11 +73,6 @@ class ReplyReader:
         elif not reasoning:
             self._read = self._read_answer_start
 
-    @property
-    def called(self) -> bool:
-        """At least one tool was called."""
-        return self._told > 0
-
     def feed(self, text: str) -> list[ReplyEvent]:
         """More of the answer; returns what is now certain."""
         if self._read == self._read_answer and self._dialect is None:

@@ -14,7 +14,7 @@ from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.constraint import ConstraintCompiler
 from cllm.text.infill import Gap, infill_prompt
 from cllm.text.prompt import PromptBuilder
-from cllm.text.template import Guard
+from cllm.text.template import ChatTemplate, Guard
 from cllm.types import ConstraintSpec, Vocabulary
 
 
@@ -142,7 +142,8 @@ class TextWorker:
         tool_template: str | None = None,
     ) -> None:
         self._vocabulary = vocabulary
-        self._prompts = PromptBuilder(vocabulary, template, guard, tool_template=tool_template)
+        templates = (ChatTemplate(source, guard) if source else None for source in (template, tool_template))
+        self._prompts = PromptBuilder(vocabulary, *templates)
         self._lock = threading.Lock()
 
     @cached_property
