@@ -4,7 +4,6 @@
     ├── ClientError            the request is wrong; the same request will fail again       400
     │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
-    │   ├── PayloadTooLarge        the body is over the limit                               413
     │   ├── StateFileError         a saved state that is corrupt, or of another model          400
     │   ├── SlowReader             the client does not read its stream                      408
     │   ├── Unauthorized           no key, or one nobody has                                401
@@ -87,10 +86,6 @@ class ContextLengthExceeded(InvalidRequest):
             "shorten it or start the server with a larger --embed-tokens"
         )
         return cls(tokens, limit, message=message, field=field)
-
-
-class PayloadTooLarge(ClientError):
-    code = "payload_too_large"
 
 
 class StateFileError(ClientError):
