@@ -22,13 +22,13 @@ from cllm.errors import (
     InvalidRequest,
     NotEnoughMemory,
     NotFound,
-    PayloadTooLarge,
     QueueFull,
     RateLimited,
     ReloadFailed,
     SlowReader,
     StorageFailed,
     Unauthorized,
+    from_code,
 )
 from cllm.types import Failure
 
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 STATUS: dict[type[Exception], int] = {
     ClientError: 400,
-    PayloadTooLarge: 413,
     Unauthorized: 401,
     Forbidden: 403,
     NotFound: 404,
@@ -87,6 +86,12 @@ def error_body(path: str, status: int, code: str, message: str, field: str | Non
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
     return {"success": False, "error": code, "message": message}
+
+
+def failure_body(path: str, failure: Failure) -> dict[str, Any]:
+    """An error inside a stream, in the shape and with the type that a whole answer of its route has."""
+    status = status_of(from_code(failure.code, failure.message))
+    return error_body(path, status, failure.code, failure.message)
 
 
 def failure_event(failure: Failure, request_id: str) -> dict[str, Any]:

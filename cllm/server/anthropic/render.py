@@ -6,10 +6,9 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from cllm.errors import from_code
 from cllm.server.blocks import Begun, Block, BlockEvent, BlockKind, Blocks, Grew
 from cllm.server.chat import ChatJob, Step
-from cllm.server.errors import error_body, status_of
+from cllm.server.errors import failure_body
 from cllm.server.sse import encode_named
 from cllm.text.reply import ReplyEvent
 from cllm.types import Delta, FinishReason
@@ -37,8 +36,7 @@ class MessageAnswer:
         """Take in a step."""
         told = [_told(event) for event in self._blocks.add(events, delta)]
         if delta.error is not None:
-            status = status_of(from_code(delta.error.code, delta.error.message))
-            return [*told, error_body(ROUTE, status, delta.error.code, delta.error.message)]
+            return [*told, failure_body(ROUTE, delta.error)]
         if delta.finish_reason is not None:
             told.append({"type": "message_delta", "delta": self._end(), "usage": self._usage()})
             told.append({"type": "message_stop"})
