@@ -76,6 +76,7 @@ class TokenizeTexts(msgspec.Struct, frozen=True, tag=True):
 
     texts: tuple[str, ...]
     most: int = 0
+    field: str = "input"  # where they came from, for a refusal
 
 
 class TokenizePairs(msgspec.Struct, frozen=True, tag=True):
@@ -174,10 +175,10 @@ class TextWorker:
                     return _within(prompt.tokens, most, thinking=prompt.thinking)
                 case TokenizeInfill(gap, most, room):
                     return _within(infill_prompt(self._vocabulary, gap, room), most)
-                case TokenizeTexts(texts, most):
+                case TokenizeTexts(texts, most, field):
                     tokenize = self._vocabulary.tokenize
                     inputs = (tokenize(text, add_special=True, parse_special=False) for text in texts)
-                    return _all_within(inputs, most, "input")
+                    return _all_within(inputs, most, field)
                 case TokenizePairs(query, documents, most):
                     pairs = (self._vocabulary.tokenize_pair(query, document) for document in documents)
                     return _all_within(pairs, most, "documents")

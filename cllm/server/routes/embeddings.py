@@ -65,7 +65,7 @@ async def inputs_of(engine: Engine, value: Input, field: str) -> Inputs:
     given = as_list(value)
     texts = [one for one in given if isinstance(one, str)]
     if texts:
-        return await token_lists(engine, TokenizeTexts(tuple(texts), limits.embed.tokens))
+        return await token_lists(engine, TokenizeTexts(tuple(texts), limits.embed.tokens, field))
     return tuple(checked_tokens(engine, one, field) for one in given if not isinstance(one, str))
 
 
