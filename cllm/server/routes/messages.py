@@ -13,7 +13,6 @@ from cllm.engine.engine import Engine
 from cllm.server.anthropic.render import MessageAnswer
 from cllm.server.anthropic.schema import CountBody, MessagesBody
 from cllm.server.chat import count_tokens, open_chat
-from cllm.server.sse import GONE, EventStream
 from cllm.server.submit import request_of
 from cllm.server.text import check_model, constraint_of, model_name
 
@@ -37,10 +36,7 @@ def routes(engine: Engine) -> APIRouter:
         )
         job = await open_chat(engine, body.conversation(), request)
         answer = MessageAnswer(request.id, model_name(engine, body.model), job.prompt_tokens)
-        if body.stream:
-            return EventStream(engine, job.streams, answer.chunks(job))
-        answers = await job.steps(http.receive)
-        return Response(status_code=GONE) if answers is None else answer.whole(answers[0])
+        return await answer.to(http, job, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountBody) -> dict[str, int]:

@@ -14,7 +14,6 @@ from cllm.errors import NotFound
 from cllm.server.chat import count_tokens, open_chat
 from cllm.server.openai.responses import ResponseAnswer, echo
 from cllm.server.openai.responses_schema import ResponsesBody
-from cllm.server.sse import GONE, EventStream
 from cllm.server.submit import request_of
 from cllm.server.text import check_model, constraint_of, model_name
 
@@ -39,10 +38,7 @@ def routes(engine: Engine) -> APIRouter:
         )
         job = await open_chat(engine, body.to_conversation(), request)
         answer = ResponseAnswer(request.id, echo(body, model_name(engine, body.model)), body.top)
-        if body.stream:
-            return EventStream(engine, job.streams, answer.chunks(job))
-        answers = await job.steps(http.receive)
-        return Response(status_code=GONE) if answers is None else answer.whole(answers[0])
+        return await answer.to(http, job, stream=body.stream)
 
     @router.post("/v1/responses/input_tokens", response_model=None)
     async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
