@@ -27,7 +27,7 @@ from cllm.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
 from cllm.engine.stream import AsyncStream, BlockingStream
-from cllm.errors import InvalidRequest, from_code
+from cllm.errors import EngineNotReady, InvalidRequest, from_code
 from cllm.text.vectors import to_vector
 from cllm.text.work import (
     Chat,
@@ -137,8 +137,9 @@ class _Base:
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the model."""
-        assert self._engine.facts is not None, "open it first: `with LLM(...) as llm`"
+        """What is known of the model. Raises EngineNotReady before it is opened."""
+        if self._engine.facts is None:
+            raise EngineNotReady("open it first: `with LLM(...) as llm`")
         return self._engine.facts
 
     def _request(self, answer: TextAnswer, asked: _Asked) -> Request:
@@ -155,7 +156,10 @@ class _Base:
     def _embed_request(self, answer: TextAnswer) -> Request:
         assert isinstance(answer, TokenLists)
         if self.facts.pooling is Pooling.RANK:
-            raise InvalidRequest("this model is a reranker and makes no vectors")
+            raise InvalidRequest(
+                "this model is a reranker and makes no vectors, unless it is opened with pooling='mean', "
+                "'cls' or 'last'"
+            )
         return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
     def _text(self, task: TextTask) -> Future[TextAnswer]:

@@ -60,6 +60,12 @@ _OTHER_KIND = (
     "model_attributes_type",
     "literal_error",
 )
+# Code and words for what the framework raises, which says no more than its status; "": it says enough.
+_HTTP = {
+    404: ("not_found", "there is no such route; GET /docs lists all of them"),
+    405: ("method_not_allowed", "this route does not answer to that method; GET /docs says to which"),
+    413: ("payload_too_large", ""),
+}
 # Anthropic's names of errors, by status.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -154,9 +160,8 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
-        code = codes.get(error.status_code, "invalid_request")
-        body = error_body(request.url.path, error.status_code, code, str(error.detail))
+        code, message = _HTTP.get(error.status_code, ("invalid_request", ""))
+        body = error_body(request.url.path, error.status_code, code, message or str(error.detail))
         return JSONResponse(body, error.status_code, error.headers)
 
     app.add_exception_handler(CllmError, on_error)

@@ -36,7 +36,9 @@ class RequestLimits:
                 seen += len(message.get("body", b""))
                 if seen > self._most:
                     # No error of ours: FastAPI makes a 400 of any other that reading a body raises.
-                    raise HTTPException(413, f"the body is over the limit of {self._most} bytes")
+                    raise HTTPException(
+                        413, f"the body is over the limit of {self._most} bytes (--max-body-mb); send less"
+                    )
             return message
 
         await self._app(scope, counted, send)

@@ -51,7 +51,11 @@ ERRORS: dict[int, tuple[str, str, str]] = {
         "the body was not complete within 30 s",
         "The body took too long to arrive (inside a stream: the client does not read it, `slow_reader`)",
     ),
-    413: ("payload_too_large", "the body is over the limit of 8388608 bytes", "The body is too large"),
+    413: (
+        "payload_too_large",
+        "the body is over the limit of 8388608 bytes (--max-body-mb); send less",
+        "The body is too large",
+    ),
     415: (
         "unsupported_media_type",
         "the body must be JSON: send it with 'Content-Type: application/json'",
@@ -80,7 +84,7 @@ _OWN: dict[str, dict[int, tuple[str, str, str]]] = {
     "/admin/reload": {
         409: (
             "reload_failed",
-            "another model is being loaded already",
+            "another model is being loaded already; try again when it serves",
             "The model could not be changed: the one that serves goes on",
         ),
     },

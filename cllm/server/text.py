@@ -50,7 +50,7 @@ async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S)
             return await asyncio.wrap_future(future)
     except TimeoutError:
         engine.text.abort(future)
-        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s") from None
+        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s; shorten it") from None
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()
         raise
