@@ -27,7 +27,7 @@ from cllm.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
 from cllm.engine.stream import AsyncStream, BlockingStream
-from cllm.errors import InvalidRequest, from_code
+from cllm.errors import EngineNotReady, InvalidRequest, from_code
 from cllm.text.vectors import to_vector
 from cllm.text.work import (
     Chat,
@@ -54,6 +54,25 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """What a call says besides its prompt. Raises InvalidRequest for what cannot be."""
+
+    sampling: SamplingParams | None
+    max_tokens: int
+    stop: Sequence[str]
+    timeout: float | None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            told = f"max_tokens is {self.max_tokens}: it must be at least 1"
+            raise InvalidRequest(told, field="max_tokens")
+        if not all(self.stop):
+            raise InvalidRequest("stop: a stop string may not be empty", field="stop")
+        if self.timeout is not None and not self.timeout > 0:
+            told = f"timeout is {self.timeout}: it must be above 0 seconds"
+            raise InvalidRequest(told, field="timeout")
 
 
 def _completion(deltas: Sequence[Delta]) -> Completion:
@@ -118,40 +137,29 @@ class _Base:
 
     @property
     def facts(self) -> ModelFacts:
-        """What is known of the model."""
-        assert self._engine.facts is not None, "open it first: `with LLM(...) as llm`"
+        """What is known of the model. Raises EngineNotReady before it is opened."""
+        if self._engine.facts is None:
+            raise EngineNotReady("open it first: `with LLM(...) as llm`")
         return self._engine.facts
 
-    def _request(
-        self,
-        answer: TextAnswer,
-        sampling: SamplingParams | None,
-        max_tokens: int,
-        stop: Sequence[str],
-        timeout: float | None,
-    ) -> Request:
+    def _request(self, answer: TextAnswer, asked: _Asked) -> Request:
         assert isinstance(answer, Tokens)
-        if max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1", field="max_tokens")
-        if not all(stop):
-            raise InvalidRequest("stop: a stop string may not be empty", field="stop")
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequest(f"timeout is {timeout}: it must be above 0 seconds", field="timeout")
-        if sampling is None:
-            sampling = SamplingParams(seed=secrets.randbelow(2**32 - 1))
         return Request(
             id=uuid.uuid4().hex,
             prompt=answer.tokens,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=tuple(stop),
-            timeout_s=timeout,
+            max_tokens=asked.max_tokens,
+            sampling=asked.sampling or SamplingParams(seed=secrets.randbelow(2**32 - 1)),
+            stop=tuple(asked.stop),
+            timeout_s=asked.timeout,
         )
 
     def _embed_request(self, answer: TextAnswer) -> Request:
         assert isinstance(answer, TokenLists)
         if self.facts.pooling is Pooling.RANK:
-            raise InvalidRequest("this model is a reranker and makes no vectors")
+            raise InvalidRequest(
+                "this model is a reranker and makes no vectors, unless it is opened with pooling='mean', "
+                "'cls' or 'last'"
+            )
         return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
     def _text(self, task: TextTask) -> Future[TextAnswer]:
@@ -188,9 +196,8 @@ class LLM(_Base):
         """
         if isinstance(prompts, str):
             prompts = [prompts]
-        return self._complete(
-            [TokenizeText(prompt) for prompt in prompts], sampling, max_tokens, stop, timeout
-        )
+        asked = _Asked(sampling, max_tokens, stop, timeout)
+        return self._complete([TokenizeText(prompt) for prompt in prompts], asked)
 
     def chat(
         self,
@@ -202,7 +209,7 @@ class LLM(_Base):
         timeout: float | None = None,
     ) -> Completion:
         """Answer a conversation (`[{"role": "user", "content": "…"}]`) with the model's own template."""
-        return self._complete([_chat(messages)], sampling, max_tokens, stop, timeout)[0]
+        return self._complete([_chat(messages)], _Asked(sampling, max_tokens, stop, timeout))[0]
 
     def stream(
         self,
@@ -214,7 +221,7 @@ class LLM(_Base):
         timeout: float | None = None,
     ) -> Iterator[str]:
         """The answer to a prompt or a conversation, piece by piece. Leaving the loop cancels it."""
-        stream = self._submit(_task(prompt), sampling, max_tokens, stop, timeout)
+        stream = self._submit(_task(prompt), _Asked(sampling, max_tokens, stop, timeout))
         try:
             for delta in stream:
                 _raise_error(delta)
@@ -234,31 +241,16 @@ class LLM(_Base):
         finally:
             self._engine.cancel(stream.request_id)
 
-    def _complete(
-        self,
-        tasks: Sequence[TextTask],
-        sampling: SamplingParams | None,
-        max_tokens: int,
-        stop: Sequence[str],
-        timeout: float | None,
-    ) -> list[Completion]:
-        streams = [self._submit(task, sampling, max_tokens, stop, timeout) for task in tasks]
+    def _complete(self, tasks: Sequence[TextTask], asked: _Asked) -> list[Completion]:
+        streams = [self._submit(task, asked) for task in tasks]
         try:
             return [_completion(list(stream)) for stream in streams]
         finally:
             for stream in streams:
                 self._engine.cancel(stream.request_id)
 
-    def _submit(
-        self,
-        task: TextTask,
-        sampling: SamplingParams | None,
-        max_tokens: int,
-        stop: Sequence[str],
-        timeout: float | None,
-    ) -> BlockingStream:
-        request = self._request(self._text(task).result(), sampling, max_tokens, stop, timeout)
-        return self._engine.submit(request, BlockingStream)
+    def _submit(self, task: TextTask, asked: _Asked) -> BlockingStream:
+        return self._engine.submit(self._request(self._text(task).result(), asked), BlockingStream)
 
 
 class AsyncLLM(_Base):
@@ -289,9 +281,8 @@ class AsyncLLM(_Base):
         """See `LLM.generate`."""
         if isinstance(prompts, str):
             prompts = [prompts]
-        calls = (
-            self._complete(TokenizeText(prompt), sampling, max_tokens, stop, timeout) for prompt in prompts
-        )
+        asked = _Asked(sampling, max_tokens, stop, timeout)
+        calls = (self._complete(TokenizeText(prompt), asked) for prompt in prompts)
         return list(await asyncio.gather(*calls))
 
     async def chat(
@@ -304,7 +295,7 @@ class AsyncLLM(_Base):
         timeout: float | None = None,
     ) -> Completion:
         """See `LLM.chat`."""
-        return await self._complete(_chat(messages), sampling, max_tokens, stop, timeout)
+        return await self._complete(_chat(messages), _Asked(sampling, max_tokens, stop, timeout))
 
     async def stream(
         self,
@@ -316,7 +307,7 @@ class AsyncLLM(_Base):
         timeout: float | None = None,
     ) -> AsyncIterator[str]:
         """See `LLM.stream`."""
-        stream = await self._submit(_task(prompt), sampling, max_tokens, stop, timeout)
+        stream = await self._submit(_task(prompt), _Asked(sampling, max_tokens, stop, timeout))
         try:
             async for delta in stream:
                 _raise_error(delta)
@@ -336,30 +327,16 @@ class AsyncLLM(_Base):
         finally:
             self._engine.cancel(stream.request_id)
 
-    async def _complete(
-        self,
-        task: TextTask,
-        sampling: SamplingParams | None,
-        max_tokens: int,
-        stop: Sequence[str],
-        timeout: float | None,
-    ) -> Completion:
-        stream = await self._submit(task, sampling, max_tokens, stop, timeout)
+    async def _complete(self, task: TextTask, asked: _Asked) -> Completion:
+        stream = await self._submit(task, asked)
         try:
             return _completion([delta async for delta in stream])
         finally:
             self._engine.cancel(stream.request_id)
 
-    async def _submit(
-        self,
-        task: TextTask,
-        sampling: SamplingParams | None,
-        max_tokens: int,
-        stop: Sequence[str],
-        timeout: float | None,
-    ) -> AsyncStream:
+    async def _submit(self, task: TextTask, asked: _Asked) -> AsyncStream:
         answer = await asyncio.wrap_future(self._text(task))
-        return self._engine.submit(self._request(answer, sampling, max_tokens, stop, timeout), AsyncStream)
+        return self._engine.submit(self._request(answer, asked), AsyncStream)
 
 
 def _chat(messages: Sequence[Message]) -> TokenizeChat:

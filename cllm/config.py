@@ -95,7 +95,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     embed_tokens: Annotated[
         int,
-        Meta(ge=0, description="Most tokens of one text to embed; 0: as of a request, at most 4096"),
+        Meta(
+            ge=0,
+            description="Most tokens of one text to embed, or of a query and a document to rank; never more "
+            "than the model's context; 0: as many as of a request (--max-request-tokens), an encoder's 4096",
+        ),
     ] = 0
     cache_ram_mb: Annotated[
         int,

@@ -4,14 +4,13 @@
     ├── ClientError            the request is wrong; the same request will fail again       400
     │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
-    │   ├── PayloadTooLarge        the body is over the limit                               413
-    │   ├── StateFileError         a saved state that is corrupt, or of another model          400
+    │   ├── StateFileError         a saved state that is corrupt, or of another model       400
     │   ├── SlowReader             the client does not read its stream                      408
     │   ├── Unauthorized           no key, or one nobody has                                401
     │   ├── Forbidden              the key (or the name the server was called by) is not enough 403
     │   ├── NotFound               no such route or request                                 404
     │   │   └── ModelNotFound      no such model                                            404
-    │   └── ReloadFailed           the model could not be changed; the old one serves          409
+    │   └── ReloadFailed           the model could not be changed; the old one serves       409
     ├── CapacityError          the request is fine; not now                                 503
     │   ├── QueueFull              the waiting line is full                                 429
     │   ├── RateLimited            this tenant has had what it may have for now             429
@@ -20,7 +19,7 @@
     │   └── ShuttingDown           draining                                                 503
     ├── EngineError            our fault, or llama.cpp's                                    500
     │   ├── EngineDied             the engine process ended while the request ran           500
-    │   ├── PoisonRequest          the engine died each time with this request                 500
+    │   ├── PoisonRequest          the engine died each time with this request              500
     │   ├── BadBatch               llama.cpp refused this sequence's rows                   500
     │   ├── StorageFailed          the disk is full, or fails                               507
     │   ├── PositionMismatch       law 3 broken                                             500
@@ -87,10 +86,6 @@ class ContextLengthExceeded(InvalidRequest):
             "shorten it or start the server with a larger --embed-tokens"
         )
         return cls(tokens, limit, message=message, field=field)
-
-
-class PayloadTooLarge(ClientError):
-    code = "payload_too_large"
 
 
 class StateFileError(ClientError):

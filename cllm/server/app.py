@@ -46,7 +46,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.slow_reader_s = config.slow_reader_s
-    openapi.install(app)
+    keys = keys or KeyRing(config.api_keys, config.api_key)
+    openapi.install(app, closed=keys.closed)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
     for router in (
@@ -62,7 +63,7 @@ def create_app(
     ):
         app.router.routes.extend(router.routes)
     app.add_middleware(QueuePosition)
-    _guard(app, engine, config, keys or KeyRing(config.api_keys, config.api_key))
+    _guard(app, engine, config, keys)
     app.add_middleware(RequestIds)
     app.add_middleware(PinEngine, switch=switch)
     return app

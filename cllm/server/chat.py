@@ -100,23 +100,25 @@ def new_call_id() -> str:
 
 
 class ChatJob:
-    """A conversation on its way: prepared, submitted, and read as events. Made by `open_chat`."""
+    """A conversation on its way: submitted, and read as events. Made by `open_chat`."""
 
     def __init__(
-        self, engine: Engine, conversation: Conversation, dialect: Dialect, prompt: Tokens, request: Request
+        self,
+        engine: Engine,
+        conversation: Conversation,
+        dialect: Dialect,
+        prompt: Tokens,
+        streams: list[AsyncStream],
+        *,
+        constrained: bool,
     ) -> None:
         self.engine = engine
         self.prompt_tokens = len(prompt.tokens)
+        self.streams = streams
         self._conversation = conversation
         self._dialect = dialect
         self._thinking = prompt.thinking
-        self._constrained = request.constraint is not None
-        self._request = request
-        self.streams: list[AsyncStream] = []
-
-    def submit(self, count: int = 1) -> None:
-        """Ask for `count` answers; raises what the engine refuses with."""
-        self.streams = submit_all(self.engine, choices_of(self._request, count))
+        self._constrained = constrained
 
     async def events(self) -> AsyncIterator[tuple[int, list[ReplyEvent], Delta]]:
         """Of each step: which answer, what it added, and the step's own account of itself."""
@@ -176,10 +178,10 @@ def _read(reader: ReplyReader, delta: Delta) -> list[ReplyEvent]:
     return events if delta.finish_reason is None else events + reader.finish()
 
 
-async def open_chat(engine: Engine, conversation: Conversation, request: Request) -> ChatJob:
-    """Prepare a conversation. `request` says everything but the prompt (and the grammar of forced calls).
+async def open_chat(engine: Engine, conversation: Conversation, request: Request, count: int = 1) -> ChatJob:
+    """Ask for `count` answers. `request` says everything but the prompt (and the grammar of forced calls).
 
-    Raises InvalidRequest for what the template or the grammar cannot do.
+    Raises InvalidRequest for what the template or the grammar cannot do, and what the engine refuses with.
     """
     engine.check_room()
     facts, limits = loaded(engine)
@@ -201,7 +203,8 @@ async def open_chat(engine: Engine, conversation: Conversation, request: Request
         constraint=constraint,
         markers=dialect.markers if conversation.tools and constraint is None else (),
     )
-    return ChatJob(engine, conversation, dialect, prompt, request)
+    streams = submit_all(engine, choices_of(request, count))
+    return ChatJob(engine, conversation, dialect, prompt, streams, constrained=constraint is not None)
 
 
 async def count_tokens(engine: Engine, conversation: Conversation, *, constrained: bool) -> int:

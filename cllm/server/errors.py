@@ -22,13 +22,13 @@ from cllm.errors import (
     InvalidRequest,
     NotEnoughMemory,
     NotFound,
-    PayloadTooLarge,
     QueueFull,
     RateLimited,
     ReloadFailed,
     SlowReader,
     StorageFailed,
     Unauthorized,
+    from_code,
 )
 from cllm.types import Failure
 
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 STATUS: dict[type[Exception], int] = {
     ClientError: 400,
-    PayloadTooLarge: 413,
     Unauthorized: 401,
     Forbidden: 403,
     NotFound: 404,
@@ -61,6 +60,12 @@ _OTHER_KIND = (
     "model_attributes_type",
     "literal_error",
 )
+# Code and words for what the framework raises, which says no more than its status; "": it says enough.
+_HTTP = {
+    404: ("not_found", "there is no such route; GET /docs lists all of them"),
+    405: ("method_not_allowed", "this route does not answer to that method; GET /docs says to which"),
+    413: ("payload_too_large", ""),
+}
 # Anthropic's names of errors, by status.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -87,6 +92,12 @@ def error_body(path: str, status: int, code: str, message: str, field: str | Non
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
     return {"success": False, "error": code, "message": message}
+
+
+def failure_body(path: str, failure: Failure) -> dict[str, Any]:
+    """An error inside a stream, in the shape and with the type that a whole answer of its route has."""
+    status = status_of(from_code(failure.code, failure.message))
+    return error_body(path, status, failure.code, failure.message)
 
 
 def failure_event(failure: Failure, request_id: str) -> dict[str, Any]:
@@ -149,9 +160,8 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        codes = {404: "not_found", 405: "method_not_allowed", 413: "payload_too_large"}
-        code = codes.get(error.status_code, "invalid_request")
-        body = error_body(request.url.path, error.status_code, code, str(error.detail))
+        code, message = _HTTP.get(error.status_code, ("invalid_request", ""))
+        body = error_body(request.url.path, error.status_code, code, message or str(error.detail))
         return JSONResponse(body, error.status_code, error.headers)
 
     app.add_exception_handler(CllmError, on_error)

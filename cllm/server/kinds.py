@@ -21,8 +21,8 @@ def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        kind = value.get("type", default)
-        if kind is None and default is not None:
+        kind = value.get("type")
+        if kind is None:
             kind = default
         if isinstance(kind, str) and kind in known:
             return {**value, "type": kind}

@@ -51,7 +51,11 @@ ERRORS: dict[int, tuple[str, str, str]] = {
         "the body was not complete within 30 s",
         "The body took too long to arrive (inside a stream: the client does not read it, `slow_reader`)",
     ),
-    413: ("payload_too_large", "the body is over the limit of 8388608 bytes", "The body is too large"),
+    413: (
+        "payload_too_large",
+        "the body is over the limit of 8388608 bytes (--max-body-mb); send less",
+        "The body is too large",
+    ),
     415: (
         "unsupported_media_type",
         "the body must be JSON: send it with 'Content-Type: application/json'",
@@ -75,7 +79,47 @@ ERRORS: dict[int, tuple[str, str, str]] = {
         "The request's time was up before anything of it was sent",
     ),
 }
-_OPERATOR = "The name the server was called by is not one of its own; or the key is not an admin's"
+# What single routes answer besides, or in other words.
+_OWN: dict[str, dict[int, tuple[str, str, str]]] = {
+    "/admin/reload": {
+        409: (
+            "reload_failed",
+            "another model is being loaded already; try again when it serves",
+            "The model could not be changed: the one that serves goes on",
+        ),
+    },
+    "/admin/prefixes/save": {
+        507: (
+            "storage_failed",
+            "the state file could not be written: No space left on device",
+            "The disk is full, or fails: the old file stays",
+        ),
+    },
+    "/admin/prefixes/restore": {
+        404: ("not_found", "there is no state file of this name", "No such file"),
+        507: (
+            "storage_failed",
+            "the state file could not be read: Input/output error",
+            "The disk fails: nothing has changed",
+        ),
+    },
+}
+_NO_ADMIN = "; or the key is not an admin's"
+_NO_FOLDER = "; or the server was started without the folder that this needs (`--model-dir`, `--state-dir`)"
+_FOR_OPERATORS = "Needs an admin's API key where the server has keys, and answers on loopback only where not."
+_SCHEMES = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, as `cllm keys new` makes them",
+    },
+    "x-api-key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The same key, as Anthropic's clients send it",
+    },
+}
 _RETRY = {
     "Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer"}, "example": 3},
 }
@@ -102,12 +146,15 @@ _COMPUTING = (
 )
 
 
-def install(app: FastAPI) -> None:
-    """Give an app made with neither `docs_url` nor `redoc_url` its description and its page."""
+def install(app: FastAPI, *, closed: bool) -> None:
+    """Give an app made with neither `docs_url` nor `redoc_url` its description and its page.
+
+    `closed`: keys are needed.
+    """
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = description(app)
+            app.openapi_schema = description(app, closed=closed)
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
@@ -117,7 +164,7 @@ def install(app: FastAPI) -> None:
         return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": POLICY})
 
 
-def description(app: FastAPI) -> dict[str, Any]:
+def description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
     """FastAPI's own, with what our routes really answer."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     used: set[str] = set()
@@ -127,12 +174,23 @@ def description(app: FastAPI) -> dict[str, Any]:
             # FastAPI makes the summary from the function's name; ours is what the function says of itself.
             first, _, more = route.get("description", "").partition("\n")
             route["summary"] = first.removesuffix(".")
-            route["description"] = more.strip()
+            notes = (more.strip(), _FOR_OPERATORS if path.startswith(ADMIN) else "")
+            route["description"] = "\n\n".join(filter(None, notes))
+            route["security"] = _security(path, closed=closed)
             route["responses"] = _responses(path, method, _needed(schema, route))
     for unused in ("HTTPValidationError", "ValidationError"):  # what is wrong is told with 400, in our shape
         schema.get("components", {}).get("schemas", {}).pop(unused, None)
+    schema.setdefault("components", {})["securitySchemes"] = _SCHEMES
     schema["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
     return schema
+
+
+def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
+    """Either scheme, with the role it takes; `{}`: or without any."""
+    if path == OPEN:
+        return []
+    roles = ["admin"] if path.startswith(ADMIN) else []
+    return [*({name: roles} for name in _SCHEMES), *([] if closed else [{}])]
 
 
 def _needed(schema: dict[str, Any], route: dict[str, Any]) -> str | None:
@@ -153,14 +211,17 @@ def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"200": {"description": "Done", "content": content}}
     if path in _COMPUTING:
         found["200"]["headers"] = _POSITION
-    for status in _statuses(path, method):
-        code, message, when = ERRORS[status]
+    own = _OWN.get(path, {})
+    for status in sorted({*_statuses(path, method), *own}):
+        code, message, when = own.get(status) or ERRORS[status]
         field = needed if status == 400 else None
         if status == 400 and field is None:  # it can do without any field
             message = "the body is not a JSON object"
         example = error_body(path, status, code, message.format(field=field), field)
+        if status == 403:
+            when += _NO_ADMIN * path.startswith(ADMIN) + _NO_FOLDER * path.startswith("/admin/")
         found[str(status)] = {
-            "description": _OPERATOR if status == 403 and path.startswith(ADMIN) else when,
+            "description": when,
             "content": {JSON: {"schema": {"type": "object"}, "example": example}},
         }
         if status in (429, 503, 504):
@@ -175,4 +236,4 @@ def _statuses(path: str, method: str) -> list[int]:
     statuses += [401, 500, 503]
     if method == "post":
         statuses += [400, 408, 413, 415] + [404] * path.startswith("/v1/")
-    return sorted(statuses + [429, 504] * (path in _COMPUTING))
+    return statuses + [429, 504] * (path in _COMPUTING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -24,12 +24,6 @@ def _text(value: str) -> str:
     return value
 
 
-def _stop(value: str) -> str:
-    if "\0" in value:
-        raise ValueError("a stop string may not hold NUL")
-    return _text(value)
-
-
 def _source(value: str) -> str:
     if "\0" in value:
         raise ValueError("may not hold NUL")
@@ -38,7 +32,7 @@ def _source(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_text)]
 SourceText = Annotated[str, AfterValidator(_source)]
-StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_stop)]
+StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_source)]
 
 
 def _object(value: dict[str, Any]) -> dict[str, Any]:
@@ -179,7 +173,12 @@ def _token(key: str, vocabulary_size: int) -> int:
 
 
 class ConstrainedBody(SamplingBody):
-    """Fields that say what an answer must look like; at most one of them."""
+    """Fields that say what an answer must look like; at most one of them, and of the API's own.
+
+    `form` is what the API calls its own: a field, or a part of one.
+    """
+
+    form: ClassVar[str] = ""
 
     grammar: SourceText | None = Field(
         None,
@@ -206,19 +205,34 @@ class ConstrainedBody(SamplingBody):
         examples=[{"type": "array", "items": {"type": "integer"}}],
     )
 
+    def form_schema(self) -> dict[str, Any] | None:
+        """The schema that the API's own field asks for."""
+        return None
+
     def constraint(self) -> ConstraintSpec | None:
         """The one that is given; raises ValueError when there are several."""
-        schema = json.dumps(self.json_schema) if self.json_schema is not None else None
-        given = {
-            ConstraintKind.GRAMMAR: self.grammar,
-            ConstraintKind.REGEX: self.regex,
-            ConstraintKind.CHOICE: json.dumps(self.choice) if self.choice is not None else None,
-            ConstraintKind.JSON_SCHEMA: schema,
-        }
-        specs = [ConstraintSpec(kind, source) for kind, source in given.items() if source is not None]
+        given = (
+            (ConstraintKind.GRAMMAR, self.grammar),
+            (ConstraintKind.REGEX, self.regex),
+            (ConstraintKind.CHOICE, _json(self.choice)),
+            (ConstraintKind.JSON_SCHEMA, _json(self.json_schema)),
+            (ConstraintKind.JSON_SCHEMA, _json(self.form_schema())),
+        )
+        specs = [ConstraintSpec(kind, source) for kind, source in given if source is not None]
         if len(specs) > 1:
-            raise ValueError("give only one of grammar, regex, choice, json_schema and response_format")
+            own = f", {self.form}" if self.form else ""
+            raise ValueError(f"give only one of grammar, regex, choice, json_schema{own}")
         return specs[0] if specs else None
+
+    @property
+    def form_field(self) -> str:
+        """The field that a schema came in, or would."""
+        given = self.json_schema is not None or not self.form
+        return "json_schema" if given else self.form.partition(".")[0]
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value)
 
 
 class GenerateBody(ConstrainedBody):

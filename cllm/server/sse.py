@@ -21,6 +21,7 @@ from cllm.server.position import tell_position
 from cllm.types import Delta, Failure
 
 _encoder = msgspec.json.Encoder()
+GONE = 499  # the status of an answer that nobody is there to read
 DIRECT = "cllm.send"  # in the scope: the server's own `send`, without what middleware wrapped around it
 
 

@@ -81,7 +81,7 @@ class EngineSwitch:
         if self._load is None:
             raise Forbidden("the model of this server cannot be changed")
         if self._reloading:
-            raise ReloadFailed("another model is being loaded already")
+            raise ReloadFailed("another model is being loaded already; try again when it serves")
         self._reloading = True
         try:
             new = await self._loaded(await asyncio.to_thread(self._load, model))

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from cllm.engine.engine import Engine
-from cllm.errors import CllmError, EngineNotReady, InvalidRequest
+from cllm.errors import CllmError, EngineNotReady, InvalidRequest, ModelNotFound
 from cllm.server.schema import ConstrainedBody, SamplingBody
+from cllm.text.constraint import FIELDS
 from cllm.text.work import CheckConstraint, TextAnswer, TextTask, TokenizeText, Tokens
-from cllm.types import ConstraintSpec, Limits, ModelFacts, SamplingParams
+from cllm.types import ConstraintKind, ConstraintSpec, Limits, ModelFacts, SamplingParams
 
 GRAMMAR_LIMIT_S = 5.0  # the first one also builds the compiler
 TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
@@ -20,6 +21,17 @@ def loaded(engine: Engine) -> tuple[ModelFacts, Limits]:
     if engine.facts is None or engine.limits is None:
         raise EngineNotReady("the model is still loading")
     return engine.facts, engine.limits
+
+
+def check_model(name: str | None) -> None:
+    """Any plain name is served by the one loaded model; a path is not a name."""
+    if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
+        raise ModelNotFound("there is no such model; GET /v1/models lists what is served")
+
+
+def model_name(engine: Engine, asked: str | None) -> str:
+    """What an answer calls the model: as it was asked for, or its own name."""
+    return asked or loaded(engine)[0].name
 
 
 def checked_tokens(engine: Engine, tokens: Sequence[int], field: str) -> tuple[int, ...]:
@@ -38,7 +50,7 @@ async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S)
             return await asyncio.wrap_future(future)
     except TimeoutError:
         engine.text.abort(future)
-        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s") from None
+        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s; shorten it") from None
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()
         raise
@@ -49,22 +61,18 @@ async def constraint_of(engine: Engine, body: ConstrainedBody) -> ConstraintSpec
     try:
         spec = body.constraint()
     except ValueError as error:
-        raise InvalidRequest(str(error), field="response_format") from None
-    if spec is not None:
-        await do_text(engine, CheckConstraint(spec), GRAMMAR_LIMIT_S)
-    return spec
-
-
-async def constraint_as(engine: Engine, body: ConstrainedBody, field: str) -> ConstraintSpec | None:
-    """The same where the form of an answer is asked for in another field than `response_format`."""
+        raise InvalidRequest(str(error), body.form_field) from None
+    if spec is None:
+        return None
     try:
-        return await constraint_of(engine, body)
+        await do_text(engine, CheckConstraint(spec), GRAMMAR_LIMIT_S)
     except InvalidRequest as error:
-        if error.field in (None, "response_format"):
-            field = "json_schema" if body.json_schema is not None else field
-            message = error.message.removeprefix("response_format: ")
-            raise InvalidRequest(f"{field}: {message}", field) from None
-        raise
+        if spec.kind is not ConstraintKind.JSON_SCHEMA:
+            raise
+        # Every API has its own name for where a schema stands.
+        field, told = body.form_field, error.message.removeprefix(f"{FIELDS[spec.kind]}: ")
+        raise InvalidRequest(f"{field}: {told}", field) from None
+    return spec
 
 
 def sampling_of(body: SamplingBody, vocabulary_size: int) -> SamplingParams:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequest
-from cllm.text.template import ChatTemplate, Guard
+from cllm.text.reply import THINK, THOUGHT
+from cllm.text.template import ChatTemplate
 from cllm.types import Vocabulary
-
-THINK, THOUGHT = "<think>", "</think>"
 
 
 class ChatPrompt(NamedTuple):
@@ -27,17 +25,12 @@ class PromptBuilder:
     """Makes prompts for one model. Control tokens come from its template, never from a user's text."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        template: str | None,
-        guard: Guard = nullcontext,
-        *,
-        tool_template: str | None = None,
+        self, vocabulary: Vocabulary, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
     ) -> None:
         """`tool_template` is the one for conversations with tools, where the model has two."""
         self._vocabulary = vocabulary
-        self._template = ChatTemplate(template, guard) if template else None
-        self._tool_template = ChatTemplate(tool_template, guard) if tool_template else self._template
+        self._template = template
+        self._tool_template = tool_template or template
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:

@@ -73,11 +73,6 @@ class ReplyReader:
         elif not reasoning:
             self._read = self._read_answer_start
 
-    @property
-    def called(self) -> bool:
-        """At least one tool was called."""
-        return self._told > 0
-
     def feed(self, text: str) -> list[ReplyEvent]:
         """More of the answer; returns what is now certain."""
         if self._read == self._read_answer and self._dialect is None:
@@ -110,17 +105,11 @@ class ReplyReader:
     def _read_thoughts(self, events: list[ReplyEvent], final: bool) -> None:
         if not self._begun:
             self._buffer = self._buffer.lstrip()
-        text, found, rest = self._buffer.partition(THOUGHT)
-        certain = text
-        if found:
-            certain = text.rstrip()
-        elif not final:
-            certain = text[: len(text) - len(_held_back(text, THOUGHT))].rstrip()
-        self._buffer = rest if found else text[len(certain) :]
+        certain, mark = self._take_until(THOUGHT, final)
         if certain:
             self._begun = True
             events.append(ReasoningText(certain))
-        if found or final:
+        if mark or final:
             self._begun = False
             self._read = self._read_after_thoughts
 
@@ -156,18 +145,11 @@ class ReplyReader:
             if text:
                 events.append(AnswerText(text))
             return
-        text, found, rest = self._buffer.partition(opening)
-        # Blanks before a call belong to nobody: they wait until something else follows them.
-        certain = text
-        if found:
-            certain = text.rstrip()
-        elif not final:
-            certain = text[: len(text) - len(_held_back(text, opening))].rstrip()
-        self._buffer = rest if found else text[len(certain) :]
+        certain, mark = self._take_until(opening, final)
         if certain:
             events.append(AnswerText(certain))
-        if found:
-            self._opening = text[len(certain) :] + opening
+        if mark:
+            self._opening = mark
             self._read = self._read_calls
 
     def _read_calls(self, events: list[ReplyEvent], final: bool) -> None:
@@ -217,6 +199,20 @@ class ReplyReader:
                 self._opening = ""
             self._read = self._read_answer
         return False
+
+    def _take_until(self, mark: str, final: bool) -> tuple[str, str]:
+        """Take what is certain to stand before the mark; and the mark, with the blanks before it, if it came.
+
+        Blanks before a mark belong to nobody: they wait until something else follows them.
+        """
+        text, found, rest = self._buffer.partition(mark)
+        certain = text
+        if found:
+            certain = text.rstrip()
+        elif not final:
+            certain = text[: len(text) - len(_held_back(text, mark))].rstrip()
+        self._buffer = rest if found else text[len(certain) :]
+        return certain, text[len(certain) :] + mark if found else ""
 
     def _skip(self, count: int) -> None:
         """Leave out the buffer's first characters; they are remembered while they may turn out to be text."""

@@ -90,7 +90,7 @@ class ChatTemplate:
     def check(self) -> None:
         """Raises TemplateSyntaxError or TemplateStopped for a template that can never be used."""
         with self._guard():
-            assert self._compiled is not None
+            _ = self._compiled
 
     @cached_property
     def _environment(self) -> _Environment:

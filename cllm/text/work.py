@@ -14,7 +14,7 @@ from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.constraint import ConstraintCompiler
 from cllm.text.infill import Gap, infill_prompt
 from cllm.text.prompt import PromptBuilder
-from cllm.text.template import Guard
+from cllm.text.template import ChatTemplate, Guard
 from cllm.types import ConstraintSpec, Vocabulary
 
 
@@ -76,6 +76,7 @@ class TokenizeTexts(msgspec.Struct, frozen=True, tag=True):
 
     texts: tuple[str, ...]
     most: int = 0
+    field: str = "input"  # where they came from, for a refusal
 
 
 class TokenizePairs(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +143,8 @@ class TextWorker:
         tool_template: str | None = None,
     ) -> None:
         self._vocabulary = vocabulary
-        self._prompts = PromptBuilder(vocabulary, template, guard, tool_template=tool_template)
+        templates = (ChatTemplate(source, guard) if source else None for source in (template, tool_template))
+        self._prompts = PromptBuilder(vocabulary, *templates)
         self._lock = threading.Lock()
 
     @cached_property
@@ -173,10 +175,10 @@ class TextWorker:
                     return _within(prompt.tokens, most, thinking=prompt.thinking)
                 case TokenizeInfill(gap, most, room):
                     return _within(infill_prompt(self._vocabulary, gap, room), most)
-                case TokenizeTexts(texts, most):
+                case TokenizeTexts(texts, most, field):
                     tokenize = self._vocabulary.tokenize
                     inputs = (tokenize(text, add_special=True, parse_special=False) for text in texts)
-                    return _all_within(inputs, most, "input")
+                    return _all_within(inputs, most, field)
                 case TokenizePairs(query, documents, most):
                     pairs = (self._vocabulary.tokenize_pair(query, document) for document in documents)
                     return _all_within(pairs, most, "documents")

@@ -25,6 +25,13 @@ def test_a_stream_is_as_recorded(scripted: Server, name: str) -> None:
     assert normal(ask(scripted, CASES[name])) == recorded(name)
 
 
+def test_an_error_has_the_shape_that_whole_answers_of_the_route_have(scripted: Server) -> None:
+    for name in ("llama-completion-error", "completions-error", "chat-error", "messages-error"):
+        whole = scripted.post(CASES[name].path, CASES[name].body)
+        assert whole.status_code == 500
+        assert recorded(name)[-1]["data"] == whole.json()
+
+
 def test_no_recording_is_left_over() -> None:
     assert {file.stem for file in RECORDINGS.glob("*.jsonl")} == set(CASES)
 

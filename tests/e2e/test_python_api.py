@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
-from cllm.errors import ContextLengthExceeded, InvalidRequest, ModelFileError
+from cllm.backend.fake import FakeBackend
+from cllm.errors import ContextLengthExceeded, EngineNotReady, InvalidRequest, ModelFileError
 from cllm.types import FinishReason
 from tests.e2e.server import environment
 
@@ -94,6 +95,11 @@ def test_a_missing_model_raises_at_once(tmp_path: Path) -> None:
     for kind in (LLM, AsyncLLM):
         with pytest.raises(ModelFileError, match="no model file"):
             kind(tmp_path / "none.gguf")
+
+
+def test_a_model_that_is_not_open_yet_says_so() -> None:
+    with pytest.raises(EngineNotReady, match="open it first"):
+        LLM(make_backend=lambda _: FakeBackend()).facts  # noqa: B018
 
 
 def test_closing_twice_is_fine(tiny_model: Path) -> None:

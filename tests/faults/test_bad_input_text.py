@@ -91,7 +91,7 @@ REFUSED_SCHEMAS = {
 @pytest.mark.parametrize("kind", list(REFUSED_SCHEMAS))
 def test_fault_24_schema_that_cannot_be_honoured(tiny: Server, kind: str) -> None:
     schema = REFUSED_SCHEMAS[kind]
-    refusal(constrained(tiny, 2.0, json_schema=schema))
+    assert refusal(constrained(tiny, 2.0, json_schema=schema)).startswith("json_schema: ")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     answer = tiny.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "response_format": form})
     refusal(answer)

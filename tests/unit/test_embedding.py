@@ -478,6 +478,8 @@ def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
     refused = worker.perform(TokenizeTexts(("ab", "abcdef"), most=5))
     assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
     assert "input 1 has 6 tokens" in refused.message and "at most 5" in refused.message
+    refused = worker.perform(TokenizeTexts(("abcdef",), most=5, field="content"))
+    assert isinstance(refused, Refused) and refused.field == "content" and "content 0" in refused.message
     pairs = worker.perform(TokenizePairs("q", ("a", "bc"), most=4))
     assert pairs == TokenLists(((113, 257, 97), (113, 257, 98, 99)))
     refused = worker.perform(TokenizePairs("q", ("abc",), most=4))

@@ -16,16 +16,19 @@ from cllm.engine.engine import Engine
 from cllm.engine.host import ThreadHost
 from cllm.server.app import create_app
 
+KEY = "a-key-of-the-owner"
 
-def get(path: str) -> httpx.Response:
+
+def get(path: str, api_key: str = "") -> httpx.Response:
     """Ask an app that has no model: the description needs none."""
     engine = Engine(ThreadHost(lambda _: FakeBackend(), EngineConfig()))
-    app = create_app({"default": engine}, ServerConfig())
+    app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+    headers = {"x-api-key": api_key} if api_key else {}
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.get(path)
+            return await client.get(path, headers=headers)
 
     return asyncio.run(ask())
 
@@ -119,6 +122,30 @@ def test_what_goes_through_the_queue_can_be_refused_there() -> None:
         queued = ("timeout" in body.get("properties", ()) and not counts) or "vectors" in route["tags"]
         assert ({"429", "504"} <= route["responses"].keys()) == queued, f"{method} {path}"
         assert ("headers" in route["responses"]["200"]) == queued
+
+
+def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
+    answers = {path: route["responses"] for _, path, route in ROUTES}
+    assert {"409", "403"} <= answers["/admin/reload"].keys()
+    assert {"507", "403"} <= answers["/admin/prefixes/save"].keys()
+    assert {"404", "507", "403"} <= answers["/admin/prefixes/restore"].keys()
+    others = [answers[path] for path in answers if not path.startswith("/admin/")]
+    assert not any({"409", "507"} & told.keys() for told in others)
+    assert "--state-dir" in answers["/admin/prefixes/save"]["403"]["description"]
+    assert "--state-dir" not in answers["/debug/kv"]["403"]["description"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_which_key_a_route_needs_is_told(closed: bool) -> None:
+    described = get("/openapi.json", KEY if closed else "").json()
+    assert set(described["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+    for path, methods in described["paths"].items():
+        for route in methods.values():
+            roles = ["admin"] if path.startswith(("/admin", "/debug", "/metrics", "/slots")) else []
+            needed: list[dict[str, list[str]]] = [{"bearer": roles}, {"x-api-key": roles}]
+            expected = [] if path == "/health" else needed + [{}] * (not closed)
+            assert route["security"] == expected, path
+            assert ("admin's API key" in route["description"]) == bool(roles), path
 
 
 def test_tags_are_described_and_used() -> None:

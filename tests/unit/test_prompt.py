@@ -9,6 +9,7 @@ import pytest
 from cllm.backend.fake import FakeVocabulary
 from cllm.errors import InvalidRequest
 from cllm.text.prompt import PromptBuilder
+from cllm.text.template import ChatTemplate
 from cllm.text.work import Chat, Refused, TextWorker, TokenizeChat, TokenizeText, Tokens
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
@@ -16,7 +17,7 @@ CONTROL = 257
 
 
 def builder(template: str | None = TEMPLATE) -> PromptBuilder:
-    return PromptBuilder(FakeVocabulary(), template)
+    return PromptBuilder(FakeVocabulary(), ChatTemplate(template) if template else None)
 
 
 def tokens_of(template: str | None, *messages: dict[str, Any], **more: Any) -> list[int]:

@@ -10,6 +10,7 @@ from cllm.config import EngineConfig
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport
 from cllm.text.prompt import PromptBuilder
+from cllm.text.template import ChatTemplate
 from cllm.types import Delta, FinishReason, Request
 from tests.unit.test_assembler import oracle, woven
 
@@ -41,7 +42,7 @@ def test_one_byte_a_token_the_text_is_the_oracles(case: tuple[str, list[str], li
 
 
 def test_in_a_conversation_the_last_script_counts() -> None:
-    prompts = PromptBuilder(FakeVocabulary(), CHAT_TEMPLATE)
+    prompts = PromptBuilder(FakeVocabulary(), ChatTemplate(CHAT_TEMPLATE))
     messages = [
         {"role": "user", "content": say("first")},
         {"role": "assistant", "content": "first"},

@@ -12,6 +12,7 @@ from cllm.backend.fake import FakeVocabulary
 from cllm.errors import InvalidRequest
 from cllm.text.dialects import Tool, dialect_of
 from cllm.text.prompt import PromptBuilder
+from cllm.text.template import ChatTemplate
 
 USER = {"role": "user", "content": "Is 1 < 2 & 3?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -28,7 +29,7 @@ class Spelled(FakeVocabulary):
 
 
 def rendered(template: str, *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
-    return PromptBuilder(Spelled(), template).render(messages, tools=tools or [])
+    return PromptBuilder(Spelled(), ChatTemplate(template)).render(messages, tools=tools or [])
 
 
 def test_plain_turns_with_trimmed_blocks() -> None:
@@ -189,7 +190,7 @@ def test_macros_thoughts_and_variables_of_the_client() -> None:
 {%- else -%}
 {{ '<think>\\n' }}
 {%- endif -%}"""
-    builder = PromptBuilder(Spelled(), template)
+    builder = PromptBuilder(Spelled(), ChatTemplate(template))
     assert builder.from_messages([USER]).thinking
     assert not builder.from_messages([USER], think=False).thinking
     quiet = builder.from_messages([USER], options={"enable_thinking": False})
@@ -197,7 +198,7 @@ def test_macros_thoughts_and_variables_of_the_client() -> None:
 
 
 def test_a_template_that_does_not_compile_harms_only_chats() -> None:
-    builder = PromptBuilder(Spelled(), "fine\n{% for %}")
+    builder = PromptBuilder(Spelled(), ChatTemplate("fine\n{% for %}"))
     with pytest.raises(InvalidRequest, match="cannot be used: line 2"):
         builder.render([USER])
 

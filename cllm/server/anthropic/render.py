@@ -3,62 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from cllm.errors import from_code
-from cllm.server.blocks import Begun, Block, BlockEvent, BlockKind, Blocks, Grew
-from cllm.server.chat import ChatJob, Step
-from cllm.server.errors import error_body, status_of
-from cllm.server.sse import encode_named
+from cllm.server.block_answer import BlockAnswer, Event
+from cllm.server.blocks import Begun, Block, BlockEvent, BlockKind, Grew
+from cllm.server.errors import failure_body
 from cllm.text.reply import ReplyEvent
 from cllm.types import Delta, FinishReason
 
-Event = dict[str, Any]
 ROUTE = "/v1/messages"
 
 
-class MessageAnswer:
-    """One answer, built while it comes. `add` returns the events of a step in order.
-
-    A whole answer is `message()` after the last step.
-    """
+class MessageAnswer(BlockAnswer):
+    """One message."""
 
     def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
+        super().__init__()
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._prompt_tokens = prompt_tokens
-        self._blocks = Blocks()
 
     def start(self) -> list[Event]:
-        """The events before anything was generated."""
-        return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
+        return [{"type": "message_start", "message": self.body()}, {"type": "ping"}]
 
     def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[Event]:
-        """Take in a step."""
         told = [_told(event) for event in self._blocks.add(events, delta)]
         if delta.error is not None:
-            status = status_of(from_code(delta.error.code, delta.error.message))
-            return [*told, error_body(ROUTE, status, delta.error.code, delta.error.message)]
+            return [*told, failure_body(ROUTE, delta.error)]
         if delta.finish_reason is not None:
             told.append({"type": "message_delta", "delta": self._end(), "usage": self._usage()})
             told.append({"type": "message_stop"})
         return told
 
-    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """The answer to a call that does not stream."""
-        for events, delta in steps:
-            self._blocks.add(events, delta)
-        return self.message()
-
-    async def chunks(self, job: ChatJob) -> AsyncIterator[bytes]:
-        """The events as bytes, as they come."""
-        yield _encoded(self.start())
-        async for _, events, delta in job.events():
-            if told := self.add(events, delta):
-                yield _encoded(told)
-
-    def message(self) -> dict[str, Any]:
-        """The message as far as it has come."""
+    def body(self) -> dict[str, Any]:
         content = [_content(block) for block in self._blocks.blocks]
         return {**self._head, "content": content, **self._end(), "usage": self._usage()}
 
@@ -127,7 +104,3 @@ def _delta(event: Grew) -> dict[str, Any]:
             return {"type": "text_delta", "text": event.text}
         case BlockKind.CALL:
             return {"type": "input_json_delta", "partial_json": event.text}
-
-
-def _encoded(events: Sequence[Event]) -> bytes:
-    return b"".join(encode_named(event["type"], event) for event in events)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -21,9 +20,9 @@ from cllm.server.chat import Conversation
 from cllm.server.kinds import kinds
 from cllm.server.nullable import NullableBody
 from cllm.server.schema import Body, ConstrainedBody, JsonObject, StopText, Text
+from cllm.server.tools import ToolDescription, check_tools
 from cllm.server.turns import Turns
 from cllm.text.dialects import Tool
-from cllm.types import ConstraintKind, ConstraintSpec
 
 MOST_MESSAGES = 4096
 MOST_TOOLS = 512
@@ -60,12 +59,7 @@ class ClientTool(Body):
     name: ToolName = Field(
         description="Letters, digits, `_`, `-` and `.`, at most 128", examples=["get_weather"]
     )
-    description: Text | None = Field(
-        None,
-        max_length=1 << 14,
-        description="What it does and when, for the model",
-        examples=["The weather in a city, now"],
-    )
+    description: ToolDescription = None
     input_schema: JsonObject = Field(
         description="JSON schema of its arguments",
         examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
@@ -130,6 +124,8 @@ class OutputConfig(Body):
 class CountBody(NullableBody, ConstrainedBody):
     """`POST /v1/messages/count_tokens`: everything that makes the prompt."""
 
+    form = "output_config.format"
+
     model: Identifier | None = Field(
         None, description="Any plain name is served by the loaded model", examples=["any"]
     )
@@ -177,23 +173,17 @@ class CountBody(NullableBody, ConstrainedBody):
 
     @model_validator(mode="after")
     def _tools_are_named(self) -> CountBody:
-        names = [tool.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise ValueError("tools: two of them have the same name")
         wanted = self.tool_choice
-        if wanted is not None and wanted.name is not None and wanted.name not in names:
-            raise ValueError(f"tool_choice: {wanted.name!r} is not among the tools")
-        if wanted is not None and wanted.type == "any" and not names:
-            raise ValueError("tool_choice: any needs tools")
+        check_tools(
+            [tool.name for tool in self.tools or ()],
+            [wanted.name] if wanted is not None and wanted.name is not None else (),
+            demanded="any" if wanted is not None and wanted.type == "any" else "",
+        )
         return self
 
-    def constraint(self) -> ConstraintSpec | None:
+    def form_schema(self) -> dict[str, Any] | None:
         wanted = self.output_config.format if self.output_config is not None else None
-        if wanted is None:
-            return super().constraint()
-        if super().constraint() is not None:
-            raise ValueError("give only one of grammar, regex, choice, json_schema and output_config.format")
-        return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(wanted.schema_))
+        return None if wanted is None else wanted.schema_
 
     def conversation(self) -> Conversation:
         """In neutral words. Raises InvalidRequest."""

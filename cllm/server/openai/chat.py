@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from cllm.server.chat import ChatJob, Reply, new_call_id
+from cllm.server.errors import failure_body
 from cllm.server.openai import render
 from cllm.server.sse import encode
 from cllm.text.reply import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
 from cllm.types import Delta, FinishReason, TokenLogprob
 
+ROUTE = "/v1/chat/completions"
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 _CONTENT = b',"delta":{"content":'
@@ -66,8 +68,7 @@ class ChatAnswer:
         ended = []
         async for index, events, delta in job.events():
             if delta.error is not None:
-                message = {"message": delta.error.message, "type": "server_error", "param": None}
-                yield encode({"error": {**message, "code": delta.error.code}})
+                yield encode(failure_body(ROUTE, delta.error))
                 return
             if delta.finish_reason is None and not delta.logprobs and len(events) == 1:
                 event = events[0]

@@ -9,6 +9,7 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from cllm.server.chat import Conversation
 from cllm.server.openai.schema import Name, OpenAIBody
 from cllm.server.schema import Body, JsonObject, Text
+from cllm.server.tools import ToolDescription, check_tools
 from cllm.text.dialects import Tool
 
 MOST_MESSAGES = 4096
@@ -96,12 +97,7 @@ class FunctionBody(Body):
     name: FunctionName = Field(
         description="Letters, digits, `_`, `-` and `.`, at most 64", examples=["get_weather"]
     )
-    description: Text | None = Field(
-        None,
-        max_length=1 << 14,
-        description="What it does and when, for the model",
-        examples=["The weather in a city, now"],
-    )
+    description: ToolDescription = None
     parameters: JsonObject | None = Field(
         None,
         description="JSON schema of its arguments; none: it takes none",
@@ -111,15 +107,15 @@ class FunctionBody(Body):
         None, description="Ignored: forced calls always fit the schema", examples=[True]
     )
 
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description or "", self.parameters or {})
+
 
 class ToolBody(Body):
     """A tool; only functions."""
 
     type: Literal["function"] = Field(description="Always `function`")
     function: FunctionBody = Field(description="The function", examples=[{"name": "now"}])
-
-    def tool(self) -> Tool:
-        return Tool(self.function.name, self.function.description or "", self.function.parameters or {})
 
 
 class ChosenFunction(Body):
@@ -172,19 +168,17 @@ class ConversationBody(Body):
 
     @model_validator(mode="after")
     def _tools_are_named(self) -> ConversationBody:
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise ValueError("tools: two of them have the same name")
         wanted = self.tool_choice
-        if isinstance(wanted, ChosenTool) and wanted.function.name not in names:
-            raise ValueError(f"tool_choice: {wanted.function.name!r} is not among the tools")
-        if wanted == "required" and not names:
-            raise ValueError("tool_choice: required needs tools")
+        check_tools(
+            [tool.function.name for tool in self.tools or ()],
+            [wanted.function.name] if isinstance(wanted, ChosenTool) else (),
+            demanded="required" if wanted == "required" else "",
+        )
         return self
 
     def conversation(self) -> Conversation:
         """In neutral words."""
-        tools = () if self.tool_choice == "none" else tuple(tool.tool() for tool in self.tools or ())
+        tools = () if self.tool_choice == "none" else tuple(tool.function.tool() for tool in self.tools or ())
         wanted = self.tool_choice
         if isinstance(wanted, ChosenTool):
             tools = tuple(tool for tool in tools if tool.name == wanted.function.name)

@@ -6,14 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field
 
-from cllm.server.schema import Body, Text
+from cllm.server.openai.schema import Name
+from cllm.server.schema import Body, Text, TokenIds
 
 MOST_INPUTS = 2048
 
-TokenId = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(max_length=256)]
 InputText = Annotated[Text, Field(min_length=1)]
-InputTokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # one error is enough
+InputTokens = Annotated[TokenIds, Field(min_length=1)]
 Input = (
     InputText
     | InputTokens

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from cllm.server.blocks import Begun, Block, BlockEvent, BlockKind, Blocks, Ended, Grew
-from cllm.server.chat import ChatJob, Step
+from cllm.server.block_answer import BlockAnswer, Event
+from cllm.server.blocks import Begun, Block, BlockEvent, BlockKind, Ended, Grew
 from cllm.server.openai.render import chat_logprobs
 from cllm.server.openai.responses_schema import ResponsesBody
-from cllm.server.sse import encode_named
 from cllm.text.reply import ReplyEvent
 from cllm.types import Delta, Failure, FinishReason, TokenLogprob, Usage
 
-Event = dict[str, Any]
 _PREFIXES = {BlockKind.THOUGHTS: "rs", BlockKind.WORDS: "msg", BlockKind.CALL: "fc"}
 
 
@@ -45,52 +43,33 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
     return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
 
 
-class ResponseAnswer:
-    """One answer, built while it comes. `add` returns the events of a step, numbered, in order.
-
-    A whole answer is what the events of a streamed one add up to: `response()` after the last step. `top` is
-    None where no log-probabilities are wanted.
-    """
+class ResponseAnswer(BlockAnswer):
+    """One response; its events are numbered. `top` is None where no log-probabilities are wanted."""
 
     def __init__(self, response_id: str, echoed: dict[str, Any], top: int | None = None) -> None:
+        super().__init__()
         self._id = response_id
         self._echoed = echoed
         self._top = top
         self._created = int(time.time())
-        self._blocks = Blocks()
         self._failure: Failure | None = None
         self._sent = 0
 
     def start(self) -> list[Event]:
-        """The events before anything was generated."""
         return [
-            self._numbered("response.created", response=self.response()),
-            self._numbered("response.in_progress", response=self.response()),
+            self._numbered("response.created", response=self.body()),
+            self._numbered("response.in_progress", response=self.body()),
         ]
 
     def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[Event]:
-        """Take in a step; the last one's events end with the response itself."""
         told = [told for event in self._blocks.add(events, delta) for told in self._told(event)]
         if delta.error is not None:
             self._failure = delta.error
             failure = {"code": delta.error.code, "message": delta.error.message, "param": None}
             told.append(self._numbered("error", **failure))
         if delta.finish_reason is not None:
-            told.append(self._numbered(f"response.{self._status}", response=self.response()))
+            told.append(self._numbered(f"response.{self._status}", response=self.body()))
         return told
-
-    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """The response to a call that does not stream."""
-        for events, delta in steps:
-            self._blocks.add(events, delta)
-        return self.response()
-
-    async def chunks(self, job: ChatJob) -> AsyncIterator[bytes]:
-        """The events as bytes, as they come."""
-        yield _encoded(self.start())
-        async for _, events, delta in job.events():
-            if told := self.add(events, delta):
-                yield _encoded(told)
 
     @property
     def _status(self) -> str:
@@ -101,8 +80,7 @@ class ResponseAnswer:
             return "completed"
         return "incomplete" if reason is FinishReason.LENGTH else "failed"
 
-    def response(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+    def body(self) -> dict[str, Any]:
         status = self._status
         failure = self._failure
         return {
@@ -214,7 +192,3 @@ class ResponseAnswer:
 
 def _item_id(block: Block) -> str:
     return f"{_PREFIXES[block.kind]}_{block.id}"
-
-
-def _encoded(events: Sequence[Event]) -> bytes:
-    return b"".join(encode_named(event["type"], event) for event in events)

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from cllm.errors import InvalidRequest
 from cllm.server.chat import Conversation
 from cllm.server.kinds import kinds
 from cllm.server.nullable import NullableBody
-from cllm.server.openai.chat_schema import MOST_MESSAGES, MOST_TOOLS, FunctionName
+from cllm.server.openai.chat_schema import MOST_MESSAGES, MOST_TOOLS, FunctionBody, FunctionName
 from cllm.server.openai.responses_items import Item
-from cllm.server.openai.schema import Name
-from cllm.server.schema import Body, ConstrainedBody, JsonObject, StopText, Text
+from cllm.server.openai.schema import Name, OpenAIFields
+from cllm.server.schema import Body, JsonObject, Text
+from cllm.server.tools import check_tools
 from cllm.server.turns import Turns
-from cllm.text.dialects import Tool
-from cllm.types import ConstraintKind, ConstraintSpec
 
 LOGPROBS = "message.output_text.logprobs"
 _FUNCTIONS_ONLY = {"": "this server runs no tools of its own, it only asks for calls of type 'function'"}
 
 
-class FunctionTool(Body):
+class FunctionTool(FunctionBody):
     type: Literal["function"] = Field(description="Always `function`")
-    name: FunctionName = Field(
-        description="Letters, digits, `_`, `-` and `.`, at most 64", examples=["get_weather"]
-    )
-    description: Text | None = Field(
-        None,
-        max_length=1 << 14,
-        description="What it does and when, for the model",
-        examples=["The weather in a city, now"],
-    )
-    parameters: JsonObject | None = Field(
-        None,
-        description="JSON schema of its arguments",
-        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
-    )
-    strict: bool | None = Field(
-        None, description="Ignored: forced calls always fit the schema", examples=[True]
-    )
-
-    def tool(self) -> Tool:
-        return Tool(self.name, self.description or "", self.parameters or {})
 
 
 class NamedFunction(Body):
@@ -107,12 +85,11 @@ class ReasoningBody(Body):
     )
 
 
-class ResponsesBody(NullableBody, ConstrainedBody):
+class ResponsesBody(NullableBody, OpenAIFields):
     """`POST /v1/responses`."""
 
-    model: Name | None = Field(
-        None, description="Any plain name is served by the loaded model", examples=["any"]
-    )
+    form = "text.format"
+
     input: (
         Annotated[Text, Field(min_length=1)]
         | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -147,18 +124,6 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         description="Most tokens to generate, thoughts included; null: as many as fit",
         examples=[64],
     )
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        le=10,
-        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
-        description="Above 1 discourages repeats; 1: off",
-    )
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
-        None,
-        description="Text that ends the answer; it is not part of it. Not in OpenAI's",
-        examples=[["\n\n"]],
-    )
     top_logprobs: int | None = Field(
         None,
         ge=0,
@@ -183,7 +148,6 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         description="Nothing is ever cut off: an input that does not fit is a 400",
         examples=["disabled"],
     )
-    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
         None,
         description="Variables for the chat template, for example `enable_thinking`. Not in OpenAI's",
@@ -217,14 +181,8 @@ class ResponsesBody(NullableBody, ConstrainedBody):
 
     @model_validator(mode="after")
     def _tools_are_named(self) -> ResponsesBody:
-        names = [tool.name for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise ValueError("tools: two of them have the same name")
-        for name in self.chosen:
-            if name not in names:
-                raise ValueError(f"tool_choice: {name!r} is not among the tools")
-        if self.must_call and not names:
-            raise ValueError("tool_choice: required needs tools")
+        demanded = "required" if self.must_call else ""
+        check_tools([tool.name for tool in self.tools], self.chosen, demanded=demanded)
         return self
 
     @property
@@ -245,24 +203,16 @@ class ResponsesBody(NullableBody, ConstrainedBody):
         return wanted == "required" or isinstance(wanted, NamedFunction)
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def top(self) -> int | None:
         """How many likeliest tokens are told; None: no log-probabilities at all."""
         wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None
 
-    def constraint(self) -> ConstraintSpec | None:
+    def form_schema(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text is not None else None
         if wanted is None or wanted.type == "text":
-            return super().constraint()
-        if super().constraint() is not None:
-            raise ValueError("give only one of grammar, regex, choice, json_schema and text.format")
-        return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(wanted.schema_ or {"type": "object"}))
+            return None
+        return wanted.schema_ or {"type": "object"}
 
     def to_conversation(self) -> Conversation:
         """In neutral words. Raises InvalidRequest."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.schema import Body, ConstrainedBody, StopText, Text, TokenIds
-from cllm.types import ConstraintKind, ConstraintSpec
 
 MOST_CHOICES = 64
 MOST_PROMPTS = 256
@@ -53,22 +51,14 @@ class ResponseFormat(Body):
         return self
 
 
-class OpenAIBody(ConstrainedBody):
-    """What both routes share."""
+class OpenAIFields(ConstrainedBody):
+    """What `/v1/responses` shares with them, too."""
 
     model: Name | None = Field(
         None, description="Any plain name is served by the loaded model", examples=["any"]
     )
-    n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
-    response_format: ResponseFormat | None = Field(
-        None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
-    )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
         None, description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
-    )
-    stream: bool = Field(False, description="Answer as server-sent events, `data: [DONE]` at the end")
-    stream_options: StreamOptions | None = Field(
-        None, description="What a stream tells besides the answer", examples=[{"include_usage": True}]
     )
     user: Name | None = Field(None, description="Ignored", examples=["somebody"])
     repetition_penalty: float = Field(
@@ -85,14 +75,26 @@ class OpenAIBody(ConstrainedBody):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def constraint(self) -> ConstraintSpec | None:
+
+class OpenAIBody(OpenAIFields):
+    """What both routes share."""
+
+    form = "response_format"
+
+    n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
+    )
+    stream: bool = Field(False, description="Answer as server-sent events, `data: [DONE]` at the end")
+    stream_options: StreamOptions | None = Field(
+        None, description="What a stream tells besides the answer", examples=[{"include_usage": True}]
+    )
+
+    def form_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
-            return super().constraint()
-        if super().constraint() is not None:
-            raise ValueError("give only one of grammar, regex, choice, json_schema and response_format")
-        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
-        return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+            return None
+        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
 
     @property
     def include_usage(self) -> bool:

@@ -18,14 +18,12 @@ from cllm.engine.stream import AsyncStream
 from cllm.errors import InvalidRequest
 from cllm.server.auth import tenant_of
 from cllm.server.openai.embedding_schema import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
-from cllm.server.routes.openai import check_model
-from cllm.server.sse import collect
-from cllm.server.text import checked_tokens, do_text, loaded
+from cllm.server.sse import GONE, collect
+from cllm.server.text import check_model, checked_tokens, do_text, loaded, model_name
 from cllm.text.vectors import RAW, to_vector
 from cllm.text.work import TextTask, TokenizePairs, TokenizeTexts, TokenLists
 from cllm.types import Pooling, Request, Usage
 
-GONE = 499  # nobody is there to read it
 ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]
 
@@ -67,7 +65,7 @@ async def inputs_of(engine: Engine, value: Input, field: str) -> Inputs:
     given = as_list(value)
     texts = [one for one in given if isinstance(one, str)]
     if texts:
-        return await token_lists(engine, TokenizeTexts(tuple(texts), limits.embed.tokens))
+        return await token_lists(engine, TokenizeTexts(tuple(texts), limits.embed.tokens, field))
     return tuple(checked_tokens(engine, one, field) for one in given if not isinstance(one, str))
 
 
@@ -132,7 +130,7 @@ def routes(engine: Engine) -> APIRouter:
             }
             for index, array in enumerate(arrays)
         )
-        model = body.model or loaded(engine)[0].name
+        model = model_name(engine, body.model)
         return await as_json(entries, object="list", model=model, usage=found.told_usage())
 
     @router.post("/embedding", response_model=None)
@@ -156,8 +154,7 @@ def routes(engine: Engine) -> APIRouter:
         """Order documents by how well they answer a query; needs a reranker."""
         check_model(body.model)
         refuse_unless_reranker(engine)
-        facts, limits = loaded(engine)
-        task = TokenizePairs(body.query, body.texts, limits.embed.tokens)
+        task = TokenizePairs(body.query, body.texts, loaded(engine)[1].embed.tokens)
         found = await embed(engine, await token_lists(engine, task), http)
         if found is None:
             return Response(status_code=GONE)
@@ -171,7 +168,7 @@ def routes(engine: Engine) -> APIRouter:
             }
             for index in best
         ]
-        model = body.model or facts.name
+        model = model_name(engine, body.model)
         return {"object": "list", "model": model, "results": results, "usage": found.told_usage()}
 
     return router

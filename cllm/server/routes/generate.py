@@ -14,35 +14,26 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.server.auth import scheduling_of
 from cllm.server.errors import failure_event
 from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
-from cllm.server.sse import EventStream, collect, encode
-from cllm.server.text import (
-    checked_tokens,
-    constraint_of,
-    do_text,
-    loaded,
-    prompt_tokens,
-    sampling_of,
-    to_tokens,
-)
+from cllm.server.sse import GONE, EventStream, collect, encode
+from cllm.server.submit import request_of
+from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, prompt_tokens, to_tokens
 from cllm.text.work import Detokenize, Text, TokenizeText
 from cllm.types import Delta, Request
 
 
 async def to_request(engine: Engine, body: GenerateBody, http: HttpRequest) -> Request:
     """A validated body as the engine's own request."""
-    facts, limits = loaded(engine)
-    sampling = sampling_of(body, facts.vocabulary_size)
-    return Request(
-        id=uuid.uuid4().hex,
+    return request_of(
+        engine,
+        http,
+        body,
+        request_id=uuid.uuid4().hex,
         prompt=await prompt_tokens(engine, body.prompt),
-        max_tokens=min(body.max_tokens, limits.request_tokens),
-        sampling=sampling,
+        max_tokens=body.max_tokens,
         stop=body.stops,
         constraint=await constraint_of(engine, body),
-        **scheduling_of(http, body),
     )
 
 
@@ -106,7 +97,7 @@ def routes(engine: Engine) -> APIRouter:
         stream = engine.submit(request, AsyncStream)
         collected = await collect(engine, [stream], http.receive)
         if collected is None:
-            return Response(status_code=499)  # nobody is there to read it
+            return Response(status_code=GONE)
         return answer(collected[0], request.max_tokens, time.perf_counter() - started)
 
     @router.post("/generate_stream", response_model=None)

@@ -14,16 +14,18 @@ from starlette.responses import Response
 from cllm import __version__
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.server.auth import scheduling_of
-from cllm.server.errors import error_body
+from cllm.server.errors import failure_body
 from cllm.server.llama_schema import InfillBody, LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.openai import render
 from cllm.server.openai.chat_schema import ConversationBody
-from cllm.server.sse import EventStream, collect, encode
-from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, sampling_of, to_tokens
+from cllm.server.sse import GONE, EventStream, collect, encode
+from cllm.server.submit import request_of
+from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, to_tokens
 from cllm.text.dialects import dialect_of
 from cllm.text.work import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
 from cllm.types import Delta, FinishReason, Request
+
+ROUTE = "/completion"
 
 
 class TimedStream(AsyncStream):
@@ -115,28 +117,10 @@ async def infill_of(engine: Engine, body: InfillBody) -> tuple[int, ...]:
     return await to_tokens(engine, TokenizeInfill(body.gap(), most, most - answer))
 
 
-async def to_request(
-    engine: Engine, body: LlamaCompletionBody, prompt: tuple[int, ...], http: HttpRequest
-) -> Request:
-    """A validated body as the engine's own request."""
-    facts, limits = loaded(engine)
-    most = limits.request_tokens
-    return Request(
-        id=uuid.uuid4().hex,
-        prompt=prompt,
-        max_tokens=most if body.n_predict < 0 else max(1, min(body.n_predict, most)),
-        sampling=sampling_of(body, facts.vocabulary_size),
-        stop=tuple(body.stop),
-        logprobs=body.n_probs,
-        constraint=await constraint_of(engine, body),
-        **scheduling_of(http, body),
-    )
-
-
 async def events(job: LlamaJob) -> AsyncIterator[bytes]:
     async for delta in job.stream:
         if delta.error is not None:
-            yield encode(error_body("/v1/", 500, delta.error.code, delta.error.message))
+            yield encode(failure_body(ROUTE, delta.error))
             return
         piece = job.event(delta)
         if delta.finish_reason is not None:
@@ -148,7 +132,7 @@ def routes(engine: Engine) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["llama-server"])
 
-    @router.post("/completion", response_model=None)
+    @router.post(ROUTE, response_model=None)
     @router.post("/completions", response_model=None, include_in_schema=False)
     async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete a prompt."""
@@ -162,12 +146,23 @@ def routes(engine: Engine) -> APIRouter:
     async def answer(
         body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
     ) -> Response | dict[str, Any]:
-        job = LlamaJob(engine, await to_request(engine, body, prompt, http))
+        request = request_of(
+            engine,
+            http,
+            body,
+            request_id=uuid.uuid4().hex,
+            prompt=prompt,
+            max_tokens=None if body.n_predict < 0 else max(1, body.n_predict),
+            stop=tuple(body.stop),
+            logprobs=body.n_probs,
+            constraint=await constraint_of(engine, body),
+        )
+        job = LlamaJob(engine, request)
         if body.stream:
             return EventStream(engine, [job.stream], events(job))
         collected = await collect(engine, [job.stream], http.receive)
         if collected is None:
-            return Response(status_code=499)
+            return Response(status_code=GONE)
         (deltas,) = collected
         whole = {
             "content": render.joined_text(deltas),

@@ -12,12 +12,9 @@ from starlette.responses import Response
 from cllm.engine.engine import Engine
 from cllm.server.anthropic.render import MessageAnswer
 from cllm.server.anthropic.schema import CountBody, MessagesBody
-from cllm.server.auth import scheduling_of
 from cllm.server.chat import count_tokens, open_chat
-from cllm.server.routes.openai import check_model
-from cllm.server.sse import EventStream
-from cllm.server.text import constraint_as, loaded, sampling_of
-from cllm.types import Request
+from cllm.server.submit import request_of
+from cllm.server.text import check_model, constraint_of, model_name
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -28,29 +25,24 @@ def routes(engine: Engine) -> APIRouter:
     async def messages(body: MessagesBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation; with tools, maybe by calling them."""
         check_model(body.model)
-        facts, limits = loaded(engine)
-        request = Request(
-            id=f"msg_{uuid.uuid4().hex}",
-            prompt=(),
-            max_tokens=min(body.max_tokens, limits.request_tokens),
-            sampling=sampling_of(body, facts.vocabulary_size),
+        request = request_of(
+            engine,
+            http,
+            body,
+            request_id=f"msg_{uuid.uuid4().hex}",
+            max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
-            constraint=await constraint_as(engine, body, "output_config"),
-            **scheduling_of(http, body),
+            constraint=await constraint_of(engine, body),
         )
         job = await open_chat(engine, body.conversation(), request)
-        job.submit()
-        answer = MessageAnswer(request.id, body.model or facts.name, job.prompt_tokens)
-        if body.stream:
-            return EventStream(engine, job.streams, answer.chunks(job))
-        answers = await job.steps(http.receive)
-        return Response(status_code=499) if answers is None else answer.whole(answers[0])
+        answer = MessageAnswer(request.id, model_name(engine, body.model), job.prompt_tokens)
+        return await answer.to(http, job, stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountBody) -> dict[str, int]:
         """How many tokens a conversation has, as the model's template writes it."""
         check_model(body.model)
-        constrained = await constraint_as(engine, body, "output_config") is not None
+        constrained = await constraint_of(engine, body) is not None
         return {"input_tokens": await count_tokens(engine, body.conversation(), constrained=constrained)}
 
     return router

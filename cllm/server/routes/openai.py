@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
-from msgspec import json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.engine.stream import AsyncStream
-from cllm.errors import ModelNotFound
-from cllm.server.auth import scheduling_of
 from cllm.server.chat import open_chat
+from cllm.server.errors import failure_body
 from cllm.server.openai import render
 from cllm.server.openai.chat import DONE, ChatAnswer
 from cllm.server.openai.chat_schema import ChatBody
 from cllm.server.openai.schema import CompletionBody
-from cllm.server.sse import EventStream, collect, encode, merged
-from cllm.server.submit import choices_of, submit_all
+from cllm.server.sse import GONE, EventStream, collect, encode, merged
+from cllm.server.submit import choices_of, request_of, submit_all
 from cllm.server.text import (
+    check_model,
     checked_tokens,
     constraint_of,
     do_text,
     loaded,
+    model_name,
     prompt_tokens,
-    sampling_of,
     to_tokens,
 )
 from cllm.text.infill import Gap
 from cllm.text.work import Detokenize, Text, TokenizeInfill
-from cllm.types import ConstraintSpec, Delta, Request
+from cllm.types import Delta, Request
 
-Head = dict[str, Any]
+ROUTE = "/v1/completions"
+_json = msgspec.json.Encoder()
 _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
 Choices = Callable[[int, Delta], dict[str, Any]]
@@ -50,60 +51,43 @@ class Job:
         engine: Engine,
         body: CompletionBody,
         prompts: Sequence[tuple[int, ...]],
-        constraint: ConstraintSpec | None,
-        scheduling: Mapping[str, Any],
+        request: Request,
     ) -> None:
+        """`request` says everything but the prompt."""
         self.engine = engine
         self.body = body
         self.prompts = prompts
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.constraint = constraint
-        self.scheduling = scheduling
-        facts, self.limits = loaded(engine)
-        self.model = body.model or facts.name
-        self.sampling = sampling_of(body, facts.vocabulary_size)
+        self.request = request
         self.prompt_tokens = sum(map(len, prompts))
+        model = model_name(engine, body.model)
+        created = int(time.time())
+        self.head = {"id": request.id, "object": "text_completion", "created": created, "model": model}
 
-    def submit(self, choices: int, logprobs: int) -> list[AsyncStream]:
+    def submit(self, choices: int) -> list[AsyncStream]:
         """All requests at once, or none."""
-        most = self.limits.request_tokens
         requests = (
-            Request(
-                id=f"{self.id}-{number}",
-                prompt=prompt,
-                max_tokens=min(self.body.max_tokens or most, most),
-                sampling=self.sampling,
-                stop=self.body.stops,
-                logprobs=logprobs,
-                constraint=self.constraint,
-                **self.scheduling,
-            )
+            msgspec.structs.replace(self.request, id=f"{self.request.id}-{number}", prompt=prompt)
             for number, prompt in enumerate(self.prompts)
         )
         return submit_all(
             self.engine, (choice for request in requests for choice in choices_of(request, choices))
         )
 
-    def head(self) -> Head:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-
     async def events(
         self, streams: Sequence[AsyncStream], choice: Choices, first: bytes
     ) -> AsyncIterator[bytes]:
         """Chunks as the choices come, the usage if it was asked for, `[DONE]`; or an error, and the end."""
-        head = self.head()
-        opening = b"data: " + json.encode({**head, "choices": []})[:-2] + b'{"index":'
+        head = self.head
+        opening = b"data: " + _json.encode({**head, "choices": []})[:-2] + b'{"index":'
         if first:
             yield first
         ended: list[Delta] = []
         async for index, delta in merged(streams):
             if delta.error is not None:
-                message = {"message": delta.error.message, "type": "server_error", "param": None}
-                yield encode({"error": {**message, "code": delta.error.code}})
+                yield encode(failure_body(ROUTE, delta.error))
                 return
             if delta.text and delta.finish_reason is None and not delta.logprobs:
-                yield b"%b%d%b%b%b" % (opening, index, _TEXT, json.encode(delta.text), _CLOSING)
+                yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(delta.text), _CLOSING)
             elif delta.finish_reason is not None or delta.logprobs:
                 yield encode({**head, "choices": [choice(index, delta)]})
             if delta.finish_reason is not None:
@@ -117,12 +101,6 @@ class Job:
                 }
             )
         yield DONE
-
-
-def check_model(name: str | None) -> None:
-    """Any plain name is served by the one loaded model; a path is not a name."""
-    if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
-        raise ModelNotFound("there is no such model; GET /v1/models lists what is served")
 
 
 def _finish(delta: Delta) -> str | None:
@@ -140,16 +118,24 @@ def routes(engine: Engine) -> APIRouter:
         model = {"id": facts.name, "object": "model", "created": 0, "owned_by": "cllm"}
         return {"object": "list", "data": [model]}
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post(ROUTE, response_model=None)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete prompts."""
         check_model(body.model)
-        constraint = await constraint_of(engine, body)
-        job = Job(engine, body, await _prompts(engine, body), constraint, scheduling_of(http, body))
-        echoes = await _echoes(engine, body)
         best_of = body.best_of or body.n
-        logprobs = body.logprobs or int(best_of > body.n or body.logprobs is not None)
-        streams = job.submit(best_of, logprobs)
+        request = request_of(
+            engine,
+            http,
+            body,
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            max_tokens=body.max_tokens,
+            stop=body.stops,
+            logprobs=body.logprobs or int(best_of > body.n or body.logprobs is not None),
+            constraint=await constraint_of(engine, body),
+        )
+        job = Job(engine, body, await _prompts(engine, body), request)
+        echoes = await _echoes(engine, body)
+        streams = job.submit(best_of)
         shown = body.logprobs is not None
         offsets = [len(echoes[index // best_of]) for index in range(len(streams))]
 
@@ -164,20 +150,21 @@ def routes(engine: Engine) -> APIRouter:
             }
 
         if body.stream:
-            head = job.head()
             opening = {"logprobs": None, "finish_reason": None}
             first = b"".join(
-                encode({**head, "choices": [{**opening, "index": index, "text": echoes[index // best_of]}]})
+                encode(
+                    {**job.head, "choices": [{**opening, "index": index, "text": echoes[index // best_of]}]}
+                )
                 for index in range(len(streams))
                 if body.echo
             )
             return EventStream(engine, streams, job.events(streams, chunk, first))
         answers = await collect(engine, streams, http.receive)
         if answers is None:
-            return Response(status_code=499)
+            return Response(status_code=GONE)
         kept = _best(answers, best_of, body.n)
         return {
-            **job.head(),
+            **job.head,
             "choices": [
                 {
                     "index": index,
@@ -198,27 +185,25 @@ def routes(engine: Engine) -> APIRouter:
     async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation; with tools, maybe by calling them."""
         check_model(body.model)
-        facts, limits = loaded(engine)
-        request = Request(
-            id=f"chatcmpl-{uuid.uuid4().hex}",
-            prompt=(),
-            max_tokens=min(body.max_tokens or limits.request_tokens, limits.request_tokens),
-            sampling=sampling_of(body, facts.vocabulary_size),
-            stop=body.stops,
-            logprobs=max(1, body.top_logprobs or 0) if body.logprobs else 0,
-            constraint=await constraint_of(engine, body),
-            **scheduling_of(http, body),
-        )
-        job = await open_chat(engine, body.conversation(), request)
-        job.submit(body.n)
-        head = {"id": request.id, "created": int(time.time()), "model": body.model or facts.name}
         top = (body.top_logprobs or 0) if body.logprobs else None
+        request = request_of(
+            engine,
+            http,
+            body,
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            max_tokens=body.max_tokens,
+            stop=body.stops,
+            logprobs=max(1, top) if top is not None else 0,
+            constraint=await constraint_of(engine, body),
+        )
+        job = await open_chat(engine, body.conversation(), request, body.n)
+        head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
         answer = ChatAnswer(head, top, include_usage=body.include_usage)
         if body.stream:
             return EventStream(engine, job.streams, answer.chunks(job))
         replies = await job.replies(http.receive)
         if replies is None:
-            return Response(status_code=499)
+            return Response(status_code=GONE)
         return answer.whole(replies, job.prompt_tokens)
 
     return router

@@ -11,14 +11,11 @@ from starlette.responses import Response
 
 from cllm.engine.engine import Engine
 from cllm.errors import NotFound
-from cllm.server.auth import scheduling_of
 from cllm.server.chat import count_tokens, open_chat
 from cllm.server.openai.responses import ResponseAnswer, echo
 from cllm.server.openai.responses_schema import ResponsesBody
-from cllm.server.routes.openai import check_model
-from cllm.server.sse import EventStream
-from cllm.server.text import constraint_as, loaded, sampling_of
-from cllm.types import Request
+from cllm.server.submit import request_of
+from cllm.server.text import check_model, constraint_of, model_name
 
 
 def routes(engine: Engine) -> APIRouter:
@@ -29,30 +26,25 @@ def routes(engine: Engine) -> APIRouter:
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer an input; with tools, maybe by calling them. Nothing is stored."""
         check_model(body.model)
-        facts, limits = loaded(engine)
-        request = Request(
-            id=f"resp_{uuid.uuid4().hex}",
-            prompt=(),
-            max_tokens=min(body.max_output_tokens or limits.request_tokens, limits.request_tokens),
-            sampling=sampling_of(body, facts.vocabulary_size),
+        request = request_of(
+            engine,
+            http,
+            body,
+            request_id=f"resp_{uuid.uuid4().hex}",
+            max_tokens=body.max_output_tokens,
             stop=body.stops,
             logprobs=max(1, body.top) if body.top is not None else 0,
-            constraint=await constraint_as(engine, body, "text"),
-            **scheduling_of(http, body),
+            constraint=await constraint_of(engine, body),
         )
         job = await open_chat(engine, body.to_conversation(), request)
-        job.submit()
-        answer = ResponseAnswer(request.id, echo(body, body.model or facts.name), body.top)
-        if body.stream:
-            return EventStream(engine, job.streams, answer.chunks(job))
-        answers = await job.steps(http.receive)
-        return Response(status_code=499) if answers is None else answer.whole(answers[0])
+        answer = ResponseAnswer(request.id, echo(body, model_name(engine, body.model)), body.top)
+        return await answer.to(http, job, stream=body.stream)
 
     @router.post("/v1/responses/input_tokens", response_model=None)
     async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
         """How many tokens the input has, as the model's template writes it."""
         check_model(body.model)
-        constrained = await constraint_as(engine, body, "text") is not None
+        constrained = await constraint_of(engine, body) is not None
         count = await count_tokens(engine, body.to_conversation(), constrained=constrained)
         return {"object": "response.input_tokens", "input_tokens": count}
 

@@ -105,5 +105,6 @@ CASES: dict[str, Case] = {
     "generate": Case("/generate_stream", {"prompt": say(TEXT), "max_tokens": 80}),
     "generate-error": Case("/generate_stream", {"prompt": say("It was", fails=True)}),
     "llama-completion": Case("/completion", {"prompt": say("Yes: é"), "n_predict": 30}),
+    "llama-completion-error": Case("/completion", {"prompt": say("It was", fails=True)}),
     "llama-completion-probs": Case("/completion", {"prompt": "abc", "n_predict": 3, "seed": 1, "n_probs": 1}),
 }
