@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -10,11 +10,13 @@ from cllm.server.schema import Body
 
 
 class NullableBody(Body):
-    """Nulls at the top are dropped before anything is checked."""
+    """Nulls at the top are dropped before anything is checked, but for those that mean something."""
+
+    meant_nulls: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: item for key, item in value.items() if item is not None}
+        return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}

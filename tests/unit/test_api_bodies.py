@@ -15,6 +15,7 @@ from cllm.server.errors import describe_validation, error_body
 from cllm.server.openai import responses_items, responses_schema
 from cllm.server.openai.chat_schema import ChatBody
 from cllm.server.openai.responses_schema import ResponsesBody
+from cllm.server.openai.schema import CompletionBody
 from cllm.server.schema import Body
 
 USER = [{"role": "user", "content": "x"}]
@@ -32,6 +33,18 @@ def test_every_field_is_described(body: type[Body]) -> None:
     own = [body.model_fields[name] for name in vars(body)["__annotations__"] if name in body.model_fields]
     assert own or issubclass(body, CountBody)
     assert all(field.description for field in own)
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_a_null_says_what_leaving_the_field_out_says(body: type[Body]) -> None:
+    given = body.model_json_schema()["example"]
+    left_out = set(body.model_fields) - set(given) - {"max_tokens"}
+    assert body.model_validate({**given, **dict.fromkeys(left_out)}) == body.model_validate(given)
+
+
+def test_no_limit_on_a_completion_is_a_null_that_means_something() -> None:
+    assert CompletionBody.model_validate({"prompt": "x", "max_tokens": None}).max_tokens is None
+    assert CompletionBody.model_validate({"prompt": "x"}).max_tokens == 16
 
 
 @pytest.mark.parametrize("body", [ResponsesBody, CountBody, MessagesBody])

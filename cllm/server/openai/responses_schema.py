@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from cllm.errors import InvalidRequest
 from cllm.server.chat import Conversation
 from cllm.server.kinds import kinds
-from cllm.server.nullable import NullableBody
 from cllm.server.openai.chat_schema import MOST_MESSAGES, MOST_TOOLS, FunctionBody, FunctionName
 from cllm.server.openai.responses_items import Item
 from cllm.server.openai.schema import Name, OpenAIFields
@@ -85,7 +84,7 @@ class ReasoningBody(Body):
     )
 
 
-class ResponsesBody(NullableBody, OpenAIFields):
+class ResponsesBody(OpenAIFields):
     """`POST /v1/responses`."""
 
     form = "text.format"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
+from cllm.server.nullable import NullableBody
 from cllm.server.schema import Body, ConstrainedBody, StopText, Text, TokenIds
 
 MOST_CHOICES = 64
@@ -51,7 +52,7 @@ class ResponseFormat(Body):
         return self
 
 
-class OpenAIFields(ConstrainedBody):
+class OpenAIFields(NullableBody, ConstrainedBody):
     """What `/v1/responses` shares with them, too."""
 
     model: Name | None = Field(
@@ -103,6 +104,8 @@ class OpenAIBody(OpenAIFields):
 
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
+
+    meant_nulls: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
 
     prompt: (
         Text
