@@ -64,8 +64,7 @@ def fitted_plan(
         wanted = Plan(streams=plan.streams, long=long, prompt=prompt, steps=steps)
         most = longest - wanted.room
         plan = msgspec.structs.replace(wanted, short=min(wanted.short, most), long=min(long, most))
-        once_s = BEGINNINGS * max(0, plan.long - plan.prompt) * look["prefill"]
-        if once_s + runs * expected_s(plan, look) <= budget_s:
+        if BEGINNINGS * beginning_s(plan, look) + runs * expected_s(plan, look) <= budget_s:
             break
     return plan
 
@@ -78,6 +77,11 @@ def prompt_plan(look: Mapping[str, float], *, longest: int, budget_s: float) -> 
             break
     most = longest - plan.room
     return msgspec.structs.replace(plan, prompt=min(plan.prompt, most), long=min(plan.long, most))
+
+
+def beginning_s(plan: Plan, look: Mapping[str, float]) -> float:
+    """About what a setting takes longer whose beginning of a long context is not there yet."""
+    return max(0, plan.long - plan.prompt) * look["prefill"]
 
 
 def expected_s(plan: Plan, look: Mapping[str, float]) -> float:

@@ -17,7 +17,7 @@ import msgspec
 from cllm.backend.trial import Measurement, Plan
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
-from cllm.tune.plan import MOST_STREAMS, SECOND_LOOK, first_look, make_plans
+from cllm.tune.plan import MOST_STREAMS, SECOND_LOOK, beginning_s, first_look, make_plans
 from cllm.tune.record import Option, TuneRecord
 from cllm.tune.space import DIMENSIONS, KV_TYPES, Dimension, Part, Settings, thread_count, with_settings
 from cllm.tune.tried import Tried, compare, is_harmless, options_of
@@ -204,7 +204,8 @@ class Search:
     def _limit_s(self) -> float:
         if self._baseline is None:
             return FIRST_LIMIT_S
-        return max(LEAST_LIMIT_S, GIVE_UP * self._baseline.took_s)
+        usual_s = self._baseline.took_s + beginning_s(self._plan, self._look)
+        return max(LEAST_LIMIT_S, GIVE_UP * usual_s)
 
     def _turn_to(self, part: Part) -> None:
         """Judge by this part of the mix from now on."""

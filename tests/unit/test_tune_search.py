@@ -17,7 +17,7 @@ from cllm.tune.page import page
 from cllm.tune.plan import LONG, expected_s, first_look, fitted_plan, make_plans, prompt_plan
 from cllm.tune.record import Option, TuneRecord
 from cllm.tune.report import bars, figures, headline, options_table
-from cllm.tune.search import LEAST_LIMIT_S, Machine, Search, TuneFailed
+from cllm.tune.search import GIVE_UP, LEAST_LIMIT_S, Machine, Search, TuneFailed
 from cllm.tune.space import Part
 
 CONFIG = EngineConfig(model="m.gguf", parallel=8)
@@ -276,6 +276,18 @@ def test_an_alternative_is_not_waited_for_longer_than_it_is_worth() -> None:
     present = msgspec.structs.replace(CONFIG, threads=2)
     taken = max(limit for config, _, limit in machine.asked if config != present)
     assert taken < 3 * LEAST_LIMIT_S + 5
+
+
+def test_a_long_context_that_must_be_computed_first_is_waited_for() -> None:
+    """The present settings find theirs; an alternative that keeps it differently has it to compute."""
+    machine = Pretend()
+    machine.slowness = 10.0
+    machine.search(budget_s=300)
+    off = [(plan, limit) for config, plan, limit in machine.asked if not config.flash_attention]
+    (plan, limit_s) = off[0]
+    usual_s = expected_s(plan, {name: 10 * value for name, value in unit(CONFIG).items()})
+    assert plan.long > plan.prompt
+    assert limit_s == pytest.approx(GIVE_UP * (usual_s + 0.01 * (plan.long - plan.prompt)))
 
 
 def test_types_of_keys_and_values_only_when_asked_and_harmless() -> None:
