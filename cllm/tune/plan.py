@@ -11,8 +11,9 @@ from cllm.tune.space import Part
 
 LONG = 800
 PROMPTS = (1024, 512, 256)
-PROMPT_SHARE = 0.05  # of the time, for one prompt; a chunk's size takes three measurements or more
+PROMPT_SHARE = 0.07  # of the time, for one prompt; a chunk's size takes three measurements or more
 BEGINNINGS = 3  # of long contexts are computed in all: flash attention and layout change how they are kept
+OVERHEAD = 1.15  # contexts that are made, states that are copied, pauses between steps
 MOST_STREAMS = 32
 FIRST_LOOK = 32
 SECOND_LOOK = 256
@@ -89,4 +90,4 @@ def expected_s(plan: Plan, look: Mapping[str, float]) -> float:
     one, everybody = look["one_short"], look.get("all_short", 0.0)
     steps = 2 * ALONE * one + everybody * (2 + 3 * plan.long / LONG) if plan.long else ALONE * one + everybody
     tokens = plan.short + min(plan.prompt, plan.long)
-    return tokens * look["prefill"] + ((plan.steps + 1) * steps if plan.steps else 0.0)
+    return OVERHEAD * (tokens * look["prefill"] + ((plan.steps + 1) * steps if plan.steps else 0.0))
