@@ -4,7 +4,7 @@ ARGS ?=
 RECIPE := pyproject.toml scripts/setup.sh $(addprefix cllm/backend/llama/,build.py cpu.py recipe.py source.py toolchain.py)
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 	.venv/bin/cllm serve $(ARGS)
@@ -43,7 +43,7 @@ schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; an
 doctor: .venv/ready ## what cllm sees of this machine
 	.venv/bin/cllm doctor $(ARGS)
 
-firsttoken: ## how long a fresh clone takes to its first token, and a second start (minutes; its own cache)
+firsttoken: ## how long a fresh clone takes to its first token, tuning included, and a second start (minutes; its own cache)
 	scripts/first_token.sh
 
 clean: ## remove .venv and what the tools leave here (the built library stays in the cache)

@@ -1,25 +1,40 @@
 #!/usr/bin/env bash
-# How long from `git clone` to the first generated token, with nothing cached; then a second start.
+# How long from `git clone` to the first generated token, with nothing cached, and how much of that was
+# tuning (which only a first start does); then a second start.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 port=${PORT:-18055}
 work=$(mktemp -d)
-trap 'pkill -INT -f "cllm serve --port $port" || true; rm -rf "$work"' EXIT
+server=
+# A process group of its own (set -m), so that make, what it runs and nothing else is stopped.
+stop() {
+    [ -n "$server" ] || return 0
+    kill -INT -- "-$server" 2>/dev/null || true
+    wait "$server" 2>/dev/null || true
+    server=
+}
+trap 'stop; rm -rf "$work"' EXIT
 export CLLM_CACHE_DIR="${CLLM_CACHE_DIR:-$work/cache}"
 
 measure() {
-    local began=$EPOCHREALTIME body='{"prompt": "1+1=", "max_tokens": 1, "temperature": 0}'
+    local what=$1 began=$EPOCHREALTIME body='{"prompt": "1+1=", "max_tokens": 1, "temperature": 0}' ended tuned
+    shift
+    set -m
     "$@" >"$work/log" 2>&1 &
-    local server=$!
+    server=$!
+    set +m
     until curl -sf "127.0.0.1:$port/generate" -H 'Content-Type: application/json' -d "$body" >/dev/null; do
         kill -0 "$server" 2>/dev/null || { cat "$work/log" >&2; exit 1; }
         sleep 0.1
     done
-    awk -v a="$began" -v b="$EPOCHREALTIME" -v what="$what" 'BEGIN {printf "%s to first token: %.1f s\n", what, b - a}'
-    pkill -INT -f "cllm serve --port $port"
-    wait "$server" || true
+    ended=$EPOCHREALTIME
+    stop
+    # Only a start that tunes leaves a newer record; it says itself how long that took.
+    tuned=$(find "$CLLM_CACHE_DIR/tune" -name '*.json' -newermt "@$began" -exec sed -n 's/^ *"took_s": \([0-9.]*\).*/\1/p' {} + 2>/dev/null || true)
+    awk -v a="$began" -v b="$ended" -v what="$what" -v tuned="${tuned:-0}" \
+        'BEGIN {printf "%s to first token: %.1f s, of which tuning %.1f s\n", what, b - a, tuned}'
 }
 
-fresh() { git clone -q . "$work/clone" && make -C "$work/clone" serve ARGS="--port $port"; }
-what="fresh clone" measure fresh
-what="second start" measure make -C "$work/clone" serve ARGS="--port $port"
+fresh() { git clone -q . "$work/clone" && exec make -C "$work/clone" serve ARGS="--port $port"; }
+measure "fresh clone" fresh
+measure "second start" make -C "$work/clone" serve ARGS="--port $port"

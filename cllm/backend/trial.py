@@ -13,11 +13,16 @@ ALONE = 3  # a step of one stream is short, so there are more of them
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is measured. `long` of 0: short contexts alone; `perplexity_tokens`: that instead."""
+    """How much is measured. `long` of 0: short contexts alone; `perplexity_tokens`: that instead.
+
+    `prompt`: how many tokens at the end of the longest context are timed as a prompt (0: none); what lies
+    before them is computed once and restored from then on. `steps` of 0: nobody generates.
+    """
 
     streams: int
     short: int = 32
     long: int = 800
+    prompt: int = 64
     steps: int = 4
     perplexity_tokens: int = 0
 

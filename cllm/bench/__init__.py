@@ -1,5 +1,4 @@
-"""Measure cllm, alone and beside others, over HTTP only: nothing here imports the engine or a backend.
+"""Measure cllm, alone and beside others, over HTTP: no backend is imported, the engine by `tenants` alone.
 
-`run.run_bench` compares servers, `python -m cllm.bench.seeds` replays the earlier server's failures,
-`python -m cllm.bench.soak` watches memory over thousands of requests.
+`run.run_bench` compares servers; modules with a `main` are commands of their own.
 """

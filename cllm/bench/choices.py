@@ -6,28 +6,26 @@ against that of a single answer, with fresh prompts, in turn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
-from cllm.bench.peers import ServerSettings, cllm_peer, log_folder, running
-from cllm.bench.report import Spread, Table, write_report
+from cllm.bench.command import conclude, make_parser, run_command, serving
+from cllm.bench.peers import ServerSettings
+from cllm.bench.report import Spread, Table
 from cllm.bench.workloads.text import words
 from cllm.errors import SetupError
 
 CHOICES = 8
-PROMPT_TOKENS = 800
 MOST_RATIO = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """One round, in seconds: one answer's first token, and the last first token of several."""
 
     single_s: float
@@ -68,9 +66,9 @@ def measure(client: httpx.Client, rounds: int) -> list[Pair]:
     return pairs
 
 
-def long_prompt(number: int) -> str:
-    """About `PROMPT_TOKENS` tokens that nobody has seen before."""
-    return words(f"choices {number}", PROMPT_TOKENS)
+def long_prompt(number: int, tokens: int = 800) -> str:
+    """About so many tokens that nobody has seen before."""
+    return words(f"choices {number}", tokens)
 
 
 def show(pairs: Sequence[Pair]) -> list[str]:
@@ -85,29 +83,22 @@ def show(pairs: Sequence[Pair]) -> list[str]:
     return [Table(("measured", "median"), rows).markdown(), f"{verdict}: the bar is {MOST_RATIO}"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.choices", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="how many (default 7)")
-    parser.add_argument("--threads", type=int, default=0, help="of the server (default: one per core)")
-    parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded model)")
-    parser.add_argument("--out", type=Path, help="folder to write choices.md and choices.json into")
-    options = parser.parse_args(arguments)
-    settings = ServerSettings(options.model, CHOICES, 1024 * CHOICES, options.threads)
-    try:
-        with (
-            log_folder(None) as folder,
-            running(cllm_peer(settings), folder / "choices.log") as server,
-            httpx.Client(base_url=server.address.url, trust_env=False, timeout=300.0) as client,
-        ):
-            pairs = measure(client, options.rounds)
-    except (SetupError, httpx.HTTPError) as error:
-        print(f"choices: {error}", file=sys.stderr)
-        return 2
+def run(model: Path | None, threads: int, rounds: int, out: Path | None) -> int:
+    """0 if the bar is met, else 1."""
+    settings = ServerSettings(model, CHOICES, 1024 * CHOICES, threads)
+    with (
+        serving("choices", settings) as server,
+        httpx.Client(base_url=server.address.url, trust_env=False, timeout=300.0) as client,
+    ):
+        pairs = measure(client, rounds)
     lines = show(pairs)
-    print("\n".join(lines))
-    if options.out is not None:
-        write_report(options.out, "choices", "\n".join(lines), {"pairs": pairs})
-    return 1 if lines[-1].startswith("FAIL") else 0
+    data = {"pairs": [pair._asdict() for pair in pairs]}
+    return conclude("choices", "\n".join(lines), data, out, failed=lines[-1].startswith("FAIL"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser("choices", __doc__, "--model", "--threads", "--out", rounds=(7, "how many"))
+    return run_command(parser, arguments, run)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Any
 
 import httpx
 
 from cllm.bench.wire import Address
+
+MOVES = "cllm_kv_move_seconds_total"
 
 
 class BadAnswer(Exception):
@@ -36,19 +38,41 @@ class StepTime:
     total_s: float
     compute_s: float
     sample_s: float
+    move_s: float = 0.0  # saving and restoring KV states
+
+    @classmethod
+    def read(cls, metrics: str) -> StepTime:
+        """From the text of `/metrics`, summed over labels. Raises BadAnswer if there are no step counters."""
+        totals: dict[str, float] = {}
+        for line in metrics.splitlines():
+            if line.startswith(("cllm_step", MOVES)):
+                sample, _, value = line.partition("#")[0].strip().rpartition(" ")
+                name = sample.partition("{")[0]
+                totals[name] = totals.get(name, 0.0) + float(value)
+        try:
+            return cls(
+                steps=totals["cllm_steps_total"],
+                total_s=totals["cllm_step_seconds_total"],
+                compute_s=totals["cllm_step_compute_seconds_total"],
+                sample_s=totals["cllm_step_sample_seconds_total"],
+                move_s=totals.get(MOVES, 0.0),
+            )
+        except KeyError as error:
+            raise BadAnswer(f"/metrics has no {error}") from error
 
     def since(self, earlier: StepTime) -> StepTime:
-        return StepTime(
-            self.steps - earlier.steps,
-            self.total_s - earlier.total_s,
-            self.compute_s - earlier.compute_s,
-            self.sample_s - earlier.sample_s,
-        )
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return StepTime(*(now - then for now, then in pairs))
 
     @property
     def python_share(self) -> float:
-        """The part of a step outside the native decode, sampling included."""
-        return 1 - self.compute_s / self.total_s if self.total_s else 0.0
+        """The part of a step outside the native decode and the moves of KV states, sampling included."""
+        return 1 - (self.compute_s + self.move_s) / self.total_s if self.total_s else 0.0
+
+    @property
+    def move_share(self) -> float:
+        """The part of a step that saved and restored KV states."""
+        return self.move_s / self.total_s if self.total_s else 0.0
 
     @property
     def sample_share(self) -> float:
@@ -99,22 +123,8 @@ class CllmClient:
         return self._json("GET", "/debug/kv")
 
     def step_time(self) -> StepTime:
-        """The step counters, summed over their labels. Raises BadAnswer if they are not there."""
-        totals: dict[str, float] = {}
-        for line in self._request("GET", "/metrics").text.splitlines():
-            if line.startswith("cllm_step"):
-                sample, _, value = line.partition("#")[0].strip().rpartition(" ")
-                name = sample.partition("{")[0]
-                totals[name] = totals.get(name, 0.0) + float(value)
-        try:
-            return StepTime(
-                steps=totals["cllm_steps_total"],
-                total_s=totals["cllm_step_seconds_total"],
-                compute_s=totals["cllm_step_compute_seconds_total"],
-                sample_s=totals["cllm_step_sample_seconds_total"],
-            )
-        except KeyError as error:
-            raise BadAnswer(f"/metrics has no {error}") from error
+        """The step counters. Raises BadAnswer if they are not there."""
+        return StepTime.read(self._request("GET", "/metrics").text)
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         answer: dict[str, Any] = self._request(method, path, body).json()

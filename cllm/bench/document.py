@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from cllm.bench.report import Table
 
@@ -22,73 +23,29 @@ img { max-width: 100%; } figcaption { color: #57606a; font-size: 13px; } figure 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(NamedTuple):
+    """`level` as in HTML: the title is 1."""
+
     level: int
     text: str
 
-    def markdown(self) -> str:
-        return f"{'#' * self.level} {self.text}"
 
-    def html(self, folder: Path) -> str:
-        return f"<h{self.level}>{escape(self.text)}</h{self.level}>"
-
-
-@dataclass(frozen=True, slots=True)
-class Paragraph:
+class Paragraph(NamedTuple):
     text: str
 
-    def markdown(self) -> str:
-        return self.text
 
-    def html(self, folder: Path) -> str:
-        return f"<p>{escape(self.text)}</p>"
-
-
-@dataclass(frozen=True, slots=True)
-class Bullets:
+class Bullets(NamedTuple):
     items: Sequence[str]
 
-    def markdown(self) -> str:
-        return "\n".join(f"- {item}" for item in self.items)
 
-    def html(self, folder: Path) -> str:
-        return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in self.items) + "</ul>"
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table."""
-
-    table: Table
-
-    def markdown(self) -> str:
-        return self.table.markdown()
-
-    def html(self, folder: Path) -> str:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.table.columns)
-        rows = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in self.table.rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(NamedTuple):
     """An image file, by its path inside the report's folder."""
 
     path: str
     caption: str
 
-    def markdown(self) -> str:
-        return f"![{self.caption}]({self.path})\n\n*{self.caption}*"
 
-    def html(self, folder: Path) -> str:
-        data = base64.b64encode((folder / self.path).read_bytes()).decode()
-        alt = escape(self.caption)
-        image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
-        return f"<figure>{image}<figcaption>{alt}</figcaption></figure>"
-
-
-Block = Heading | Paragraph | Bullets | Grid | Picture
+Block = Heading | Paragraph | Bullets | Table | Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +54,48 @@ class Document:
     blocks: Sequence[Block]
 
     def markdown(self) -> str:
-        return "\n\n".join([f"# {self.title}", *(block.markdown() for block in self.blocks)]) + "\n"
+        return "\n\n".join([f"# {self.title}", *map(_markdown, self.blocks)]) + "\n"
 
     def html(self, folder: Path) -> str:
         """Pictures are read from `folder` and put into the page."""
-        body = "\n".join(block.html(folder) for block in self.blocks)
+        body = "\n".join(_html(block, folder) for block in self.blocks)
         title = escape(self.title)
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
             f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{body}\n</body></html>\n"
         )
+
+
+def _markdown(block: Block) -> str:
+    match block:
+        case Heading(level, text):
+            return f"{'#' * level} {text}"
+        case Paragraph(text):
+            return text
+        case Bullets(items):
+            return "\n".join(f"- {item}" for item in items)
+        case Table():
+            return block.markdown()
+        case Picture(path, caption):
+            return f"![{caption}]({path})\n\n*{caption}*"
+
+
+def _html(block: Block, folder: Path) -> str:
+    match block:
+        case Heading(level, text):
+            return f"<h{level}>{escape(text)}</h{level}>"
+        case Paragraph(text):
+            return f"<p>{escape(text)}</p>"
+        case Bullets(items):
+            return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+        case Table(columns, rows):
+            head = "".join(f"<th>{escape(cell)}</th>" for cell in columns)
+            body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+            return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        case Picture(path, caption):
+            data = base64.b64encode((folder / path).read_bytes()).decode()
+            image = f'<img alt="{escape(caption)}" src="data:image/png;base64,{data}">'
+            return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _cell(text: str) -> str:

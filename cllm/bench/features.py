@@ -10,24 +10,22 @@ How much a logit moves with the size of a batch depends on the model and the ker
 
 from __future__ import annotations
 
-import argparse
 import random
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from cllm.bench.client import BadAnswer
-from cllm.bench.peers import ServerSettings, cllm_peer, log_folder, running
-from cllm.bench.report import Table, write_report
-from cllm.errors import SetupError
+from cllm.bench.command import conclude, make_parser, run_command, serving
+from cllm.bench.peers import ServerSettings
+from cllm.bench.report import Table
 
 TIE = 0.05  # logits closer than this, alone, may be ordered either way in another batch
 CLIENTS = 8
@@ -180,31 +178,28 @@ def run_features(
     Raises SetupError if a server does not start.
     """
     prompts = make_prompts(count)
-    with log_folder(logs) as folder:
-        with _server(model, ON, folder / "on.log", command) as asker:
-            loaded = _crowd(asker, prompts)
-            counters = asker.counters()
-        with _server(model, OFF, folder / "off.log", command) as asker:
-            alone = {}
-            for prompt in dict.fromkeys(prompts):  # greedy, one at a time: the same again would say the same
-                alone[prompt] = asker.ask(prompt, MOST_TOKENS, **DECLINED)
-            plain = asker.counters()
-            others = _crowd(asker, prompts, **DECLINED) if control else []
+    with _server("on", model, ON, command, logs) as asker:
+        loaded = _crowd(asker, prompts)
+        counters = asker.counters()
+    with _server("off", model, OFF, command, logs) as asker:
+        alone = {}
+        for prompt in dict.fromkeys(prompts):  # greedy, one at a time: the same again would say the same
+            alone[prompt] = asker.ask(prompt, MOST_TOKENS, **DECLINED)
+        plain = asker.counters()
+        others = _crowd(asker, prompts, **DECLINED) if control else []
 
-            def judged(answers: Sequence[Said]) -> list[Verdict]:
-                pairs = zip(prompts, answers, strict=True)
-                return [judge(asker, prompt, said, alone[prompt]) for prompt, said in pairs]
+        def judged(answers: Sequence[Said]) -> list[Verdict]:
+            pairs = zip(prompts, answers, strict=True)
+            return [judge(asker, prompt, said, alone[prompt]) for prompt, said in pairs]
 
-            columns = {"features on, 8 clients": judged(loaded)}
-            if control:
-                columns["all off, 8 clients"] = judged(others)
+        columns = {"features on, 8 clients": judged(loaded)}
+        if control:
+            columns["all off, 8 clients"] = judged(others)
     table = _table(prompts, columns, {"features on, 8 clients": counters, "all off, alone": plain}, tie)
     faults = find_faults(prompts, columns["features on, 8 clients"], counters, plain, tie)
     text = "\n".join([table.markdown(), "", *(faults or ["pass: every difference begins at a tie"])])
-    print(text)
-    if out is not None:
-        write_report(out, "features", text, {"verdicts": columns, "on": counters, "off": plain})
-    return 1 if faults else 0
+    data = {"verdicts": columns, "on": counters, "off": plain}
+    return conclude("features", text, data, out, failed=bool(faults))
 
 
 def _crowd(asker: Asker, prompts: Sequence[str], **fields: Any) -> list[Said]:
@@ -267,10 +262,14 @@ def find_faults(
 
 @contextmanager
 def _server(
-    model: Path | None, options: Sequence[str], log: Path, command: Sequence[str] | None
+    name: str,
+    model: Path | None,
+    flags: Sequence[str],
+    command: Sequence[str] | None,
+    logs: Path | None,
 ) -> Iterator[Asker]:
-    peer = cllm_peer(ServerSettings(model=model, parallel=CLIENTS, ctx_size=2048 * CLIENTS), command)
-    with running(replace(peer, command=(*peer.command, *options)), log) as server:
+    settings = ServerSettings(model=model, parallel=CLIENTS, ctx_size=2048 * CLIENTS)
+    with serving(name, settings, command, logs, flags) as server:
         asker = Asker(server.address.url)
         try:
             yield asker
@@ -279,29 +278,15 @@ def _server(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.features", description=__doc__)
-    parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded model)")
-    parser.add_argument("--count", type=int, default=500, help="how many prompts (default 500)")
-    parser.add_argument("--tie", type=float, default=TIE, help=f"what counts as even (default {TIE})")
+    parser = make_parser(
+        "features",
+        __doc__,
+        *("--model", "--out", "--logs", "--command"),
+        count=(500, "how many prompts"),
+        tie=(TIE, "what counts as even"),
+    )
     parser.add_argument("--control", action="store_true", help="also 8 clients with everything off")
-    parser.add_argument("--out", type=Path, help="folder to write features.md and features.json into")
-    parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
-    parser.add_argument("--command", help="what to start instead of the installed cllm")
-    options = parser.parse_args(arguments)
-    command = shlex.split(options.command) if options.command else None
-    try:
-        return run_features(
-            options.model,
-            options.count,
-            options.out,
-            command,
-            options.logs,
-            tie=options.tie,
-            control=options.control,
-        )
-    except (SetupError, BadAnswer) as error:
-        print(f"features: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser, arguments, run_features)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""`python -m cllm.bench.growth`: how a step's time grows with context and streams, and the machine's limits.
+"""`python -m cllm.bench.growth`: how cost grows with context, streams and vocabulary, and what bounds it.
 
-Bare decodes, nothing of the server around them. Beside them what memory and arithmetic can do at best here:
-read bandwidth and single-precision matrix products, measured with NumPy on all cores.
+Bare decodes, nothing of the server around them, and choosing a token from made-up logits. Beside them what
+memory and arithmetic can do at best here: read bandwidth and single-precision matrix products, measured with
+NumPy on all cores. About three minutes with the embedded model on two quiet cores.
 """
 
 from __future__ import annotations
 
-import argparse
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,21 +15,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from cllm.bench.bare import BareDecode
+from cllm.bench.command import conclude, make_parser, run_command
 from cllm.bench.peers import ServerSettings, embedded_model
-from cllm.bench.report import Table, write_report
+from cllm.bench.plots import load_pyplot
+from cllm.bench.report import Table
 from cllm.errors import SetupError
 
 CONTEXTS = (32, 256, 800, 1600)
 STREAMS = (1, 2, 4, 8, 16, 32)
+FEW_AND_MANY = (1, 8)  # streams, at every context
+VOCABULARIES = (32_000, 49_152, 152_000, 262_144)
 STEPS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
+class Machine(NamedTuple):
     """The best of several tries."""
 
     read_bytes_per_s: float
@@ -56,105 +61,136 @@ def _product_rate(size: int = 1536) -> float:
     return 2 * size**3 / (time.perf_counter() - started)
 
 
-def step_times(model: Path, points: Sequence[tuple[int, int]], rounds: int) -> dict[tuple[int, int], float]:
-    """Milliseconds a step, medians over the rounds, by (streams, context)."""
+def step_times(
+    model: Path, points: Sequence[tuple[int, int]], rounds: int, seconds: float
+) -> dict[tuple[int, int], float]:
+    """Milliseconds a step, medians over the rounds, by (streams, context). No round begins late."""
     times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
     streams = max(point[0] for point in points)
-    cells = max(point[1] for point in points) + 64
+    cells = max(point[1] for point in points) + STEPS + 1
+    started = time.monotonic()
     with BareDecode(model, streams=streams, cells=-(-cells // 256) * 256) as bare:
         for number in range(rounds + 1):  # the first is a warm-up
+            if number > 1 and time.monotonic() - started > seconds:
+                break
             for point in points:
                 found = bare(point[0], point[1], STEPS + 1).generate_s / STEPS
                 if number:
                     times[point].append(1000 * found)
+            done = f"{len(points)} points, round {number} of {rounds}"
+            print(f"{done}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return {point: median(found) for point, found in times.items()}
 
 
-def tables(
-    by_context: dict[tuple[int, int], float],
-    by_streams: dict[tuple[int, int], float],
-    machine: Machine,
-    model_bytes: int,
-) -> list[str]:
-    least_ms = 1000 * model_bytes / machine.read_bytes_per_s
-    context_rows = [
-        (f"{context}", *(f"{by_context[streams, context]:.1f} ms" for streams in (1, 8)))
-        for context in CONTEXTS
-    ]
-    stream_rows = [
-        (
-            f"{streams}",
-            f"{by_streams[streams, 32]:.1f} ms",
-            f"{1000 * streams / by_streams[streams, 32]:.0f}",
-            f"{least_ms / by_streams[streams, 32]:.0%}",
+def choosing_times(sizes: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Microseconds for a token by size of the vocabulary: as cllm chooses, and llama.cpp's chain over all."""
+    command = [sys.executable, "-m", "cllm.backend.llama.bare_choosing", *map(str, sizes)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SetupError(f"choosing tokens could not be measured: {done.stderr.strip()[-300:]}")
+    found = [tuple(1e6 * float(value) for value in line.split()) for line in done.stdout.splitlines()]
+    return {size: (ours, plain) for size, (ours, plain) in zip(sizes, found, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """All that was measured: milliseconds by (streams, context), microseconds by size of the vocabulary."""
+
+    machine: Machine
+    model_bytes: int
+    by_context: dict[tuple[int, int], float]
+    by_streams: dict[tuple[int, int], float]
+    by_vocabulary: dict[int, tuple[float, float]]
+
+    def text(self) -> str:
+        """Three tables, and what bounds them."""
+        least_ms = 1000 * self.model_bytes / self.machine.read_bytes_per_s
+        contexts = [
+            (f"{context}", *(f"{self.by_context[streams, context]:.1f} ms" for streams in FEW_AND_MANY))
+            for context in CONTEXTS
+        ]
+        streams = [
+            (f"{count}", f"{step_ms:.1f} ms", f"{1000 * count / step_ms:.0f}", f"{step_ms / least_ms:.1f} ×")
+            for (count, _), step_ms in self.by_streams.items()
+        ]
+        vocabularies = [
+            (f"{size}", f"{ours:.0f} µs", f"{plain:.0f} µs")
+            for size, (ours, plain) in self.by_vocabulary.items()
+        ]
+        few, many = FEW_AND_MANY
+        tables = (
+            Table(("context, tokens", f"a step of {few} stream", f"of {many}"), contexts),
+            Table(("streams", "a step", "tokens/s", "against reading the weights once"), streams),
+            Table(("vocabulary", "choosing a token", "llama.cpp's chain over all of it"), vocabularies),
         )
-        for streams in STREAMS
-    ]
-    return [
-        Table(("context, tokens", "a step of 1 stream", "of 8"), context_rows).markdown(),
-        "",
-        Table(("streams", "a step", "tokens/s", "of what reading the weights takes"), stream_rows).markdown(),
-        "",
-        f"Memory is read at {machine.read_bytes_per_s / 1e9:.1f} GB/s, so the {model_bytes / 1e6:.0f} MB of "
-        f"weights take at least {least_ms:.1f} ms a step. Matrix products in single precision: "
-        f"{machine.flops / 1e9:.0f} GFLOP/s.",
-    ]
+        return "\n\n".join(
+            [
+                *(table.markdown() for table in tables),
+                f"Memory is read at {self.machine.read_bytes_per_s / 1e9:.1f} GB/s, so the "
+                f"{self.model_bytes / 1e6:.0f} MB of weights take at least {least_ms:.1f} ms a step. Matrix "
+                f"products in single precision: {self.machine.flops / 1e9:.0f} GFLOP/s.",
+            ]
+        )
+
+    def draw(self, path: Path) -> None:
+        """Three panels. Raises SetupError without matplotlib."""
+        pyplot = load_pyplot()
+        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4))
+        for streams in FEW_AND_MANY:
+            times = [self.by_context[streams, context] for context in CONTEXTS]
+            left.plot(CONTEXTS, times, "o-", label=f"{streams} stream{'s' * (streams > 1)}")
+        left.set(xlabel="tokens of context", ylabel="ms a step", title="a step grows with context")
+        rates = [1000 * count / step_ms for (count, _), step_ms in self.by_streams.items()]
+        middle.plot(STREAMS, rates, "s-")
+        middle.set(xlabel="streams", ylabel="tokens/s", title="throughput grows with streams")
+        for number, label in enumerate(("cllm", "llama.cpp's chain over all of it")):
+            right.plot(
+                VOCABULARIES, [self.by_vocabulary[size][number] for size in VOCABULARIES], "o-", label=label
+            )
+        right.set(xlabel="tokens of vocabulary", ylabel="µs a token", title="choosing grows with vocabulary")
+        for axis in (left, right):
+            axis.legend()
+        for axis in (left, middle, right):
+            axis.set_ylim(0, None)
+            axis.grid(alpha=0.3)
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
 
 
-def draw(
-    by_context: dict[tuple[int, int], float], by_streams: dict[tuple[int, int], float], path: Path
-) -> None:
-    """Two panels. Raises SetupError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise SetupError("no plots: matplotlib is not installed (pip install 'cllm[bench]')") from None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for streams in (1, 8):
-        times = [by_context[streams, context] for context in CONTEXTS]
-        left.plot(CONTEXTS, times, "o-", label=f"{streams} stream{'s' * (streams > 1)}")
-    left.set(
-        xlabel="tokens of context", ylabel="ms a step", title="a step grows with context", ylim=(0, None)
+def run(model: Path | None, out: Path | None, rounds: int, seconds: float) -> int:
+    """Measure and report; 0."""
+    file = model or embedded_model()
+    points = [(streams, context) for streams in FEW_AND_MANY for context in CONTEXTS]
+    growth = Growth(
+        machine=Machine.measured(ServerSettings().thread_count),
+        model_bytes=file.stat().st_size,
+        by_streams=step_times(file, [(streams, CONTEXTS[0]) for streams in STREAMS], rounds, 0.2 * seconds),
+        by_context=step_times(file, points, rounds, 0.5 * seconds),
+        by_vocabulary=choosing_times(VOCABULARIES),
     )
-    left.legend()
-    right.plot(STREAMS, [1000 * streams / by_streams[streams, 32] for streams in STREAMS], "s-")
-    right.set(xlabel="streams", ylabel="tokens/s", title="throughput grows with streams", ylim=(0, None))
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    data = {
+        "machine": growth.machine._asdict(),
+        "ms_by_streams": {f"{streams}": step for (streams, _), step in growth.by_streams.items()},
+        "ms_by_streams_and_context": {f"{point}": step for point, step in growth.by_context.items()},
+        "us_by_vocabulary": growth.by_vocabulary,
+    }
+    code = conclude("growth", growth.text(), data, out, failed=False)
+    if out is not None:
+        growth.draw(out / "plots" / "growth.png")
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.growth", description=__doc__)
-    parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded one)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder for growth.md, growth.json and plots/growth.png")
-    options = parser.parse_args(arguments)
-    model = options.model or embedded_model()
-    try:
-        machine = Machine.measured(ServerSettings().thread_count)
-        by_streams = step_times(model, [(streams, 32) for streams in STREAMS], options.rounds)
-        points = [(streams, context) for streams in (1, 8) for context in CONTEXTS]
-        by_context = step_times(model, points, options.rounds)
-        text = "\n".join(tables(by_context, by_streams, machine, model.stat().st_size))
-        print(text)
-        if options.out is not None:
-            data = {
-                "machine": machine,
-                "by_context": {f"{key}": value for key, value in by_context.items()},
-                "by_streams": {f"{key}": value for key, value in by_streams.items()},
-            }
-            write_report(options.out, "growth", text, data)
-            draw(by_context, by_streams, options.out / "plots" / "growth.png")
-    except SetupError as error:
-        print(f"growth: {error}", file=sys.stderr)
-        return 2
-    return 0
+    parser = make_parser(
+        "growth",
+        __doc__,
+        *("--model", "--out"),
+        rounds=(3, "most rounds of each point"),
+        seconds=(300.0, "most seconds, about: a round that has begun is ended"),
+    )
+    return run_command(parser, arguments, run)
 
 
 if __name__ == "__main__":

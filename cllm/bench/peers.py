@@ -75,9 +75,12 @@ class RunningPeer:
 
 
 def cllm_peer(
-    settings: ServerSettings, command: Sequence[str] | None = None, dialect: Dialect | None = None
+    settings: ServerSettings,
+    command: Sequence[str] | None = None,
+    dialect: Dialect | None = None,
+    flags: Sequence[str] = (),
 ) -> Peer:
-    """`cllm serve`; `command` replaces the `cllm` beside this interpreter."""
+    """`cllm serve` with more `flags`; `command` replaces the `cllm` beside this interpreter."""
     model = [] if settings.model is None else [str(settings.model)]
     options = {
         "--parallel": settings.parallel,
@@ -85,7 +88,7 @@ def cllm_peer(
         "--threads": settings.threads,
         "--log-level": settings.log_level,
     }
-    arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options)]
+    arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options), *flags]
     return Peer(CLLM, tuple(arguments), dialect or CllmDialect(), "/ready", CLLM)
 
 

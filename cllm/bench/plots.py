@@ -33,8 +33,8 @@ class _Sheet:
     legend_scale: float = 1.0
 
 
-def draw(comparison: Comparison, folder: Path) -> list[Picture]:
-    """Write what there is data for into `folder`/plots. Raises SetupError without matplotlib."""
+def load_pyplot() -> Any:
+    """matplotlib, for files only. Raises SetupError where it is not installed."""
     try:
         import matplotlib
 
@@ -42,6 +42,12 @@ def draw(comparison: Comparison, folder: Path) -> list[Picture]:
         from matplotlib import pyplot
     except ImportError:
         raise SetupError("no plots: matplotlib is not installed (pip install 'cllm[bench]')") from None
+    return pyplot
+
+
+def draw(comparison: Comparison, folder: Path) -> list[Picture]:
+    """Write what there is data for into `folder`/plots. Raises SetupError without matplotlib."""
+    pyplot = load_pyplot()
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     pictures = []
     for sheet in _sheets():

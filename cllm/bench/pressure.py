@@ -7,20 +7,19 @@ alone, and leaves it only at a step whose two likeliest tokens (alone) are nearl
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
-import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
+from cllm.bench.command import make_parser, run_command, serving
+from cllm.bench.peers import RunningPeer, ServerSettings
 from cllm.errors import SetupError
 
 PARALLEL = 8
@@ -75,10 +74,9 @@ def run_pressure(
     tiny: Path, requests: int = 500, command: Sequence[str] | None = None, logs: Path | None = None
 ) -> int:
     """Ask, compare, print; 0 if every request was answered with the right text and some were parked."""
-    peer = cllm_peer(ServerSettings(model=tiny, parallel=PARALLEL, ctx_size=CELLS), command)
+    settings = ServerSettings(model=tiny, parallel=PARALLEL, ctx_size=CELLS)
     flags = ("--unified-kv", "--max-request-tokens", str(NEED), "--cache-ram-mb", "0", "--no-tune")
-    peer = replace(peer, command=(*peer.command, *flags))
-    with log_folder(logs) as folder, running(peer, folder / "pressure.log") as server:
+    with serving("pressure", settings, command, logs, flags) as server:
         prompts = _prompts(server, requests)
         alone = [_ask(server, prompt) for prompt in prompts]
         before = _counters(server)
@@ -151,18 +149,9 @@ def _fetch(server: RunningPeer, method: str, path: str, body: Any = None) -> byt
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.pressure", description=__doc__)
-    parser.add_argument("--tiny", type=Path, required=True, help="GGUF file of a tiny model")
-    parser.add_argument("--requests", type=int, default=500, help="how many (default 500)")
-    parser.add_argument("--logs", type=Path, help="folder to keep the server's log in")
-    parser.add_argument("--command", help="what to start instead of the installed cllm")
-    options = parser.parse_args(arguments)
-    command = shlex.split(options.command) if options.command else None
-    try:
-        return run_pressure(options.tiny, options.requests, command, options.logs)
-    except SetupError as error:
-        print(f"pressure: {error}", file=sys.stderr)
-        return 2
+    shared = ("--tiny", "--logs", "--command")
+    parser = make_parser("pressure", __doc__, *shared, requests=(500, "how many"))
+    return run_command(parser, arguments, run_pressure)
 
 
 if __name__ == "__main__":

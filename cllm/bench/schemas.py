@@ -7,7 +7,6 @@ model makes them fit. Then eight clients stream the same number of tokens withou
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -21,9 +20,9 @@ from typing import Any
 
 import httpx
 
+from cllm.bench.command import conclude, make_parser, run_command, serving
 from cllm.bench.constraint_cost import MOST_COST, measure_cost, show_cost
-from cllm.bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
-from cllm.bench.report import write_report
+from cllm.bench.peers import ServerSettings
 from cllm.bench.schema_maker import Schema, SchemaMaker
 from cllm.errors import SetupError
 
@@ -132,41 +131,43 @@ def describe(outcomes: Sequence[Outcome], used: dict[str, int]) -> list[str]:
     return lines
 
 
-def run(server: RunningPeer, options: argparse.Namespace) -> int:
+def run(
+    model: Path | None,
+    threads: int,
+    out: Path | None,
+    schemas: int,
+    seed: int,
+    rounds: int,
+    tokens: int,
+    temperature: float,
+) -> int:
     """Both parts; 0 if all is well, else 1."""
-    outcomes, used = ask_all(server.address.url, options.schemas, options.seed)
-    lines = describe(outcomes, used)
-    data: dict[str, Any] = {"outcomes": outcomes}
-    if options.rounds:
-        costs = measure_cost(server.address, options.rounds, options.tokens, options.temperature)
-        lines += ["", *show_cost(costs)]
-        data["cost"] = costs
-    text = "\n".join(lines)
-    print(text)
-    if options.out is not None:
-        write_report(options.out, "schemas", text, data)
-    return 1 if any(line.startswith("FAIL") for line in lines) else 0
+    settings = ServerSettings(model, CLIENTS, 1024 * CLIENTS, threads)
+    print(f"the bar: every answer valid, and at most {MOST_COST:.0%} fewer tokens a second", file=sys.stderr)
+    with serving("schemas", settings) as server:
+        outcomes, used = ask_all(server.address.url, schemas, seed)
+        lines = describe(outcomes, used)
+        data: dict[str, Any] = {"outcomes": outcomes}
+        if rounds:
+            costs = measure_cost(server.address, rounds, tokens, temperature)
+            lines += ["", *show_cost(costs)]
+            data["cost"] = costs
+    failed = any(line.startswith("FAIL") for line in lines)
+    return conclude("schemas", "\n".join(lines), data, out, failed=failed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.schemas", description=__doc__)
-    parser.add_argument("--schemas", type=int, default=200, help="how many (default 200)")
-    parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="of the cost; 0: leave it out (default 5)")
-    parser.add_argument("--tokens", type=int, default=192, help="of each stream of the cost (default 192)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the cost's streams (default 0)")
-    parser.add_argument("--threads", type=int, default=0, help="of the server (default: one per core)")
-    parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded model)")
-    parser.add_argument("--out", type=Path, help="folder to write schemas.md and schemas.json into")
-    options = parser.parse_args(arguments)
-    settings = ServerSettings(options.model, CLIENTS, 1024 * CLIENTS, options.threads)
-    print(f"the bar: every answer valid, and at most {MOST_COST:.0%} fewer tokens a second", file=sys.stderr)
-    try:
-        with log_folder(None) as folder, running(cllm_peer(settings), folder / "schemas.log") as server:
-            return run(server, options)
-    except SetupError as error:
-        print(f"schemas: {error}", file=sys.stderr)
-        return 2
+    parser = make_parser(
+        "schemas",
+        __doc__,
+        *("--model", "--threads", "--out"),
+        schemas=(200, "how many"),
+        seed=(1, "which ones"),
+        rounds=(5, "of the cost; 0: leave it out"),
+        tokens=(192, "of each stream of the cost"),
+        temperature=(0.0, "of the cost's streams"),
+    )
+    return run_command(parser, arguments, run)
 
 
 if __name__ == "__main__":

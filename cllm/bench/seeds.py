@@ -6,9 +6,7 @@ printed as a table; the exit code is 0 only if all of it does.
 
 from __future__ import annotations
 
-import argparse
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +18,12 @@ from statistics import median
 
 from cllm.bench.bare import BareDecode
 from cllm.bench.client import Answer, BadAnswer, CllmClient
+from cllm.bench.command import conclude, make_parser, run_command
 from cllm.bench.drift import Drift, raw_ratio
 from cllm.bench.drift import ratio as drift_ratio
 from cllm.bench.lease_log import LeaseLog
 from cllm.bench.peers import ServerSettings, cllm_peer, embedded_model, log_folder, running
-from cllm.bench.report import Table, write_report
-from cllm.errors import SetupError
+from cllm.bench.report import Table
 
 SUMS = ("1+1=", "2+2=", "3+3=")
 QUESTIONS = ("Hello, how are you?", "What is AI?", "Tell me a joke.")
@@ -183,12 +181,8 @@ def run_seeds(
     failed = sum(not check.passed for check in checks)
     busy = f"load average at the start {load_average:.2f}; drift means little on a busy machine"
     text = f"{table.markdown()}\n\n{busy}\n{len(checks) - failed} passed, {failed} failed"
-    print(text)
-    if out is not None:
-        write_report(
-            out, "seeds", text, {"checks": checks, "embedded": embedded.drifts, "tiny": small.drifts}
-        )
-    return 1 if failed else 0
+    data = {"checks": checks, "embedded": embedded.drifts, "tiny": small.drifts}
+    return conclude("seeds", text, data, out, failed=bool(failed))
 
 
 @contextmanager
@@ -218,18 +212,8 @@ def _quoted(answers: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.seeds", description=__doc__)
-    parser.add_argument("--tiny", type=Path, required=True, help="GGUF file of a tiny model")
-    parser.add_argument("--out", type=Path, help="folder to write seeds.md and seeds.json into")
-    parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
-    parser.add_argument("--command", help="what to start instead of the installed cllm")
-    options = parser.parse_args(arguments)
-    command = shlex.split(options.command) if options.command else None
-    try:
-        return run_seeds(options.tiny, options.out, command, options.logs)
-    except SetupError as error:
-        print(f"seeds: {error}", file=sys.stderr)
-        return 2
+    parser = make_parser("seeds", __doc__, "--tiny", "--out", "--logs", "--command")
+    return run_command(parser, arguments, run_seeds)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ these looks is the baseline.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -15,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cllm.bench import footprint
+from cllm.bench.command import conclude, make_parser, run_command, serving
 from cllm.bench.footprint import Footprint
 from cllm.bench.load import run_load
-from cllm.bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
-from cllm.bench.report import Table, write_report
+from cllm.bench.peers import RunningPeer, ServerSettings
+from cllm.bench.report import Table
 from cllm.bench.workloads import Definition, Group, make_plan
-from cllm.errors import SetupError
 
 TENTHS = 10
 CLIENTS = 16
@@ -49,15 +47,11 @@ def run_soak(
 
     Raises SetupError if the server does not start, or ends.
     """
-    peer = cllm_peer(ServerSettings(model=tiny), command)
-    with log_folder(logs) as folder, running(peer, folder / "soak.log") as server:
+    with serving("soak", ServerSettings(model=tiny), command, logs) as server:
         samples = [_tenth(server, number, max(1, requests // TENTHS)) for number in range(TENTHS)]
     faults = find_faults(samples)
     text = "\n".join([_table(samples).markdown(), "", *(faults or [_verdict(samples)])])
-    print(text)
-    if out is not None:
-        write_report(out, "soak", text, {"samples": samples, "faults": faults})
-    return 1 if faults else 0
+    return conclude("soak", text, {"samples": samples, "faults": faults}, out, failed=bool(faults))
 
 
 def find_faults(samples: Sequence[Sample]) -> list[str]:
@@ -118,19 +112,9 @@ def _verdict(samples: Sequence[Sample]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.soak", description=__doc__)
-    parser.add_argument("--tiny", type=Path, required=True, help="GGUF file of a tiny model")
-    parser.add_argument("--requests", type=int, default=10_000, help="how many in all (default 10000)")
-    parser.add_argument("--out", type=Path, help="folder to write soak.md and soak.json into")
-    parser.add_argument("--logs", type=Path, help="folder to keep the server's log in")
-    parser.add_argument("--command", help="what to start instead of the installed cllm")
-    options = parser.parse_args(arguments)
-    command = shlex.split(options.command) if options.command else None
-    try:
-        return run_soak(options.tiny, options.requests, options.out, command, options.logs)
-    except SetupError as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 2
+    shared = ("--tiny", "--out", "--logs", "--command")
+    parser = make_parser("soak", __doc__, *shared, requests=(10_000, "how many in all"))
+    return run_command(parser, arguments, run_soak)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from cllm.bench.comparison import Comparison, Round
-from cllm.bench.document import Block, Bullets, Document, Grid, Heading, Paragraph, Picture
+from cllm.bench.document import Block, Bullets, Document, Heading, Paragraph, Picture
 from cllm.bench.figures import FIGURES
 from cllm.bench.peers import CLLM
 from cllm.bench.report import Spread, Table
@@ -22,7 +22,7 @@ QUICK = "A QUICK RUN: fewer requests and rounds. It shows that everything works;
 def make_document(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Document:
     blocks: list[Block] = [*_heading(comparison)]
     bars = [(bar.workload or "all", bar.what, bar.measured, bar.verdict) for bar in comparison.bars()]
-    blocks += [Heading(2, "Bars"), Grid(Table(("workload", "bar", "measured", "verdict"), bars))]
+    blocks += [Heading(2, "Bars"), Table(("workload", "bar", "measured", "verdict"), bars)]
     if comparison.failures:
         blocks.append(Bullets([f"Not run: {failure}" for failure in comparison.failures]))
     for definition in comparison.definitions:
@@ -30,7 +30,7 @@ def make_document(comparison: Comparison, pictures: Sequence[Picture] = ()) -> D
             blocks.extend(_section(comparison, definition))
     share = _python_table(comparison)
     if share.rows:
-        blocks += [Heading(2, "Python's share of a step"), Paragraph(_PYTHON), Grid(share)]
+        blocks += [Heading(2, "Python's share of a step"), Paragraph(_PYTHON), share]
     if pictures:
         blocks += [Heading(2, "Plots"), *pictures]
     return Document("cllm bench", blocks)
@@ -51,8 +51,9 @@ def record(comparison: Comparison) -> dict[str, object]:
 
 
 _PYTHON = (
-    "All of a cllm step outside the native decode: planning, filling the batch, sampling, text, and what "
-    "lies between two steps. From the server's own counters, prefill steps included."
+    "Python is all of a cllm step but the native decode and the moves of KV states (prefixes and parked "
+    "requests to RAM and back, memory copied by llama.cpp): planning, filling the batch, sampling, text, and "
+    "what lies between two steps. From the server's own counters, prefill steps included."
 )
 
 
@@ -76,9 +77,9 @@ def _section(comparison: Comparison, definition: Definition) -> Iterator[Block]:
     yield Paragraph(f"{definition.about[0].upper()}{definition.about[1:]}.")
     conditions = comparison.conditions(name)
     if len(conditions) > 1:
-        yield Grid(_condition_table(comparison, definition, conditions))
+        yield _condition_table(comparison, definition, conditions)
     else:
-        yield Grid(_table(comparison, definition))
+        yield _table(comparison, definition)
     yield Bullets(list(_notes(comparison, name)))
 
 
@@ -173,10 +174,12 @@ def _python_table(comparison: Comparison) -> Table:
                         f"{definition.name} {condition}".strip(),
                         Spread.of(step.python_share for step in steps).show(2, 100),
                         Spread.of(step.sample_share for step in steps).show(2, 100),
+                        Spread.of(step.move_share for step in steps).show(2, 100),
                         Spread.of(step.total_s / step.steps for step in steps).show(2, 1000),
                     )
                 )
-    return Table(("workload", "Python with sampling, %", "sampling alone, %", "ms a step"), rows)
+    columns = ("workload", "Python with sampling, %", "sampling alone, %", "KV moves, %", "ms a step")
+    return Table(columns, rows)
 
 
 def _without_path(definition: Definition) -> object:

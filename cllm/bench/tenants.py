@@ -8,7 +8,6 @@ are handed to it directly, each with its tenant.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -18,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cllm.bench.command import conclude, make_parser, run_command
 from cllm.bench.figures import percentile
 from cllm.bench.peers import ServerSettings, embedded_model
-from cllm.bench.report import Table, write_report
+from cllm.bench.report import Table
 from cllm.config import EngineConfig
 from cllm.engine.engine import Engine
 from cllm.engine.host import ChildHost
 from cllm.engine.stream import AsyncStream
-from cllm.errors import CllmError
 from cllm.types import Request, SamplingParams
 
 MOST_SLOWER = 1.5
@@ -117,21 +116,22 @@ def run_tenants(
     return basis, beside[0].first_token_p50_s / before[0].first_token_p50_s, [before, beside]
 
 
+def run(model: Path | None, threads: int, parallel: int, seconds: float, out: Path | None) -> int:
+    """0 if the bar is met, else 1."""
+    threads = ServerSettings(threads=threads).thread_count
+    basis, ratio, measured = run_tenants(model or embedded_model(), parallel, threads, seconds)
+    text, data = show(basis, ratio, measured), {"ratio": ratio, "measured": measured}
+    return conclude("tenants", text, data, out, failed=not ratio <= MOST_SLOWER)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.tenants", description=__doc__)
-    parser.add_argument("--model", type=Path, help="GGUF file (default: the embedded one)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long each part takes (default 30)")
-    parser.add_argument("--parallel", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=0, help="0: one per core")
-    parser.add_argument("--out", type=Path, help="folder to write tenants.md and tenants.json into")
-    options = parser.parse_args(arguments)
-    threads = ServerSettings(threads=options.threads).thread_count
-    try:
-        model = options.model or embedded_model()
-        basis, ratio, measured = run_tenants(model, options.parallel, threads, options.seconds)
-    except CllmError as error:
-        print(f"tenants: {error}", file=sys.stderr)
-        return 2
+    shared = ("--model", "--threads", "--parallel", "--out")
+    parser = make_parser("tenants", __doc__, *shared, seconds=(30.0, "how long each part takes"))
+    return run_command(parser, arguments, run)
+
+
+def show(basis: str, ratio: float, measured: Sequence[Sequence[Share]]) -> str:
+    """A table, and the verdict."""
     rows = [
         (
             setting,
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     columns = ("setting", "tenant", "clients", "answered", "tokens/s", "first token p50, s", "p99, s")
     verdict = "pass" if ratio <= MOST_SLOWER else "FAIL"
-    text = "\n".join(
+    return "\n".join(
         [
             Table(columns, rows).markdown(),
             "",
@@ -155,10 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"the bar is {MOST_SLOWER} ×",
         ]
     )
-    print(text)
-    if options.out is not None:
-        write_report(options.out, "tenants", text, {"ratio": ratio, "measured": measured})
-    return 0 if ratio <= MOST_SLOWER else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ too. Steps are slow enough that every token is an event of its own: merged ones 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cllm.bench import footprint
+from cllm.bench.command import conclude, make_parser, run_command
 from cllm.bench.dialects import ChatDialect, CllmDialect, Dialect, OpenAIDialect
 from cllm.bench.load import run_load
 from cllm.bench.peers import Peer, RunningPeer, log_folder, running
-from cllm.bench.report import Spread, Table, write_report
+from cllm.bench.report import Spread, Table
 from cllm.bench.result import LoadResult
 from cllm.bench.workloads.plan import BenchRequest, Plan, single_requests
 from cllm.bench.workloads.text import words
-from cllm.errors import SetupError
 
 MOST_US = 40.0
 LEAST_EVENTS = 0.9  # per token; below it deltas were merged, and the figure would flatter
@@ -86,15 +85,11 @@ def run(
             for number in range(-1, rounds):  # the first is to warm up
                 for dialect in DIALECTS:
                     workload = _workload(number, streams, tokens if number >= 0 else 10)
-                    costs += [measure(server, dialect, workload)] if number >= 0 else []
-                    if number < 0:
-                        run_load(server.address, dialect, workload)
+                    cost = measure(server, dialect, workload)
+                    costs += [cost] if number >= 0 else []
     faults = find_faults(costs)
     text = "\n".join([_table(costs).markdown(), "", *(faults or [f"pass: at most {MOST_US:.0f} µs a token"])])
-    print(text)
-    if out is not None:
-        write_report(out, "wire_cost", text, {"costs": costs, "faults": faults})
-    return 1 if faults else 0
+    return conclude("wire_cost", text, {"costs": costs, "faults": faults}, out, failed=bool(faults))
 
 
 def _workload(number: int, streams: int, tokens: int) -> Plan:
@@ -140,18 +135,16 @@ def _table(costs: Sequence[Cost]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cllm.bench.wire_cost", description=__doc__)
-    parser.add_argument("--streams", type=int, default=32, help="at the same time (default 32)")
-    parser.add_argument("--tokens", type=int, default=250, help="of each stream (default 250)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each route, in turn (default 3)")
-    parser.add_argument("--step-ms", type=float, default=10.0, help="time between two tokens (default 10)")
-    parser.add_argument("--out", type=Path, help="folder to write wire_cost.md and wire_cost.json into")
-    options = parser.parse_args(arguments)
-    try:
-        return run(options.streams, options.tokens, options.rounds, options.step_ms, options.out)
-    except SetupError as error:
-        print(f"wire_cost: {error}", file=sys.stderr)
-        return 2
+    parser = make_parser(
+        "wire_cost",
+        __doc__,
+        "--out",
+        streams=(32, "at the same time"),
+        tokens=(250, "of each stream"),
+        rounds=(3, "of each route, in turn"),
+        step_ms=(10.0, "time between two tokens"),
+    )
+    return run_command(parser, arguments, run)
 
 
 if __name__ == "__main__":

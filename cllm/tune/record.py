@@ -15,7 +15,7 @@ from cllm.config import EngineConfig
 from cllm.tune.space import TUNABLE, with_settings
 
 log = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2  # 1 judged by long contexts that were short
 WHO = ("cpu", "cores", "library", "model")  # what of an identity must agree for a result to be of interest
 
 

@@ -17,10 +17,9 @@ import msgspec
 from cllm.backend.trial import Measurement, Plan
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
-from cllm.tune.mix import mix_seconds
-from cllm.tune.plan import MOST_STREAMS, SECOND_LOOK, first_look, fitted_plan
+from cllm.tune.plan import MOST_STREAMS, SECOND_LOOK, beginning_s, first_look, make_plans
 from cllm.tune.record import Option, TuneRecord
-from cllm.tune.space import DIMENSIONS, KV_TYPES, Dimension, Settings, thread_count, with_settings
+from cllm.tune.space import DIMENSIONS, KV_TYPES, Dimension, Part, Settings, thread_count, with_settings
 from cllm.tune.tried import Tried, compare, is_harmless, options_of
 
 LEAST_GAIN = 0.03  # a change must win by this much, or by the noise if that is more
@@ -78,8 +77,9 @@ class Search:
         self._settings: dict[str, int | bool | str] = {}
         self._options: list[Option] = []
         self._left_out: list[str] = []
-        self._baselines: list[Measurement] = []  # of the present settings, oldest first
-        self._differences: list[float] = []  # between two of them in a row
+        self._baseline: Measurement | None = None  # the last of the present settings, with the present plan
+        self._seconds: dict[str, float] = {}  # by case, of the present settings
+        self._differences: list[float] = []  # between two baselines in a row
         self._others: list[float] = []
         self._speedup = 1.0
         self._fraction = 0.0
@@ -87,7 +87,8 @@ class Search:
         self._load_s = 0.0
         self._perplexity_tokens = 0
         self._look: dict[str, float] = {}
-        self._plan = first_look(config.parallel)
+        self._plans = dict.fromkeys(Part, first_look(config.parallel))
+        self._part = Part.ALL
         wanted = (*DIMENSIONS, KV_TYPES) if kv_types else DIMENSIONS
         self._dimensions = [item for item in wanted if not set(item.fields) & set(fixed)]
         if machine.busy and self._dimensions and self._dimensions[0].name == "threads":
@@ -100,7 +101,7 @@ class Search:
         self._calibrate()
         self._measure_baseline()
         self._measure_baseline()  # the difference between the two is the first that is known of the noise
-        if not self._baselines:
+        if self._baseline is None:
             raise TuneFailed("the present settings could not be measured a second time")
         for number, dimension in enumerate(self._dimensions):
             self._fraction = number / len(self._dimensions)
@@ -108,20 +109,21 @@ class Search:
                 # Asked for, so it has a time of its own: half of it for speed, half for perplexity.
                 self._deadline = self._clock() + self._budget_s / 2
             self._try_dimension(dimension)
+        plan = self._plans[Part.ALL]
         return TuneRecord(
             identity=dict(identity),
             settings=self._settings,
             options=tuple(self._options),
-            seconds=self._baselines[-1].seconds,
+            seconds=self._seconds,
             speedup=self._speedup,
             noise=self._noise,
-            streams=self._plan.streams,
-            short=self._plan.short,
-            long=self._plan.long,
+            left_out=tuple(self._left_out),
+            streams=plan.streams,
+            short=plan.short,
+            long=plan.long,
+            provisional=self._provisional(),
             kv_types=self._kv_types,
             perplexity_tokens=self._perplexity_tokens,
-            left_out=tuple(self._left_out),
-            provisional=self._provisional(),
             took_s=self._clock() - self._started,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -156,16 +158,22 @@ class Search:
             look = look if second.problem else second
         self._look = look.seconds
         self._deadline = self._clock() + self._budget_s - spent_s
-        alternatives = sum(len(self._alternatives(item)) for item in self._dimensions if not item.quality)
-        runs = 4 + 2 * alternatives  # the present settings between any two, and a winner twice
-        self._plan = fitted_plan(
+        alternatives = dict.fromkeys(Part, 0)
+        for item in self._dimensions:
+            alternatives[item.part] += 0 if item.quality else len(self._alternatives(item))
+        self._plans = make_plans(
             self._look,
             self._config.parallel,
+            alternatives,
             longest=self._machine.longest,
-            target_s=(self._budget_s - spent_s) / runs,
+            budget_s=self._budget_s - spent_s,
         )
         if self._config.parallel > MOST_STREAMS:
             self._left_out.append(f"more than {MOST_STREAMS} of the {self._config.parallel} streams")
+
+    @property
+    def _plan(self) -> Plan:
+        return self._plans[self._part]
 
     def _alternatives(self, dimension: Dimension) -> list[Settings]:
         return dimension.alternatives(self._config, self._machine.cores)
@@ -185,24 +193,40 @@ class Search:
         measured = self._measure(self._config, self._plan, self._limit_s() + 2 * self._load_s)
         if measured.problem:
             return  # it was measured before; the older one has to do
-        if self._baselines:
-            last = mix_seconds(self._baselines[-1].seconds)
-            self._differences.append(abs(mix_seconds(measured.seconds) / last - 1))
-        self._baselines.append(measured)
+        if self._baseline is not None:
+            self._differences.append(abs(compare(measured, [self._baseline], self._seconds)[0] - 1))
+        self._set_baseline(measured)
+
+    def _set_baseline(self, measured: Measurement) -> None:
+        self._baseline = measured
+        self._seconds |= measured.seconds
 
     def _limit_s(self) -> float:
-        if not self._baselines:
+        if self._baseline is None:
             return FIRST_LIMIT_S
-        return max(LEAST_LIMIT_S, GIVE_UP * self._baselines[-1].took_s)
+        usual_s = self._baseline.took_s + beginning_s(self._plan, self._look)
+        return max(LEAST_LIMIT_S, GIVE_UP * usual_s)
+
+    def _turn_to(self, part: Part) -> None:
+        """Judge by this part of the mix from now on."""
+        if part is not self._part:
+            self._part, self._baseline = part, None
+            self._measure_baseline()
 
     def _try_dimension(self, dimension: Dimension) -> None:
         """Measure each alternative; the best one becomes the present setting if it wins twice."""
+        if not self._alternatives(dimension):
+            return
+        self._turn_to(dimension.part)
         tried: list[Tried] = []
         for settings in self._alternatives(dimension):
             config = with_settings(self._config, settings)
             label = dimension.label(config, self._machine.cores)
             if not self._has_time(dimension):
                 self._left_out.append(f"{dimension.name} {label}")
+                continue
+            if dimension.part is Part.PROMPT and not self._tells_apart(config):
+                self._left_out.append(f"{dimension.name} {label} (no time for a prompt that long)")
                 continue
             self._progress(self._fraction, f"{dimension.name} {label}")
             tried.append(self._try(Tried(settings, config, label), dimension))
@@ -221,22 +245,35 @@ class Search:
             self._speedup /= best.ratio
 
     def _has_time(self, dimension: Dimension) -> bool:
-        needed = 2 * self._baselines[-1].took_s + (2 * self._load_s if dimension.reloads else 0.0)
+        if self._baseline is None:
+            return False  # there is nothing to compare with
+        needed = 2 * self._baseline.took_s + (2 * self._load_s if dimension.reloads else 0.0)
         return self._clock() + needed <= self._deadline
+
+    def _tells_apart(self, config: EngineConfig) -> bool:
+        """Whether the prompt is longer than the smaller chunk; else both compute it in one."""
+        return self._plan.prompt > min(config.batch_tokens, self._config.batch_tokens)
 
     def _try(self, tried: Tried, dimension: Dimension) -> Tried:
         """Between the last measurement of the present settings and a new one."""
         limit_s = self._limit_s() + (3 * self._load_s if dimension.reloads else 0.0)
         measured = self._measure(tried.config, self._plan, limit_s)
+        before = self._baseline
+        assert before is not None
         if measured.timed_out:
-            slower = measured.took_s / self._baselines[-1].took_s
+            slower = measured.took_s / before.took_s
             return tried._replace(problem=f"{measured.problem}: over {slower:.1f} × as long")
         if measured.problem:
             return tried._replace(problem=measured.problem)
-        before = self._baselines[-1]
-        self._measure_baseline()
-        ratio, cases = compare(measured, (before, self._baselines[-1]))
+        ratio, cases = self._compare(measured)
         return tried._replace(ratio=ratio, cases=cases)
+
+    def _compare(self, measured: Measurement) -> tuple[float, dict[str, float]]:
+        """Against the present settings, measured before it and now once more."""
+        before = self._baseline
+        self._measure_baseline()
+        assert before is not None and self._baseline is not None
+        return compare(measured, (before, self._baseline), self._seconds)
 
     def _best(self, tried: Sequence[Tried], dimension: Dimension) -> tuple[Tried | None, bool]:
         """The fastest that may be chosen, and whether it wins: by more than the noise, and once more so."""
@@ -251,14 +288,12 @@ class Search:
         again = self._measure(best.config, self._plan, limit_s)
         if again.problem:
             return best._replace(ratio=None, cases={}, problem=again.problem), False
-        before = self._baselines[-1]
-        self._measure_baseline()
-        ratio, cases = compare(again, (before, self._baselines[-1]))
+        ratio, cases = self._compare(again)
         both = {case: mean((value, cases[case])) for case, value in best.cases.items()}
         best = best._replace(ratio=mean((best.ratio, ratio)), cases=both)
         if ratio > 1 - gain:
             return best, False
-        self._baselines.append(again)  # the present settings from now on
+        self._set_baseline(again)  # the present settings from now on
         return best, True
 
     def _judge_quality(self, tried: Sequence[Tried]) -> list[Tried]:

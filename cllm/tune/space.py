@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,14 @@ POLL = (0, 50, 100)
 CACHE_TYPES = (("bf16", "f16"), ("bf16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"))
 
 
+class Part(Enum):
+    """How much of the mix is measured to judge a dimension."""
+
+    ALL = "all"
+    PROMPT = "a long prompt alone"
+    SHORT = "generating after short contexts"
+
+
 class Dimension(NamedTuple):
     """Something that is varied while the rest stays. `alternatives` are other settings than the present."""
 
@@ -23,6 +32,7 @@ class Dimension(NamedTuple):
     fields: tuple[str, ...]
     alternatives: Callable[[EngineConfig, int], list[Settings]]
     label: Callable[[EngineConfig, int], str]
+    part: Part = Part.ALL  # of the mix: what it can change
     reloads: bool = False  # the model must be loaded anew to try it
     quality: bool = False  # the numbers change, not the speed alone
 
@@ -84,7 +94,6 @@ DIMENSIONS = (
     Dimension(
         "KV layout", ("unified_kv",), _layout, lambda config, _: "unified" if config.unified_kv else "split"
     ),
-    Dimension("batch tokens", ("batch_tokens",), _batch, lambda config, _: str(config.batch_tokens)),
     Dimension(
         "repacking",
         ("extra_buffers",),
@@ -92,7 +101,14 @@ DIMENSIONS = (
         lambda config, _: "on" if config.extra_buffers else "off",
         reloads=True,
     ),
-    Dimension("poll", ("poll",), _poll, lambda config, _: str(config.poll)),
+    Dimension(
+        "batch tokens",
+        ("batch_tokens",),
+        _batch,
+        lambda config, _: str(config.batch_tokens),
+        part=Part.PROMPT,
+    ),
+    Dimension("poll", ("poll",), _poll, lambda config, _: str(config.poll), part=Part.SHORT),
 )
 KV_TYPES = Dimension(
     "K/V types",

@@ -28,18 +28,22 @@ class Tried(NamedTuple):
     perplexity_change: float | None = None
 
 
-def compare(measured: Measurement, baselines: Sequence[Measurement]) -> tuple[float, dict[str, float]]:
-    """The ratio of the mix, and of each case, to the mean of the present settings before and after."""
+def compare(
+    measured: Measurement, baselines: Sequence[Measurement], rest: Mapping[str, float]
+) -> tuple[float, dict[str, float]]:
+    """The ratio of the mix, and of each case, to the mean of the present settings before and after.
 
-    def against(value: float, others: Sequence[float]) -> float:
-        return value / mean(others)
+    Cases of the mix that were not measured take what they take in `rest`, on both sides.
+    """
 
-    ratio = against(mix_seconds(measured.seconds), [mix_seconds(baseline.seconds) for baseline in baselines])
+    def mix(one: Measurement) -> float:
+        return mix_seconds({**rest, **one.seconds})
+
     cases = {
-        case: against(seconds, [baseline.seconds[case] for baseline in baselines])
+        case: seconds / mean(baseline.seconds[case] for baseline in baselines)
         for case, seconds in measured.seconds.items()
     }
-    return ratio, cases
+    return mix(measured) / mean(map(mix, baselines)), cases
 
 
 def is_harmless(item: Tried) -> bool:

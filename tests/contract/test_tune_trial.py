@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cllm.backend.trial import Plan
+from cllm.backend.llama.library import load
+from cllm.backend.llama.trial import Bench, Trial
+from cllm.backend.trial import Plan, TrialTask
 from cllm.config import EngineConfig
 from cllm.tune.mix import CASES
 from cllm.tune.process import TrialProcess
@@ -133,3 +135,25 @@ def test_a_setting_may_kill_the_process_and_the_next_is_measured(
 def test_a_model_that_does_not_load_is_an_answer(trial: TrialProcess, tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path / "none.gguf"), threads=1)
     assert "none.gguf" in trial.ask(config, PLAN, LIMIT_S).problem
+
+
+def test_the_beginning_of_a_long_context_is_computed_once(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[tuple[int, int]] = []
+    real = Bench._fill
+
+    def fill(self: Bench, sequence_id: int, begin: int, end: int) -> float:
+        computed.append((begin, end))
+        return real(self, sequence_id, begin, end)
+
+    monkeypatch.setattr(Bench, "_fill", fill)
+    trial = Trial(load())
+    found = []
+    for fields in ({}, {"poll": 0}, {"flash_attention": False}, {"unified_kv": True}, {"batch_tokens": 64}):
+        computed.clear()
+        task = TrialTask(config=settings(models, **fields), plan=PLAN, text="What is timed comes last. " * 30)
+        assert set(trial.measure(task).seconds) == EVERY_CASE
+        found.append((0, 32) in computed)
+        assert {(0, 16), (32, 96)} <= set(computed)
+    assert found == [True, False, True, True, False], "states differ by flash attention and layout"

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from cllm.bench.client import BadAnswer, StepTime
 from cllm.bench.dialects import CllmDialect
 from cllm.bench.drift import Drift, ratio, raw_ratio
 from cllm.bench.lease_log import LeaseLog
@@ -119,3 +120,30 @@ def test_short_series_are_pooled() -> None:
 def test_medians_carry_their_spread() -> None:
     assert Spread.of([1, 9, 2]).show(0) == "2 (1–9)"
     assert Table(("a", "b"), [("1", "x|y")]).markdown().count("\n") == 2
+
+
+METRICS = """# TYPE cllm_steps_total counter
+cllm_steps_total{kind="generate"} 6.0
+cllm_steps_total{kind="embed"} 4.0
+cllm_steps_interrupted_total 1.0
+cllm_step_seconds_total 2.0
+cllm_step_compute_seconds_total 1.5
+cllm_step_sample_seconds_total 0.1
+"""
+MOVES = "cllm_kv_move_seconds_total 0.3\n"
+
+
+def test_moving_kv_is_no_part_of_pythons_share() -> None:
+    before, now = StepTime(2, 1.0, 0.9, 0.05), StepTime.read(METRICS + MOVES)
+    assert now == StepTime(10, 2.0, 1.5, 0.1, 0.3)
+    passed = now.since(before)
+    assert (passed.steps, passed.total_s) == (8, 1.0)
+    assert passed.sample_share == pytest.approx(0.05)
+    assert passed.move_share == pytest.approx(0.3) and passed.python_share == pytest.approx(0.1)
+
+
+def test_a_server_that_does_not_tell_of_moves_is_read_all_the_same() -> None:
+    told = StepTime.read(METRICS)
+    assert told.move_s == 0 and told.python_share == pytest.approx(0.25)
+    with pytest.raises(BadAnswer, match="cllm_step_sample_seconds_total"):
+        StepTime.read(METRICS.replace("sample", "other"))

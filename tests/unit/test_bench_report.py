@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cllm.bench.client import StepTime
 from cllm.bench.comparison import Comparison, ReferenceRound, Round
 from cllm.bench.neighbour import busy_neighbour
 from cllm.bench.peers import ServerSettings, parse_peer
@@ -58,6 +60,14 @@ def test_a_bar_counts_the_better_layout_and_pairs_rounds() -> None:
     shorter = BarLine(figure="wall_s", at_most=0.5)
     bar = comparison((shorter,), rounds).bars()[-1]
     assert SPLIT in bar.what and bar.kept is False and bar.verdict == "MISSED by 67%"
+
+
+def test_where_the_time_of_a_step_goes_is_told_by_workload() -> None:
+    rounds = [replace(one("w", "cllm", 1, 1.0), steps=StepTime(10, 2.0, 1.5, 0.1, 0.3))]
+    page = make_document(comparison((), rounds)).markdown()
+    row = next(line for line in page.splitlines() if line.startswith("| w "))
+    assert [cell.split()[0] for cell in row.split("|")[2:-1]] == ["10.00", "5.00", "15.00", "200.00"]
+    assert "KV moves, %" in page
 
 
 def test_another_server_is_shown_but_no_bar() -> None:

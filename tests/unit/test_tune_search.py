@@ -14,10 +14,11 @@ from cllm.backend.trial import Measurement, Plan
 from cllm.config import EngineConfig
 from cllm.tune.mix import CASES, mix_seconds
 from cllm.tune.page import page
-from cllm.tune.plan import LONG, expected_s, first_look, fitted_plan
+from cllm.tune.plan import LONG, expected_s, first_look, fitted_plan, make_plans, prompt_plan
 from cllm.tune.record import Option, TuneRecord
 from cllm.tune.report import bars, figures, headline, options_table
-from cllm.tune.search import LEAST_LIMIT_S, Machine, Search, TuneFailed
+from cllm.tune.search import GIVE_UP, LEAST_LIMIT_S, Machine, Search, TuneFailed
+from cllm.tune.space import Part
 
 CONFIG = EngineConfig(model="m.gguf", parallel=8)
 QUIET = Machine(cores=2, others=0.0, longest=4096)
@@ -26,6 +27,16 @@ Cost = Callable[[EngineConfig], dict[str, float]]
 
 def unit(_: EngineConfig) -> dict[str, float]:
     return {case.name: 0.001 if case.name == "prefill" else 0.01 for case in CASES}
+
+
+def measured_cases(plan: Plan) -> set[str]:
+    crowd = plan.streams > 1
+    cases = {"prefill"} if plan.prompt else set()
+    if plan.steps:
+        cases |= {"one_short", "all_short"} if crowd else {"one_short"}
+    if plan.steps and plan.long:
+        cases |= {"one_long", "ragged", "all_long"} if crowd else {"one_long"}
+    return cases
 
 
 class Pretend:
@@ -59,9 +70,9 @@ class Pretend:
             * shake
             * self.slowness
             for name, value in unit(config).items()
-            if plan.streams > 1 or name in ("prefill", "one_short", "one_long")
+            if name in measured_cases(plan)
         }
-        took = expected_s(plan, seconds)
+        took = expected_s(plan, {name: value * self.slowness for name, value in unit(config).items()})
         self.now += took
         return Measurement(seconds=seconds, took_s=took, load_s=self.load_s, others=self.others)
 
@@ -128,8 +139,33 @@ def test_the_mix_decides_not_a_single_case() -> None:
 
 @pytest.mark.parametrize(("gain", "chosen"), [(0.02, False), (0.05, True)])
 def test_a_gain_must_be_worth_it(gain: float, chosen: bool) -> None:
-    record = everywhere(lambda config: 1.0 if config.poll == 50 else 1.0 - gain).search()
+    record = everywhere(lambda config: 1.0 if config.flash_attention else 1.0 - gain).search()
+    assert ("flash_attention" in record.settings) == chosen
+
+
+@pytest.mark.parametrize(("gain", "chosen"), [(0.05, False), (0.2, True)])
+def test_a_gain_in_a_part_counts_for_as_much_as_the_part_has_in_the_mix(gain: float, chosen: bool) -> None:
+    machine = everywhere(lambda config: 1.0 if config.poll == 50 else 1.0 - gain)
+    record = machine.search()
     assert ("poll" in record.settings) == chosen
+    (other,) = [item for item in record.options if (item.dimension, item.label) == ("poll", "0")]
+    now, short = unit(CONFIG), ("one_short", "all_short")
+    part = mix_seconds({case: now[case] for case in short}) / mix_seconds(now)
+    if not chosen:
+        assert other.ratio == pytest.approx(1 - gain * part) and set(other.cases) == set(short)
+    else:
+        assert record.speedup == pytest.approx(1 / (1 - gain * part))
+    assert set(record.seconds) == set(now), "of every case, whatever was measured last"
+
+
+def test_chunks_are_judged_by_prompts_that_are_longer() -> None:
+    """256 against 512 tells in a prompt of 512; 1024 needs a longer one, and the time for it."""
+    machine = Pretend(prefill=lambda config: {256: 1.2, 512: 1.0, 1024: 0.8}[config.batch_tokens])
+    record = machine.search(budget_s=500)
+    assert record.settings == {"batch_tokens": 1024}
+    record = machine.search(budget_s=11)
+    assert record.settings == {} and option(record, "batch tokens", "256").cases.keys() == {"prefill"}
+    assert any(text.startswith("batch tokens 1024") for text in record.left_out)
 
 
 def test_noise_is_not_a_gain() -> None:
@@ -154,10 +190,15 @@ def test_a_large_gain_is_seen_through_the_noise() -> None:
 def test_the_present_settings_are_measured_between_any_two() -> None:
     machine = Pretend()
     machine.search()
-    plans = [config for config, plan, _ in machine.asked if plan.long]
-    present = [config == msgspec.structs.replace(CONFIG, threads=2) for config in plans]
-    assert present[:2] == [True, True]
-    assert all(left != right for left, right in pairwise(present[1:]))
+    by_cases: dict[frozenset[str], list[bool]] = {}
+    for config, plan, _ in machine.asked[2:]:  # after the looks
+        present = config == msgspec.structs.replace(CONFIG, threads=2)
+        by_cases.setdefault(frozenset(measured_cases(plan)), []).append(present)
+    assert len(by_cases) == 3, "everything, prompts alone, short contexts alone"
+    for cases, present_ones in by_cases.items():
+        assert present_ones[0] and present_ones[-1] and len(present_ones) >= 3
+        begin = 1 if "one_long" in cases else 0  # there the noise is measured first
+        assert all(left != right for left, right in pairwise(present_ones[begin:]))
 
 
 def test_a_death_is_a_result_and_the_search_goes_on() -> None:
@@ -232,8 +273,21 @@ def test_a_slow_load_leaves_repacking_out() -> None:
 def test_an_alternative_is_not_waited_for_longer_than_it_is_worth() -> None:
     machine = Pretend()
     machine.search(budget_s=30)
-    taken = max(limit for _, plan, limit in machine.asked[3:] if plan.long)
+    present = msgspec.structs.replace(CONFIG, threads=2)
+    taken = max(limit for config, _, limit in machine.asked if config != present)
     assert taken < 3 * LEAST_LIMIT_S + 5
+
+
+def test_a_long_context_that_must_be_computed_first_is_waited_for() -> None:
+    """The present settings find theirs; an alternative that keeps it differently has it to compute."""
+    machine = Pretend()
+    machine.slowness = 10.0
+    machine.search(budget_s=300)
+    off = [(plan, limit) for config, plan, limit in machine.asked if not config.flash_attention]
+    (plan, limit_s) = off[0]
+    usual_s = expected_s(plan, {name: 10 * value for name, value in unit(CONFIG).items()})
+    assert plan.long > plan.prompt
+    assert limit_s == pytest.approx(GIVE_UP * (usual_s + 0.01 * (plan.long - plan.prompt)))
 
 
 def test_types_of_keys_and_values_only_when_asked_and_harmless() -> None:
@@ -262,12 +316,27 @@ def test_the_perplexities_are_of_the_same_tokens() -> None:
 
 def test_plans_fit_the_time_and_the_context() -> None:
     look = {"prefill": 0.001, "one_short": 0.006, "all_short": 0.02}
-    plan = fitted_plan(look, 8, longest=4096, target_s=10)
+    plan = fitted_plan(look, 8, longest=4096, budget_s=100, runs=10)
     assert (plan.long, plan.short, plan.streams) == (LONG, 32, 8)
-    assert fitted_plan(look, 8, longest=4096, target_s=0.5).long < LONG
-    assert fitted_plan(look, 200, longest=4096, target_s=10).streams == first_look(200).streams == 32
-    tight = fitted_plan(look, 8, longest=256, target_s=10)
+    assert fitted_plan(look, 8, longest=4096, budget_s=5, runs=10).long < LONG
+    assert (
+        fitted_plan(look, 200, longest=4096, budget_s=100, runs=10).streams == first_look(200).streams == 32
+    )
+    tight = fitted_plan(look, 8, longest=256, budget_s=100, runs=10)
     assert tight.long + tight.room <= 256
+    assert prompt_plan(look, longest=4096, budget_s=100).prompt == 1024
+    assert prompt_plan(look, longest=4096, budget_s=15).prompt == 512
+    tight = prompt_plan(look, longest=128, budget_s=100)
+    assert tight.prompt == tight.long == 128 - tight.room
+
+
+def test_a_small_model_has_long_contexts_in_the_time_of_a_first_start() -> None:
+    """About what two cores take for 135 million weights."""
+    look = {"prefill": 0.0012, "one_short": 0.006, "all_short": 0.022}
+    plans = make_plans(look, 8, {Part.ALL: 4, Part.PROMPT: 2, Part.SHORT: 2}, longest=4096, budget_s=14)
+    assert plans[Part.ALL].long >= 512 and plans[Part.ALL].steps >= 2
+    assert plans[Part.PROMPT].prompt == 512 and plans[Part.PROMPT].steps == 0
+    assert plans[Part.SHORT].long == plans[Part.SHORT].prompt == 0
 
 
 def test_the_mix_is_what_it_says() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -30,39 +30,70 @@ from cllm.errors import CllmError, EngineError
 BETWEEN_STEPS_S = 0.0005  # the engine's own work: long enough for threads that do not poll to fall asleep
 LEAST_S_TO_JUDGE = 0.2  # the system counts in hundredths of a second
 LOGIT_ROWS = 128  # of a whole vocabulary each
+MOST_BEGINNINGS = 3  # flash attention and layout are varied one after the other
+
+
+class Beginnings:
+    """States of the beginning of our text, by its length and by what makes them interchangeable."""
+
+    def __init__(self) -> None:
+        self._states: dict[Hashable, bytes] = {}
+
+    def find(self, key: Hashable) -> bytes | None:
+        return self._states.get(key)
+
+    def keep(self, key: Hashable, state: bytes) -> None:
+        """One more, and no more than `MOST_BEGINNINGS`: the oldest goes."""
+        while len(self._states) >= MOST_BEGINNINGS:
+            del self._states[next(iter(self._states))]
+        self._states[key] = state
 
 
 class Bench:
     """A context in which decodes are timed. Sequences are filled once and copied as saved states."""
 
-    def __init__(self, context: LlamaContext, text: Sequence[int], plan: Plan) -> None:
+    def __init__(
+        self, context: LlamaContext, text: Sequence[int], task: TrialTask, beginnings: Beginnings
+    ) -> None:
         self._context = context
         self._text = text
-        self._plan = plan
-        self._batch = NativeBatch(context.api, context.batch_tokens, plan.streams)
+        self._plan = task.plan
+        self._batch = NativeBatch(context.api, context.batch_tokens, task.plan.streams)
+        config = task.config
+        types = (config.cache_type_k, config.cache_type_v)
+        self._kind = (config.model, config.flash_attention, config.unified_kv, *types)
+        self._beginnings = beginnings
 
     def measure(self) -> dict[str, float]:
         """Seconds by case. Raises EngineError where a decode fails."""
         plan, everybody = self._plan, range(self._plan.streams)
         first, rest = everybody[0], everybody[1:]
-        seconds = {"prefill": self._fill(first, plan.short)}
-        short = self._save(first)
-        seconds["one_short"] = self._decode([first])
-        if rest:
-            self._restore(rest, short)
-            seconds["all_short"] = self._decode(everybody)
+        seconds: dict[str, float] = {}
+        short = b""
+        if plan.steps:
+            prefill_s = self._fill(first, 0, plan.short)
+            if plan.prompt:
+                seconds["prefill"] = prefill_s
+            short = self._save(first)
+            seconds["one_short"] = self._decode([first])
+            if rest:
+                self._restore(rest, short)
+                seconds["all_short"] = self._decode(everybody)
         if plan.long <= plan.short:
             return seconds
         self._clear(everybody)
-        seconds["prefill"] = self._fill(first, plan.long)
-        long = self._save(first)
-        seconds["one_long"] = self._decode([first])
-        if rest:
-            self._restore(rest, short)
-            seconds["ragged"] = self._decode(everybody)
-            self._clear(rest)
-            self._restore(rest, long)
-            seconds["all_long"] = self._decode(everybody)
+        begin = max(0, plan.long - plan.prompt)
+        self._begin(first, begin)
+        seconds["prefill"] = self._fill(first, begin, plan.long)
+        if plan.steps:
+            long = self._save(first)
+            seconds["one_long"] = self._decode([first])
+            if rest:
+                self._restore(rest, short)
+                seconds["ragged"] = self._decode(everybody)
+                self._clear(rest)
+                self._restore(rest, long)
+                seconds["all_long"] = self._decode(everybody)
         return seconds
 
     def perplexity(self) -> float:
@@ -89,14 +120,23 @@ class Bench:
             raise EngineError(f"llama_decode returned {code}")
         return elapsed
 
-    def _fill(self, sequence_id: int, length: int) -> float:
-        """Compute a prompt in the largest chunks; seconds for each token."""
+    def _begin(self, sequence_id: int, length: int) -> None:
+        """The beginning of the text without its time: how it was computed does not matter to what follows."""
+        key = (*self._kind, length)
+        state = self._beginnings.find(key)
+        if not length or (state is not None and self._context.restore(sequence_id, state)):
+            return
+        self._clear([sequence_id])
+        self._fill(sequence_id, 0, length)
+        self._beginnings.keep(key, self._save(sequence_id))
+
+    def _fill(self, sequence_id: int, begin: int, end: int) -> float:
+        """Compute a part of the text as a prompt, in the largest chunks; seconds for each token."""
         total = 0.0
-        for begin in range(0, length, self._batch.capacity):
-            end = min(length, begin + self._batch.capacity)
-            tokens = [self._token(position) for position in range(begin, end)]
-            total += self._run([Row(sequence_id, begin, tokens, int(end == length), None)])
-        return total / length
+        for place in range(begin, end, self._batch.capacity):
+            tokens = [self._token(at) for at in range(place, min(end, place + self._batch.capacity))]
+            total += self._run([Row(sequence_id, place, tokens, int(place + len(tokens) == end), None)])
+        return total / (end - begin)
 
     def _decode(self, ids: Iterable[int]) -> float:
         """The median of some steps with a token of each; the first, which lays things out, is not counted."""
@@ -136,6 +176,7 @@ class Trial:
         self._graveyard = Graveyard()
         self._model: LlamaModel | None = None
         self._loaded: tuple[str, bool, int] | None = None
+        self._beginnings = Beginnings()
 
     def measure(self, task: TrialTask) -> Measurement:
         """One setting. What cllm can tell is wrong with it is an answer, too; the rest kills the process."""
@@ -146,7 +187,7 @@ class Trial:
             text = model.vocabulary.tokenize(task.text, add_special=True, parse_special=False)
             plan = task.plan
             with LlamaContext(self._library, model, _small(task.config, plan), self._graveyard) as context:
-                bench = Bench(context, text, plan)
+                bench = Bench(context, text, task, self._beginnings)
                 if plan.perplexity_tokens:
                     measured = Measurement(perplexity=bench.perplexity())
                 else:
