@@ -236,6 +236,9 @@ class Server:
         return self.metrics().get(f"cllm_requests_finished_total{{outcome={outcome}}}", 0.0)
 
 
+StartServer = Callable[..., Server]  # the fixture `start`
+
+
 def events_of(lines: Iterator[str]) -> Iterator[Any]:
     """Server-sent events: `data: JSON`, an empty line, nothing else."""
     for line in lines:

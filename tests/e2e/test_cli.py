@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import ALIAS, Server, cllm
+from tests.e2e.server import ALIAS, Server, StartServer, cllm
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ import pytest
 from anthropic.types import MessageParam
 from pydantic import BaseModel
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, wait_for
+from tests.e2e.server import Server, StartServer, wait_for
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
 GREEDY = {"temperature": 0}

@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.clients import WEATHER_TOOL, Weather
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, wait_for
+from tests.e2e.server import Server, StartServer, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "What is AI?"}]
 SCHEMA: dict[str, Any] = {

@@ -15,8 +15,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, wait_for
+from tests.e2e.server import Server, StartServer, wait_for
 
 QUESTION = "What is AI?"
 SCHEMA: dict[str, Any] = {

@@ -14,8 +14,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, data_of, text_of
-from tests.faults.conftest import StartServer
+from tests.e2e.server import PATIENCE_S, Server, StartServer, data_of, text_of
 from tests.faults.harness import refusal, unharmed
 from tests.tiny_models import CHAT_TEMPLATE, make_dense
 
