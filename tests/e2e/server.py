@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 SERVE = ("from cllm.cli.main import main; main()", "serve")
 ALIAS = ("from cllm.cli.server_alias import main; main()",)
 PATIENCE_S = 90.0  # for whatever has no limit of its own: the machine may be busy
+FREED_WITHIN_S = 5.0  # a step and the way to the parent, on a busy machine
 _KEPT = ("CLLM_LIBRARY", "CLLM_CACHE_DIR", "CLLM_THREADS")
 Found = TypeVar("Found")
 
@@ -234,6 +235,14 @@ class Server:
 
     def finished(self, outcome: str) -> float:
         return self.metrics().get(f"cllm_requests_finished_total{{outcome={outcome}}}", 0.0)
+
+    @contextmanager
+    def freed_on_leaving(self, count: int = 1) -> Iterator[None]:
+        """Clients leave in this block: so many are cancelled (none runs on to its end), nothing is left."""
+        cancelled = self.finished("cancelled")
+        yield
+        wait_for(self.idle, FREED_WITHIN_S)
+        assert self.finished("cancelled") == cancelled + count
 
 
 StartServer = Callable[..., Server]  # the fixture `start`

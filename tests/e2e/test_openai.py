@@ -228,7 +228,7 @@ def test_a_full_queue_is_a_rate_limit_error(start: StartServer, tiny_model: Path
         with pytest.raises(openai.RateLimitError) as refusal:
             client.completions.create(**endless, n=8)
         assert int(refusal.value.response.headers["Retry-After"]) >= 1
-        wait_for(lambda: server.idle() or None)
+        wait_for(server.idle)
 
 
 def test_an_error_in_a_stream_is_an_api_error(start: StartServer, tiny_model: Path) -> None:
@@ -255,9 +255,11 @@ def test_control_tokens_in_a_message_stay_text(client: openai.OpenAI) -> None:
     assert longer.usage.prompt_tokens - shorter.usage.prompt_tokens > 12, "each spelling is many tokens"
 
 
-def test_nothing_is_left_behind(client: openai.OpenAI, embedded: Server) -> None:
-    with client.completions.create(
-        model="any", prompt="1", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
-    ) as stream:
+def test_who_leaves_a_stream_leaves_nothing_behind(client: openai.OpenAI, embedded: Server) -> None:
+    with (
+        embedded.freed_on_leaving(),
+        client.completions.create(
+            model="any", prompt="1", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        ) as stream,
+    ):
         next(iter(stream))
-    wait_for(lambda: embedded.idle() or None)

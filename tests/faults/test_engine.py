@@ -13,12 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Ids, Server, text_of, wait_for
+from tests.e2e.server import FREED_WITHIN_S, PATIENCE_S, Ids, Server, text_of, wait_for
 from tests.tiny_models import make_dense
 
 LONG = 4000  # tokens: seconds on the tiny model
 SLOW_READER_S = 1.0
-FREED_WITHIN_S = 2.0  # a step and the way to the parent, on a busy machine
 LONG_PROMPT = 9000  # tokens, one step: some four seconds of prefill on a core of its own
 
 
