@@ -55,11 +55,7 @@ def a_busy_life(backend: FakeBackend, cache_mb: int) -> Life:
 def test_one_failure_at_every_native_call_in_turn(
     cache_mb: int, status: StepStatus | None, trimmable: bool, unified: bool
 ) -> None:
-    undisturbed = a_busy_life(small_backend(unified=unified, trimmable=trimmable), cache_mb)
-    undisturbed.run()
-    undisturbed.check_end()
     fail_each_call_in_turn(
-        undisturbed,
         lambda fail: a_busy_life(small_backend(unified=unified, trimmable=trimmable, fail=fail), cache_mb),
         status,
     )

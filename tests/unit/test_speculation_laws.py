@@ -74,17 +74,13 @@ def a_guessing_life(backend: FakeBackend, wrong: float, cache_mb: int = 0) -> Li
 def test_one_failure_at_every_native_call_costs_one_request_at_most(
     wrong: float, status: StepStatus | None, unified: bool
 ) -> None:
-    undisturbed = a_guessing_life(small_backend(unified=unified, trimmable=True), wrong, cache_mb=1)
-    undisturbed.run()
-    undisturbed.check_end()
-    assert sum(usage_of(undisturbed, name).drafted_tokens for name in undisturbed.requests) > 0
-    fail_each_call_in_turn(
-        undisturbed,
+    undisturbed = fail_each_call_in_turn(
         lambda fail: a_guessing_life(
             small_backend(unified=unified, trimmable=True, fail=fail), wrong, cache_mb=1
         ),
         status,
     )
+    assert sum(usage_of(undisturbed, name).drafted_tokens for name in undisturbed.requests) > 0
 
 
 def test_a_wrong_guess_that_cannot_be_taken_back_costs_its_request() -> None:
