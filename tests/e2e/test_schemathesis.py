@@ -12,7 +12,7 @@ from tests.e2e.fuzz import fuzz
 from tests.e2e.golden.record import scripted_server
 from tests.e2e.server import wait_for
 
-EXAMPLES = 20
+EXAMPLES = 12
 
 
 def test_no_request_makes_it_fail(tmp_path: Path) -> None:
