@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +255,17 @@ def test_control_tokens_in_a_message_stay_text(client: openai.OpenAI) -> None:
     assert longer.usage.prompt_tokens - shorter.usage.prompt_tokens > 12, "each spelling is many tokens"
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(client: openai.OpenAI, embedded: Server) -> None:
-    with (
-        embedded.freed_on_leaving(),
-        client.completions.create(
-            model="any", prompt="1", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
-        ) as stream,
-    ):
+ENDLESS: dict[str, Any] = {"model": "any", "stream": True, "extra_body": {"ignore_eos": True}}
+STREAMS: dict[str, Callable[[openai.OpenAI], Any]] = {
+    "completions": lambda client: client.completions.create(prompt="1", max_tokens=500, **ENDLESS),
+    "chat": lambda client: client.chat.completions.create(messages=QUESTION, max_tokens=500, **ENDLESS),
+    "responses": lambda client: client.responses.create(input="1", max_output_tokens=500, **ENDLESS),
+}
+
+
+@pytest.mark.parametrize("route", list(STREAMS))
+def test_who_leaves_a_stream_leaves_nothing_behind(
+    client: openai.OpenAI, embedded: Server, route: str
+) -> None:
+    with embedded.freed_on_leaving(), STREAMS[route](client) as stream:
         next(iter(stream))

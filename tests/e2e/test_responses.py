@@ -253,16 +253,6 @@ def test_nothing_is_stored(client: openai.OpenAI) -> None:
         client.responses.input_items.list(answer.id)
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(client: openai.OpenAI, embedded: Server) -> None:
-    with (
-        embedded.freed_on_leaving(),
-        client.responses.create(
-            model="any", input="1", max_output_tokens=500, stream=True, extra_body={"ignore_eos": True}
-        ) as stream,
-    ):
-        next(iter(stream))
-
-
 def test_death_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

@@ -79,8 +79,8 @@ def test_fault_31_disconnect_in_mid_prefill_frees_kv_at_once(four: Server) -> No
     wait_for(lambda: four.finished("cancelled") == cancelled + 1)
     took = time.monotonic() - left
     assert four.metrics()["cllm_steps_interrupted"] == interrupted + 1
-    # 250 ms are promised; this machine may be busy. The whole prefill takes several times as long as this.
-    assert took < 1.0, f"freed after {took:.3f} s"
+    # 250 ms are promised; a busy machine needs longer, for this and for the several seconds of the prefill.
+    assert took < 2.0, f"freed after {took:.3f} s"
     wait_for(four.idle)
 
 
