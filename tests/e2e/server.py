@@ -66,6 +66,12 @@ def alive(pid: int) -> bool:
         return False
 
 
+def cpu_s(pid: int) -> float:
+    """Computing time a process has used: it does not grow because the machine is busy."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def children_of(pid: int) -> dict[int, str]:
     """The living child processes and their command lines."""
     found: dict[int, str] = {}

@@ -450,15 +450,19 @@ def test_a_model_without_a_voice_refuses_at_once() -> None:
 
 
 def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
+    backend = FakeBackend(step_s=0.05)  # a second or so for all of it
+
     def use(engine: Engine) -> None:
+        calls = backend.calls
         stream = engine.submit(call("e", *texts(200, 60)), BlockingStream)
-        time.sleep(0.03)
+        while backend.calls == calls:
+            time.sleep(0.005)
         engine.cancel("e")
         (delta,) = list(stream)
         assert delta.finish_reason is FinishReason.CANCELLED
         assert engine.inspect().result(10).leases == ()
 
-    with_engine(FakeBackend(step_s=0.01), use)
+    with_engine(backend, use)
 
 
 # Text and numbers ----------------------------------------------------------------------------------
