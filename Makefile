@@ -1,6 +1,8 @@
 # Everything is made by the first target that needs it: .venv, the packages, the native library, the model.
 PYTHON ?= python3
 ARGS ?=
+# Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 RECIPE := pyproject.toml scripts/setup.sh $(addprefix cllm/backend/llama/,build.py cpu.py recipe.py source.py toolchain.py)
 
 help: ## show this
@@ -10,10 +12,10 @@ serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 	.venv/bin/cllm serve $(ARGS)
 
 test: .venv/ready-test ## run the tests; ARGS go to pytest
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest $(WORKERS) $(ARGS)
 
 faults: .venv/ready-test ## survive every fault of the list, by its number; ARGS="-k fault_43"
-	.venv/bin/python -m pytest tests/faults $(ARGS)
+	.venv/bin/python -m pytest tests/faults $(WORKERS) $(ARGS)
 
 check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,16 @@ class Alone(NamedTuple):
     near: tuple[frozenset[int], ...]  # at each step, the tokens as good as chosen; more than one is a tie
 
 
+class Tally(Counter[str]):
+    """How often the same-text rule was applied, and how often a tie made a difference."""
+
+    def __str__(self) -> str:
+        return (
+            f"same text: {self['answers']} answers, {self['tokens']} tokens; "
+            f"{self['ties']} ties, of which {self['parted']} went the other way"
+        )
+
+
 class Reference:
     """Runs prompts alone (and remembers them), compares answers, counts ties.
 
@@ -29,14 +40,11 @@ class Reference:
     of that tie, and from there on is compared with what that beginning says alone. So every token is checked.
     """
 
-    def __init__(self, models: dict[str, Path]) -> None:
+    def __init__(self, models: dict[str, Path], tally: Tally) -> None:
         self._models = models
+        self._tally = tally
         self._backends: dict[Kind, Backend] = {}
         self._known: dict[tuple[Kind, Tokens, int, bool], Alone] = {}
-        self.answers = 0
-        self.tokens = 0
-        self.ties = 0
-        self.parted = 0
 
     def alone(self, kind: Kind, prompt: Tokens, max_tokens: int, *, endless: bool = False) -> Alone:
         """What a prompt says alone; `endless` is `ignore_eos`."""
@@ -82,26 +90,20 @@ class Reference:
             )
             for step in range(min(same, len(alone.tokens))):
                 assert abs(told[done + step] - alone.logprobs[step]) < TIE
-            self.ties += sum(len(near) > 1 for near in alone.near[: same + 1])
+            self._tally["ties"] += sum(len(near) > 1 for near in alone.near[: same + 1])
             if same == len(rest):
                 break
             assert rest[same] in alone.near[same], f"another text from token {done + same} on"
-            self.parted += 1
+            self._tally["parted"] += 1
             done += same + 1
         assert len(rest) == len(alone.tokens), "the answer ended early, or late"
         assert answer.text == text_of(self._backend(kind).vocabulary, answer.tokens)
-        self.answers += 1
-        self.tokens += len(answer.tokens)
+        self._tally["answers"] += 1
+        self._tally["tokens"] += len(answer.tokens)
 
     def close(self) -> None:
         for backend in self._backends.values():
             backend.close()
-
-    def __str__(self) -> str:
-        return (
-            f"same text: {self.answers} answers, {self.tokens} tokens; "
-            f"{self.ties} ties, of which {self.parted} went the other way"
-        )
 
 
 def run_alone(backend: Backend, prompt: Sequence[int], max_tokens: int, *, endless: bool = False) -> Alone:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cllm.backend.base import Backend, Batch, BatchKind, Drafter, Row, Sampler, StepResult, StepStatus
 from cllm.backend.fake import FakeSampler
@@ -17,6 +17,7 @@ from cllm.config import EngineConfig
 from cllm.engine.cost import StepClock, StepCost, StepShape
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport
+from cllm.engine.speed import MemorySpeed
 from cllm.types import (
     Delta,
     FinishReason,
@@ -160,6 +161,13 @@ class StoppedClock(StepClock):
         pass
 
 
+class StoppedSpeed(MemorySpeed):
+    """Moving memory to RAM and back costs what was guessed, whatever else the machine does meanwhile."""
+
+    def observe(self, size: int, seconds: float) -> None:
+        pass
+
+
 class Drive:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
@@ -177,6 +185,13 @@ class Drive:
         self.loop = StepLoop(self.backend, config, self._take, new_drafter=new_drafter)
         self.scheduler = self.loop.scheduler
         self.answers: dict[str, Answer] = {}
+
+    def stop_clocks(self) -> Self:
+        """From now on no measurement decides, of what pays or of how much is done at once."""
+        self.scheduler.budget.clock = StoppedClock(None)
+        self.scheduler.prefixes._saving = StoppedSpeed()
+        self.scheduler.prefixes._restoring = StoppedSpeed()
+        return self
 
     def _take(self, report: Report) -> None:
         if isinstance(report, StepReport):

@@ -105,7 +105,9 @@ def test_a_native_decode_is_stopped_while_it_runs(opened: Opened, command: Cance
     loop.start()
     drive.loop.post(Submit(ask("long", words(1, 4000), 4)))
     assert entered.wait(30)
-    time.sleep(0.02)  # so that it is inside; a whole such decode takes a second or so
+    inside = time.process_time() + 0.03  # it has computed; a whole such decode takes a second or so
+    while time.process_time() < inside:
+        time.sleep(0.002)
     drive.loop.post(command)
     drive.loop.post(Stop())
     loop.join(30)

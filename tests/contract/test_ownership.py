@@ -17,6 +17,7 @@ from cllm.backend.base import Batch, Row
 from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.library import load
 from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 from cllm.types import SamplingParams
@@ -182,8 +183,12 @@ def test_a_backend_frees_each_of_its_own_once_and_users_before_the_used(
 def test_a_sampler_that_outlives_its_backend_is_freed_without_it(models: dict[str, Path]) -> None:
     backend = open_backend(models, DENSE)
     sampler = backend.create_sampler(DRAWN)
+    assert isinstance(sampler, LlamaSampler) and sampler.chain is not None
+    freeing = sampler.chain._finalizer
     backend.close()
+    assert freeing.alive
     sampler.close()
+    assert not freeing.alive
 
 
 def test_two_backends_share_nothing(opened: Opened) -> None:

@@ -191,6 +191,7 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
     backend = opened(kind, sequences=2, cells=2048)
     texts: list[Tokens] = []
     drive = Drive(backend, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1)))
+    drive.stop_clocks()
     for turn in range(3):
         history += words(turn, 40)
         texts.append(history + reference.alone(kind, history, 40, endless=True).tokens)

@@ -1,18 +1,16 @@
-"""Servers shared by the whole run, and a way to start one's own."""
+"""Servers shared by the whole run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.clients import only_loopback
 from tests.e2e.server import Server
 from tests.e2e.thinking import make_thinking
 from tests.tiny_models import make_dense
-
-StartServer = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
@@ -23,8 +21,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model, served with defaults."""
-    with Server(tmp_path_factory.mktemp("embedded") / "log") as server:
+    """The embedded model, with defaults but for one thread: on a busy machine two wait for each other."""
+    with Server(tmp_path_factory.mktemp("embedded") / "log", "--threads", "1") as server:
         yield server
 
 
@@ -36,22 +34,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
         yield server
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartServer]:
-    """Start a server of one's own; whatever still runs afterwards is killed."""
-    with ExitStack() as stack:
-        started = 0
-
-        def start_one(*arguments: str, **options: object) -> Server:
-            nonlocal started
-            started += 1
-            server = Server(tmp_path / f"log{started}", *arguments, **options)  # type: ignore[arg-type]
-            stack.callback(server.kill)
-            return server.__enter__()
-
-        yield start_one
-
-
 @pytest.fixture(scope="session")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A tiny model that begins every answer with thoughts."""
@@ -59,3 +41,11 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_thinking(folder / "thinking.gguf")
     with Server(folder / "log", str(model), "--parallel", "2", "--threads", "1") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[pytest.MonkeyPatch]:
+    """Other people's clients may call nobody but this machine; what else is patched is undone, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        only_loopback(patch)
+        yield patch

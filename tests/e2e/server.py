@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 SERVE = ("from cllm.cli.main import main; main()", "serve")
 ALIAS = ("from cllm.cli.server_alias import main; main()",)
 PATIENCE_S = 90.0  # for whatever has no limit of its own: the machine may be busy
+FREED_WITHIN_S = 5.0  # a step and the way to the parent, on a busy machine
 _KEPT = ("CLLM_LIBRARY", "CLLM_CACHE_DIR", "CLLM_THREADS")
 Found = TypeVar("Found")
 
@@ -63,6 +64,12 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def cpu_s(pid: int) -> float:
+    """Computing time a process has used: it does not grow because the machine is busy."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children_of(pid: int) -> dict[int, str]:
@@ -234,6 +241,17 @@ class Server:
 
     def finished(self, outcome: str) -> float:
         return self.metrics().get(f"cllm_requests_finished_total{{outcome={outcome}}}", 0.0)
+
+    @contextmanager
+    def freed_on_leaving(self, count: int = 1) -> Iterator[None]:
+        """Clients leave in this block: so many are cancelled (none runs on to its end), nothing is left."""
+        cancelled = self.finished("cancelled")
+        yield
+        wait_for(self.idle, FREED_WITHIN_S)
+        assert self.finished("cancelled") == cancelled + count
+
+
+StartServer = Callable[..., Server]  # the fixture `start`
 
 
 def events_of(lines: Iterator[str]) -> Iterator[Any]:

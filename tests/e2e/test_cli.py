@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import ALIAS, Server, cllm
+from tests.e2e.server import ALIAS, Server, StartServer, cllm
 
 
 @pytest.fixture
@@ -21,9 +22,11 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """Below those the system hands out by itself (32768 and up): nobody else gets it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -8,19 +8,17 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.clients import PATH_LIKE, QUESTION, Weather, only_loopback
+from tests.e2e.clients import PATH_LIKE, QUESTION, Weather
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 
 
 @pytest.fixture(scope="module")
-def instructor() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        only_loopback(patch)
-        import instructor
+def instructor(quiet: pytest.MonkeyPatch) -> Any:
+    import instructor
 
-        yield instructor
+    return instructor
 
 
 @pytest.fixture(scope="module")

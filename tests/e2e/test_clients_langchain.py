@@ -9,21 +9,14 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.clients import PATH_LIKE, Weather, only_loopback
+from tests.e2e.clients import PATH_LIKE, Weather
 from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        only_loopback(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def settings(embedded: Server) -> Iterator[dict[str, Any]]:
+def settings(quiet: pytest.MonkeyPatch, embedded: Server) -> Iterator[dict[str, Any]]:
     with httpx.Client(trust_env=False, timeout=PATIENCE_S) as client:
         yield {
             "http_client": client,
@@ -36,7 +29,7 @@ def settings(embedded: Server) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def chat(quiet: None, settings: dict[str, Any]) -> Any:
+def chat(settings: dict[str, Any]) -> Any:
     from langchain_openai import ChatOpenAI
 
     return ChatOpenAI(**settings, max_tokens=48)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.clients import PATH_LIKE, QUESTION, WEATHER_TOOL, Weather, only_loopback
+from tests.e2e.clients import PATH_LIKE, QUESTION, WEATHER_TOOL, Weather
 from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = [
@@ -21,15 +21,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        only_loopback(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def litellm(quiet: None) -> Iterator[Any]:
+def litellm(quiet: pytest.MonkeyPatch) -> Iterator[Any]:
     import litellm
 
     litellm.telemetry = False

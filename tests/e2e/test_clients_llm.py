@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.clients import Weather, only_loopback
+from tests.e2e.clients import Weather
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.filterwarnings(
@@ -35,17 +34,15 @@ MODELS = """
 
 
 @pytest.fixture(scope="module")
-def llm(embedded: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def llm(quiet: pytest.MonkeyPatch, embedded: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("llm")
     (folder / "extra-openai-models.yaml").write_text(MODELS.format(url=embedded.url))
-    with pytest.MonkeyPatch.context() as patch:
-        only_loopback(patch)
-        patch.setenv("LLM_USER_PATH", str(folder))
-        patch.setenv("OPENAI_API_KEY", "none")
-        patch.setenv("LLM_LOAD_PLUGINS", "")
-        import llm
+    quiet.setenv("LLM_USER_PATH", str(folder))
+    quiet.setenv("OPENAI_API_KEY", "none")
+    quiet.setenv("LLM_LOAD_PLUGINS", "")
+    import llm
 
-        yield llm
+    return llm
 
 
 def test_a_chat_streamed_and_whole(llm: Any) -> None:

@@ -7,8 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, alive, children_of, wait_for
+from tests.e2e.server import Server, StartServer, alive, children_of, wait_for
 
 LONG = 4000
 

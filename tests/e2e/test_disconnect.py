@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from tests.e2e.server import Server, text_of, wait_for
+from tests.e2e.server import FREED_WITHIN_S, Server, text_of, wait_for
 
-FREED_WITHIN_S = 2.0
 LONG = 4000  # tokens: seconds on the tiny model
 
 
 def test_disconnect_in_mid_stream_frees_kv(tiny: Server) -> None:
-    cancelled = tiny.finished("cancelled")
-    with tiny.open_stream("going away", LONG) as events:
+    with tiny.freed_on_leaving(), tiny.open_stream("going away", LONG) as events:
         next(events)
         assert tiny.kv()["sequences"]["leased"] == 1
-    wait_for(tiny.idle, FREED_WITHIN_S)
-    assert tiny.finished("cancelled") == cancelled + 1
 
 
 def test_disconnect_of_a_request_that_is_not_streamed_frees_kv(tiny: Server) -> None:
-    cancelled = tiny.finished("cancelled")
-    with tiny.connect({"prompt": "going away", "max_tokens": LONG, "temperature": 0}):
+    body = {"prompt": "going away", "max_tokens": LONG, "temperature": 0}
+    with tiny.freed_on_leaving(), tiny.connect(body):
         wait_for(lambda: tiny.kv()["sequences"]["leased"] == 1)
-    wait_for(tiny.idle, FREED_WITHIN_S)
-    assert tiny.finished("cancelled") == cancelled + 1
 
 
 def test_disconnect_of_some_leaves_the_others_whole(tiny: Server) -> None:
     expected = tiny.generate("staying", 400)["text"]
-    cancelled, finished = tiny.finished("cancelled"), tiny.finished("length")
-    with tiny.open_stream("staying", 400) as stays:
+    finished = tiny.finished("length")
+    with tiny.freed_on_leaving(3), tiny.open_stream("staying", 400) as stays:
         first = next(stays)
         for _ in range(3):
             with tiny.open_stream("leaving", LONG) as leaves:
@@ -37,8 +31,6 @@ def test_disconnect_of_some_leaves_the_others_whole(tiny: Server) -> None:
     # Where the batch's size changed, kernels may round differently: DESIGN's same-text rule is for
     # `test_many_clients`. Here: the answer is whole, and it begins as it must.
     assert text[:8] == expected[:8]
-    wait_for(tiny.idle, FREED_WITHIN_S)
-    assert tiny.finished("cancelled") == cancelled + 3
     assert tiny.finished("length") == finished + 1
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import cllm, wait_for
+from tests.e2e.server import StartServer, cllm, wait_for
 from tests.tiny_models import make_dense
 
 

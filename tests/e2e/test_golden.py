@@ -17,7 +17,7 @@ from tests.e2e.server import Server, wait_for
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
         yield server
-        wait_for(lambda: server.idle() or None)
+        wait_for(server.idle)
 
 
 @pytest.mark.parametrize("name", CASES)

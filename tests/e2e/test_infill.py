@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, cllm, events_of
+from tests.e2e.server import Server, StartServer, cllm, events_of
 from tests.e2e.test_cli import one_line
 from tests.tiny_models import make_dense
 

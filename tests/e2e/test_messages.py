@@ -16,8 +16,7 @@ import pytest
 from anthropic.types import MessageParam
 from pydantic import BaseModel
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, wait_for
+from tests.e2e.server import Server, StartServer
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
 GREEDY = {"temperature": 0}
@@ -297,12 +296,14 @@ def test_errors_before_the_route_have_anthropics_shape(embedded: Server) -> None
     assert set(openais["error"]) == {"message", "type", "param", "code"}
 
 
-def test_nothing_is_left_behind(client: anthropic.Anthropic, embedded: Server) -> None:
-    with client.messages.stream(
-        model="any", max_tokens=500, messages=QUESTION, extra_body={"ignore_eos": True}
-    ) as stream:
+def test_who_leaves_a_stream_leaves_nothing_behind(client: anthropic.Anthropic, embedded: Server) -> None:
+    with (
+        embedded.freed_on_leaving(),
+        client.messages.stream(
+            model="any", max_tokens=500, messages=QUESTION, extra_body={"ignore_eos": True}
+        ) as stream,
+    ):
         next(iter(stream))
-    wait_for(lambda: embedded.idle() or None)
 
 
 def test_death_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.clients import WEATHER_TOOL, Weather
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, wait_for
+from tests.e2e.server import Server, StartServer, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "What is AI?"}]
 SCHEMA: dict[str, Any] = {
@@ -229,7 +228,7 @@ def test_a_full_queue_is_a_rate_limit_error(start: StartServer, tiny_model: Path
         with pytest.raises(openai.RateLimitError) as refusal:
             client.completions.create(**endless, n=8)
         assert int(refusal.value.response.headers["Retry-After"]) >= 1
-        wait_for(lambda: server.idle() or None)
+        wait_for(server.idle)
 
 
 def test_an_error_in_a_stream_is_an_api_error(start: StartServer, tiny_model: Path) -> None:
@@ -256,9 +255,17 @@ def test_control_tokens_in_a_message_stay_text(client: openai.OpenAI) -> None:
     assert longer.usage.prompt_tokens - shorter.usage.prompt_tokens > 12, "each spelling is many tokens"
 
 
-def test_nothing_is_left_behind(client: openai.OpenAI, embedded: Server) -> None:
-    with client.completions.create(
-        model="any", prompt="1", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
-    ) as stream:
+ENDLESS: dict[str, Any] = {"model": "any", "stream": True, "extra_body": {"ignore_eos": True}}
+STREAMS: dict[str, Callable[[openai.OpenAI], Any]] = {
+    "completions": lambda client: client.completions.create(prompt="1", max_tokens=500, **ENDLESS),
+    "chat": lambda client: client.chat.completions.create(messages=QUESTION, max_tokens=500, **ENDLESS),
+    "responses": lambda client: client.responses.create(input="1", max_output_tokens=500, **ENDLESS),
+}
+
+
+@pytest.mark.parametrize("route", list(STREAMS))
+def test_who_leaves_a_stream_leaves_nothing_behind(
+    client: openai.OpenAI, embedded: Server, route: str
+) -> None:
+    with embedded.freed_on_leaving(), STREAMS[route](client) as stream:
         next(iter(stream))
-    wait_for(lambda: embedded.idle() or None)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, alive, children_of, text_of, wait_for
+from tests.e2e.server import Server, StartServer, alive, children_of, text_of, wait_for
 from tests.faults.harness import refusal
 from tests.tiny_models import make_dense, make_sliding_window
 

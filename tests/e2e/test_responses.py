@@ -15,8 +15,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import Server, wait_for
+from tests.e2e.server import Server, StartServer
 
 QUESTION = "What is AI?"
 SCHEMA: dict[str, Any] = {
@@ -252,14 +251,6 @@ def test_nothing_is_stored(client: openai.OpenAI) -> None:
             ask(answer.id)
     with pytest.raises(openai.NotFoundError, match="stateless"):
         client.responses.input_items.list(answer.id)
-
-
-def test_nothing_is_left_behind(client: openai.OpenAI, embedded: Server) -> None:
-    with client.responses.create(
-        model="any", input="1", max_output_tokens=500, stream=True, extra_body={"ignore_eos": True}
-    ) as stream:
-        next(iter(stream))
-    wait_for(lambda: embedded.idle() or None)
 
 
 def test_death_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:

@@ -18,7 +18,7 @@ def test_answers_validate(embedded: Server) -> None:
     assert sum(outcome.finish_reason == "stop" for outcome in outcomes) >= 10, (
         "too few ended to mean anything"
     )
-    wait_for(lambda: embedded.idle() or None)
+    wait_for(embedded.idle)
 
 
 def test_the_schemas_are_schemas_of_every_kind_and_always_the_same() -> None:

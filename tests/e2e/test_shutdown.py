@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.e2e.conftest import StartServer
-from tests.e2e.server import children_of
+from tests.e2e.server import StartServer, children_of
 
 LONG = 4000
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import Server, StartServer
 from tests.faults.harness import unharmed
 from tests.tiny_models import make_dense
-
-StartServer = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
@@ -34,22 +32,6 @@ def start_for_module(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path)
             log = folder / f"log{started}"
             server = Server(log, str(model), "--threads", "1", *arguments, **options)  # type: ignore[arg-type]
             return stack.enter_context(server)
-
-        yield start_one
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartServer]:
-    """Start a server of one's own on any model; whatever still runs afterwards is killed."""
-    with ExitStack() as stack:
-        started = 0
-
-        def start_one(*arguments: str, **options: object) -> Server:
-            nonlocal started
-            started += 1
-            server = Server(tmp_path / f"log{started}", *arguments, **options)  # type: ignore[arg-type]
-            stack.callback(server.kill)
-            return server.__enter__()
 
         yield start_one
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, cllm, wait_for
-from tests.faults.conftest import StartServer
+from tests.e2e.server import PATIENCE_S, Server, StartServer, cllm, wait_for
 from tests.faults.harness import dial, refusal, unharmed
 
 OK = {"prompt": "x", "max_tokens": 1}

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from cllm.config import ServerConfig
-from tests.e2e.server import PATIENCE_S, Server
-from tests.faults.conftest import StartServer
+from tests.e2e.server import PATIENCE_S, Server, StartServer
 from tests.faults.harness import JSON, dial, drip, read_all, refusal, unharmed
 
 ROUTES = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -14,16 +13,9 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, data_of, text_of
-from tests.faults.conftest import StartServer
+from tests.e2e.server import PATIENCE_S, Server, StartServer, cpu_s, data_of, text_of
 from tests.faults.harness import refusal, unharmed
 from tests.tiny_models import CHAT_TEMPLATE, make_dense
-
-
-def cpu_s(pid: int) -> float:
-    """Computing time a process has used: it does not grow because the machine is busy."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def constrained(server: Server, limit_s: float, **fields: Any) -> httpx.Response:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cllm.backend.base import Backend, Batch, StepResult, StepStatus
+from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.backend.fake import FakeBackend
 from cllm.config import EngineConfig
 from cllm.engine.engine import Engine, Health
@@ -21,36 +20,11 @@ from cllm.errors import EngineDied
 from cllm.types import FinishReason, Request, SamplingParams
 from tests.contract.alone import Reference
 from tests.contract.harness import Drive, ask, feed, words
-from tests.contract.kinds import DENSE, Kind, Opened, open_backend
-from tests.tiny_models import VOCABULARY, make_all
+from tests.contract.kinds import DENSE, Kind, Opened
+from tests.tiny_models import VOCABULARY
 
 POOLED = Kind("dense", unified=True)
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_all(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def reference(models: dict[str, Path]) -> Iterator[Reference]:
-    reference = Reference(models)
-    yield reference
-    reference.close()
-
-
-@pytest.fixture
-def opened(models: dict[str, Path]) -> Iterator[Opened]:
-    backends: list[Backend] = []
-
-    def make(kind: Kind, **options: int) -> Backend:
-        backends.append(open_backend(models, kind, **options))
-        return backends[-1]
-
-    yield make
-    for backend in backends:
-        backend.close()
 
 
 def important(request: Request, priority: int) -> Request:

@@ -17,8 +17,7 @@ import httpx
 import pytest
 
 from cllm.backend.llama.library import find
-from tests.e2e.server import Server, alive, children_of, cllm, text_of, wait_for
-from tests.faults.conftest import StartServer
+from tests.e2e.server import Server, StartServer, alive, children_of, cllm, text_of, wait_for
 
 LONG = 4000
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, SERVE, Server, children_of, environment, wait_for
-from tests.faults.conftest import StartServer
+from tests.e2e.server import PATIENCE_S, SERVE, Server, StartServer, children_of, environment, wait_for
 from tests.faults.harness import dial, read_all, unharmed
 
 
@@ -81,6 +82,14 @@ def fill(server: Server, stack: ExitStack, count: int) -> list[socket.socket]:
     return connections
 
 
+def serves(server: Server) -> bool:
+    """True when a new connection is taken and answered."""
+    try:
+        return httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_fault_50_more_connections_than_descriptors(narrow: Server) -> None:
     """Those it has room for stay, the others are told 503 and closed; a stream that runs does not notice."""
     assert "file descriptors allow" in narrow.log_text
@@ -100,22 +109,12 @@ def test_fault_50_it_serves_again_when_they_have_gone(narrow: Server) -> None:
     for _ in range(3):
         with ExitStack() as stack:
             fill(narrow, stack, 2 * DESCRIPTORS)
-
-        def serves() -> bool:
-            try:
-                return httpx.get(narrow.url + "/health", trust_env=False, timeout=5).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        wait_for(serves, 20)
+        wait_for(lambda: serves(narrow))
     assert narrow.generate("again", 3)["generated_tokens"] == 3
 
 
 def test_fault_50_the_children_can_still_be_replaced(narrow: Server) -> None:
     """Descriptors are kept for them: with every connection taken, the text process dies and comes back."""
-    import os
-    import signal
-
     with narrow.open_stream("go on", 1, ignore_eos=True) as events:
         list(events)
     keep = httpx.Client(base_url=narrow.url, trust_env=False, timeout=PATIENCE_S)
@@ -143,12 +142,5 @@ def test_fault_50_the_accept_loop_survives_when_there_is_no_descriptor_at_all(
             connection.connect_ex(("127.0.0.1", server.port))
         time.sleep(1)
         assert server.process.poll() is None
-
-    def serves() -> bool:
-        try:
-            return httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_for(serves, 20)
+    wait_for(lambda: serves(server))
     unharmed(server)

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import SERVE, Server
-from tests.faults.conftest import StartServer
+from tests.e2e.server import SERVE, Server, StartServer
 from tests.faults.harness import refusal, unharmed
 
 PROMPT = "a long beginning that is worth keeping, " * 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import struct
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -426,23 +426,16 @@ def with_engine(backend: FakeBackend, use: Callable[[Engine], None]) -> None:
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
-    wrong: list[object] = []
-
     def use(engine: Engine) -> None:
         def client(number: int) -> None:
             inputs = texts(1 + number % 7, 5 + 11 * number, number)
             (delta,) = list(engine.submit(call(f"e{number}", *inputs), BlockingStream))
-            if delta.vectors != tuple(map(expected_vector, inputs)):
-                wrong.append(delta)
+            assert delta.vectors == tuple(map(expected_vector, inputs))
 
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(client, range(20)))
 
     with_engine(FakeBackend(), use)
-    assert wrong == []
 
 
 def test_a_model_without_a_voice_refuses_at_once() -> None:
@@ -457,15 +450,19 @@ def test_a_model_without_a_voice_refuses_at_once() -> None:
 
 
 def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
+    backend = FakeBackend(step_s=0.05)  # a second or so for all of it
+
     def use(engine: Engine) -> None:
+        calls = backend.calls
         stream = engine.submit(call("e", *texts(200, 60)), BlockingStream)
-        time.sleep(0.03)
+        while backend.calls == calls:
+            time.sleep(0.005)
         engine.cancel("e")
         (delta,) = list(stream)
         assert delta.finish_reason is FinishReason.CANCELLED
         assert engine.inspect().result(10).leases == ()
 
-    with_engine(FakeBackend(step_s=0.01), use)
+    with_engine(backend, use)
 
 
 # Text and numbers ----------------------------------------------------------------------------------

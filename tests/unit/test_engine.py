@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -231,22 +230,15 @@ def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
     engine = Engine(ThreadHost(lambda _: FakeBackend(sequences=4), EngineConfig()))
     engine.start()
     engine.wait_ready(5)
-    wrong: list[str] = []
 
     def client(number: int) -> None:
         for turn in range(5):
             prompt = f"client {number} turn {turn}".encode()
             stream = engine.submit(request(f"{number}/{turn}", prompt, 20), BlockingStream)
-            text = "".join(delta.text for delta in stream)
-            if text != expected_text(prompt, 20):
-                wrong.append(text)
+            assert "".join(delta.text for delta in stream) == expected_text(prompt, 20)
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(client, range(20)))
     snapshot = engine.inspect().result(5)
     assert (snapshot.leases, snapshot.cells_used, snapshot.leased_total) == ((), 0, 100)
     engine.stop()

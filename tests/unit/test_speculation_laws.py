@@ -13,7 +13,7 @@ from cllm.backend.base import Drafter, StepStatus
 from cllm.backend.fake import FakeBackend, expected_text, next_token
 from cllm.engine import prefix
 from cllm.types import FinishReason, Request, SamplingParams, Usage
-from tests.unit.test_scheduler_laws import ACTIONS, FORWARD_FAILURES, Life, small_backend
+from tests.unit.life import FATES, FORWARD_FAILURES, Fate, Life, fail_each_call_in_turn, small_backend
 
 
 @pytest.fixture(autouse=True)
@@ -50,56 +50,15 @@ def usage_of(life: Life, name: str) -> Usage:
     return usage
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(
-    actions=ACTIONS,
-    sequences=st.integers(1, 4),
-    unified=st.booleans(),
-    park_mb=st.sampled_from([0, 1]),
-    cache_mb=st.sampled_from([0, 1]),
-    wrong=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
-    luck=st.integers(0, 1000),
-    failures=st.dictionaries(st.integers(0, 400), st.sampled_from(FORWARD_FAILURES), max_size=4),
-    raises=st.sets(st.integers(0, 400), max_size=4),
-)
-def test_the_laws_hold_whatever_is_guessed(
-    actions: list[tuple[str, int]],
-    sequences: int,
-    unified: bool,
-    park_mb: int,
-    cache_mb: int,
-    wrong: float,
-    luck: int,
-    failures: dict[int, StepStatus],
-    raises: set[int],
-) -> None:
-    def fail(number: int, name: str) -> Exception | StepStatus | None:
-        if name == "forward" and number in failures:
-            return failures[number]
-        return RuntimeError(f"{name} failed") if number in raises else None
+def of_letters(value: int, most: int) -> bytes:
+    return bytes(random.Random(value % 3).choices(range(97, 123), k=1 + value % most))
 
-    backend = FakeBackend(
-        sequences=sequences,
-        cells=96,
-        batch_tokens=16,
-        unified=unified,
-        request_tokens=96 // sequences,
-        fail=fail,
-    )
-    life = Life(backend, park_mb, cache_mb, guessers(luck, wrong, seeds=3))
-    life.short_of_room = StepStatus.NO_ROOM in failures.values()
-    for action, value in actions:
-        if life.died:
-            break
-        if action == "add":
-            letters = random.Random(value % 3).choices(range(97, 123), k=1 + value % (96 // sequences - 1))
-            life.add(bytes(letters), 1 + value % 40, seed=value % 3, ignore_eos=value % 5 == 0)
-        elif action == "cancel" and life.requests:
-            life.loop.scheduler.cancel(f"r{value % len(life.requests)}")
-        else:
-            life.step()
-    life.run()
-    life.check_end()
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(fate=FATES, wrong=st.sampled_from([0.0, 0.2, 0.5, 1.0]), luck=st.integers(0, 1000))
+def test_the_laws_hold_whatever_is_guessed(fate: Fate, wrong: float, luck: int) -> None:
+    life = Life(fate.backend(), fate.park_mb, fate.cache_mb, guessers(luck, wrong, seeds=3))
+    fate.befall(life, of_letters)
 
 
 def a_guessing_life(backend: FakeBackend, wrong: float, cache_mb: int = 0) -> Life:
@@ -115,24 +74,13 @@ def a_guessing_life(backend: FakeBackend, wrong: float, cache_mb: int = 0) -> Li
 def test_one_failure_at_every_native_call_costs_one_request_at_most(
     wrong: float, status: StepStatus | None, unified: bool
 ) -> None:
-    undisturbed = a_guessing_life(small_backend(unified=unified, trimmable=True), wrong, cache_mb=1)
-    undisturbed.run()
-    undisturbed.check_end()
+    undisturbed = fail_each_call_in_turn(
+        lambda fail: a_guessing_life(
+            small_backend(unified=unified, trimmable=True, fail=fail), wrong, cache_mb=1
+        ),
+        status,
+    )
     assert sum(usage_of(undisturbed, name).drafted_tokens for name in undisturbed.requests) > 0
-    for k in range(undisturbed.backend.calls):
-
-        def fail(number: int, name: str, k: int = k) -> Exception | StepStatus | None:
-            if number != k:
-                return None
-            return status if status is not None and name == "forward" else RuntimeError("native call failed")
-
-        life = a_guessing_life(small_backend(unified=unified, trimmable=True, fail=fail), wrong, cache_mb=1)
-        life.short_of_room = status is StepStatus.NO_ROOM
-        life.run()
-        life.check_end()
-        assert not life.died, f"one failure (call {k}) killed the engine"
-        failed = [name for name in life.requests if life.outcome(name) is FinishReason.ERROR]
-        assert len(failed) <= 1, f"call {k} failed {failed}"
 
 
 def test_a_wrong_guess_that_cannot_be_taken_back_costs_its_request() -> None:

@@ -1,0 +1,86 @@
+"""What tests of more than one folder share: models, backends, servers, and the count of ties at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.backend.base import Backend
+from tests.contract.alone import Reference, Tally
+from tests.contract.kinds import Kind, Opened, open_backend
+from tests.e2e.server import Server, StartServer
+from tests.tiny_models import make_all
+
+_TALLY = pytest.StashKey[Tally]()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny GGUFs, by kind."""
+    return make_all(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def opened(models: dict[str, Path]) -> Iterator[Opened]:
+    """Opens backends that are closed when the test is over: `opened(kind, sequences=…, …)`."""
+    backends: list[Backend] = []
+
+    def make(kind: Kind, **options: int) -> Backend:
+        backends.append(open_backend(models, kind, **options))
+        return backends[-1]
+
+    yield make
+    for backend in backends:
+        backend.close()
+
+
+@pytest.fixture(scope="session")
+def reference(models: dict[str, Path], pytestconfig: pytest.Config) -> Iterator[Reference]:
+    """What each prompt says alone."""
+    reference = Reference(models, pytestconfig.stash[_TALLY])
+    yield reference
+    reference.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[StartServer]:
+    """Start a server of one's own; whatever still runs afterwards is killed."""
+    with ExitStack() as stack:
+        started = 0
+
+        def start_one(*arguments: str, **options: object) -> Server:
+            nonlocal started
+            started += 1
+            server = Server(tmp_path / f"log{started}", *arguments, **options)  # type: ignore[arg-type]
+            stack.callback(server.kill)
+            return server.__enter__()
+
+        yield start_one
+
+
+# The same-text rule's figures are counted in each process (with `-n 2`: each worker) and told by the first.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLY] = Tally()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    tally = session.config.stash[_TALLY]
+    if (told := getattr(session.config, "workeroutput", None)) is not None:
+        told["same_text"] = dict(tally)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist is done; one that crashed has told nothing."""
+    node.config.stash[_TALLY].update(getattr(node, "workeroutput", {}).get("same_text", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if tally := config.stash[_TALLY]:
+        terminalreporter.write_line(str(tally))
