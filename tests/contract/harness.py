@@ -189,8 +189,8 @@ class Drive:
     def stop_clocks(self) -> Self:
         """From now on no measurement decides, of what pays or of how much is done at once."""
         self.scheduler.budget.clock = StoppedClock(None)
-        self.scheduler.prefixes._saving = StoppedSpeed()
-        self.scheduler.prefixes._restoring = StoppedSpeed()
+        self.scheduler.moves.saving = StoppedSpeed()
+        self.scheduler.moves.restoring = StoppedSpeed()
         return self
 
     def _take(self, report: Report) -> None:
