@@ -84,10 +84,15 @@ def figures(record: TuneRecord) -> str:
         if (seconds := record.seconds.get(case.name)) is not None:
             speed = f"{1 / seconds:.0f} tokens/s" if case.name == "prefill" else f"{seconds * 1000:.1f} ms"
             parts.append(f"{case.title} {speed}")
+    contexts = f"contexts of {record.short} tokens only, no time for long ones"
+    if record.long:
+        contexts = (
+            f"contexts of {record.short} (short) and {record.long} tokens (long; ragged: one among short)"
+        )
     lines = [
         f"with the chosen settings: {', '.join(parts)}; the mix {mix_seconds(record.seconds):.1f} s",
-        f"contexts of {record.short} (short) and {record.long} tokens (long), all: {record.streams} streams, "
-        f"ragged: one long among short; the same setting differed from itself by {record.noise:.1%}; "
+        f"{contexts}; all: {record.streams} streams; "
+        f"the same setting differed from itself by {record.noise:.1%}; "
         f"measured in {record.took_s:.0f} s on {record.created}",
     ]
     if record.perplexity_tokens:

@@ -354,4 +354,5 @@ def test_the_report_shows_every_alternative() -> None:
     assert "flash attention on " in picture and "1.25" in picture and "█" in picture
     html = page(record)
     assert html.count("<tr class=") == len(record.options) and "SIGILL" in html and "http" not in html
-    assert "tokens/s" in figures(record)
+    assert "tokens/s" in figures(record) and f"{record.long} tokens (long;" in figures(record)
+    assert "no time for long ones" in figures(msgspec.structs.replace(record, long=0))
