@@ -27,7 +27,10 @@ class Sharing:
 
     def shares(self, running: Iterable[Sequence]) -> dict[str, int]:
         """Tokens by request id; whoever is not in it has no part in this step."""
-        sequences = sorted(running, key=lambda sequence: sequence.arrival)
+        sequences = list(running)
+        if all(sequence.pending == 1 for sequence in sequences):
+            return {sequence.id: 1 for sequence in sequences}
+        sequences.sort(key=lambda sequence: sequence.arrival)
         at_once = {sequence.id for sequence in sequences if self._at_once(sequence, sequences)}
         generating = [sequence for sequence in sequences if sequence.id not in at_once]
         prompts = [sequence for sequence in sequences if sequence.id in at_once]

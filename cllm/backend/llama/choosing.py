@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cllm.backend.base import Row, RowResult
 from cllm.backend.llama.candidates import Candidates, CommonCandidates, Cut, Logits, best
@@ -113,7 +114,9 @@ class Chooser:
 
 
 def _work_of(rows: Sequence[Row], logits: Logits) -> list[_Work]:
+    """Who wants output. What must not be chosen is taken out: of all lines at once, as it is mostly alike."""
     work = []
+    excluding: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}  # by identity: tokens, and lines
     first = 0
     for row in rows:
         if not row.outputs:
@@ -124,9 +127,12 @@ def _work_of(rows: Sequence[Row], logits: Logits) -> list[_Work]:
         if len(sampler.excluded):
             if row.logprobs:
                 original = own.copy()
-            own[:, sampler.excluded] = -np.inf
+            lines = excluding.setdefault(id(sampler.excluded), (sampler.excluded, []))[1]
+            lines += range(first, first + row.outputs)
         work.append(_Work(row, sampler, first, own, original))
         first += row.outputs
+    for excluded, lines in excluding.values():
+        logits[np.array(lines)[:, None], excluded] = -np.inf
     return work
 
 
@@ -137,13 +143,18 @@ def _verified(work: _Work, choose: Callable[[int], int]) -> RowResult:
     would be without them, so the text is the same; only how many are made in one step differs.
     """
     row = work.row
+    if row.outputs == 1 and not row.logprobs:
+        try:
+            return RowResult((choose(0),))
+        except ValueError as error:  # law 5: the others of this step have their tokens
+            return RowResult(error=str(error))
     drafts = row.tokens[len(row.tokens) - row.outputs + 1 :]
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     for place in range(row.outputs):
         try:
             token = choose(place)
-        except ValueError as error:  # law 5: the others of this step have their tokens
+        except ValueError as error:
             return RowResult(tuple(tokens), tuple(logprobs), error=str(error))
         tokens.append(token)
         if row.logprobs:
