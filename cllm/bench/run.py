@@ -77,6 +77,8 @@ class Options:
         """cllm, then the peers. Raises SetupError."""
         settings = self.settings(definition)
         ours = cllm_peer(settings, self.command or None, OpenAIDialect())
+        if definition.alone:
+            return [ours]
         both = definition.both_layouts and not self.quick
         others = [peer for text in self.peers for peer in parse_peer(text, settings, both)]
         names = [peer.name for peer in (ours, *others)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cllm.backend.base import Batch, Drafter
 from cllm.engine.pool import SequenceLease, SequencePool
 from cllm.engine.sequence import Sequence
-from cllm.engine.speculation import PromptLookup, Speculation, Speculator, allowance
+from cllm.engine.speculation import PromptLookup, Proven, Speculation, Speculator, allowance
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 
 # Few different tokens, so that texts repeat themselves.
@@ -69,6 +69,47 @@ def test_a_step_reads_a_slice_and_no_more() -> None:
         lookup.propose(tokens, 8)
     tokens += [0, 1, 2, 3]
     assert lookup.propose(tokens, 8) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def drafts_while_saying(text: Tokens[int], said: int = 1) -> list[list[int]]:
+    """What a proven drafter proposes before each of the tokens after the first `said`."""
+    drafter = Proven(PromptLookup())
+    return [drafter.propose(text[:length], 4) for length in range(said, len(text))]
+
+
+def test_text_that_does_not_repeat_itself_is_never_guessed_at() -> None:
+    new = [token % 7 if token % 3 else 50 + token for token in range(200)]
+    assert not any(drafts_while_saying(new))
+
+
+def test_a_repeat_is_guessed_once_three_of_its_tokens_were_foreseen() -> None:
+    text = [*range(20), *range(20)]
+    drafts = drafts_while_saying(text)
+    first = next(place for place, draft in enumerate(drafts) if draft)
+    # two tokens to notice the repeat, three that were foreseen in silence
+    assert len(text[: first + 1]) == 20 + 2 + Proven.NEEDED
+    assert drafts[first] == text[first + 1 : first + 5]
+    assert all(drafts[first:])
+
+
+def test_one_wrong_guess_and_it_must_prove_itself_again() -> None:
+    text = [*range(20), *range(10), 99, *range(20)]
+    drafts = drafts_while_saying(text)
+    wrong = 20 + 10  # the place of 99
+    assert drafts[wrong - 1]
+    assert not any(drafts[wrong : wrong + 2 + Proven.NEEDED])
+    assert drafts[wrong + 2 + Proven.NEEDED]
+
+
+def test_steps_that_take_several_tokens_prove_it_too() -> None:
+    text = list(range(20)) * 3
+    drafter, length, taken = Proven(PromptLookup()), 1, []
+    while length < len(text):
+        draft = drafter.propose(text[:length], 4)
+        assert draft == text[length : length + len(draft)]
+        length += len(draft) + 1
+        taken.append(len(draft))
+    assert taken[-5:] == [4] * 5
 
 
 class Parrot:

@@ -70,6 +70,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     figures: tuple[str, ...] = DEFAULT_FIGURES
     bars: tuple[BarLine, ...] = ()
     both_layouts: bool = True  # llama-server with split and with unified KV
+    alone: bool = False  # cllm against itself: peers would take too long
     prompt_cache: bool = False  # llama-server's cache in RAM: on where prompts come again
     fill: Annotated[int, Meta(ge=0)] = 0  # prompts like the first group's, one by one before the first round
     busy_neighbour: bool = False  # each round also with another process busy on a core
