@@ -42,6 +42,14 @@ class StepBudget:
         """
         return int(generating > 0) if self.split else -(generating % TILE)
 
+    def price_of_a_guess(self, rows: int) -> float:
+        """How much longer a step of so many rows becomes with one more token for each, as a part of it."""
+        cost = self.clock.cost
+        if cost is None or not self.clock.largest_prefill:
+            return 0.0
+        plain = cost.ubatch + rows * cost.row
+        return rows * cost.prefill_token / plain if plain > 0 else 0.0
+
     def worth_a_pass(self, tokens: int, *, rows: int, context: int) -> bool:
         """Whether one of `rows` that generate, holding `context` cells together, gets several tokens at once.
 

@@ -23,6 +23,7 @@ class Channel:
         self._socket = connection
         self._lock = threading.Lock()
         self._buffer = bytearray()
+        self._timeout_s: float | None = None
 
     def send(self, frame: bytes) -> None:
         """Send a whole frame; raises OSError when the other side is gone."""
@@ -31,7 +32,9 @@ class Channel:
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
         """The next frame, or None at the end; TimeoutError when nothing comes for that long."""
-        self._socket.settimeout(timeout_s)
+        if timeout_s != self._timeout_s:  # a system call each time otherwise
+            self._socket.settimeout(timeout_s)
+            self._timeout_s = timeout_s
         header = self._exactly(_LENGTH.size)
         return None if header is None else self._exactly(_LENGTH.unpack(header)[0])
 

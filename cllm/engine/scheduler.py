@@ -96,7 +96,7 @@ class Scheduler:
         self._check_positions()
         shares = self._sharing.shares(self._running.values())
         masks = self._masks(shares)
-        drafts = self._speculator.draft(self._running.values())
+        drafts = self._speculator.draft(self._running.values(), self.budget.price_of_a_guess)
         rows = [
             sequence.row(shares[sequence.id], drafts.get(number, ()), masks.get(sequence.id))
             for number, sequence in sorted(self._running.items())

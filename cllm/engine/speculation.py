@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class PromptLookup:
     """Guesses that the text repeats itself: what followed when its newest tokens stood there before.
 
-    Good at summaries, code edits, tables, quoting; needs no second model.
+    Good at summaries, code edits, tables, quoting; needs no second model. A text that goes round in a circle
+    is guessed to go round again, however short the circle is.
     """
 
     LENGTHS = (4, 3, 2)  # of the repeated beginning, the longest first
@@ -34,7 +35,8 @@ class PromptLookup:
         for length in self.LENGTHS:
             place = self._seen.get(tuple(tokens[-length:]))
             if place is not None:
-                return list(tokens[place : place + most])
+                followed = list(tokens[place : place + most])
+                return [followed[number % len(followed)] for number in range(most)] if followed else []
         return []
 
     def _index(self, tokens: Tokens[int]) -> None:
@@ -79,11 +81,15 @@ class Speculation:
     """How far one sequence guesses ahead, by how its guesses fared.
 
     All right: twice as far next time. None right: half as far, and a pause that doubles with every failure
-    in a row. It depends on nothing but the tokens, so the same request always costs the same work.
+    in a row. And never so far that what it costs is more than what can be expected of it.
     """
 
     FIRST = 4
     LONGEST_PAUSE = 64  # steps
+    USUAL = 0.75  # of guesses are right, until it is known better
+    MEMORY = 0.8  # what counts of the guesses before when new ones were judged
+    DETOUR = 0.75  # of a plain step: on a CPU, several tokens of a row take another way than a single one
+    HOPE = 0.05  # by how much a poor record gets better with each guess that was not worth trying
 
     def __init__(self, drafter: Drafter, longest: int) -> None:
         self._drafter = drafter
@@ -91,6 +97,8 @@ class Speculation:
         self._length = min(self.FIRST, longest)
         self._failures = 0  # in a row
         self._pause = 0  # steps left without a guess
+        self._odds = self.USUAL  # that the next guessed token is right
+        self._judged = 2.0  # on how many of them that is based
         self.drafted = 0
         self.accepted = 0
 
@@ -101,10 +109,30 @@ class Speculation:
             return []
         return self._drafter.propose(tokens, min(most, self._length)) if most > 0 else []
 
+    def worth(self, guesses: int, price: float) -> int:
+        """How many of these guesses to make, if each adds `price` of a plain step to it; 0: free.
+
+        A step with n guesses yields 1 + p + p² + … + pⁿ tokens, where p is how often one was right.
+        """
+        best, most_tokens_per_time = 0, 1.0
+        tokens = likely = 1.0
+        for count in range(1, guesses + 1):
+            likely *= self._odds
+            tokens += likely
+            tokens_per_time = tokens / (1 + price * count + (self.DETOUR if price else 0.0))
+            if tokens_per_time > most_tokens_per_time:
+                best, most_tokens_per_time = count, tokens_per_time
+        if best == 0:
+            self._odds += self.HOPE * (self.USUAL - self._odds)
+        return best
+
     def observe(self, drafted: int, accepted: int) -> None:
         """What became of guesses."""
         self.drafted += drafted
         self.accepted += accepted
+        known = self.MEMORY * self._judged
+        self._judged = known + accepted + (accepted < drafted)  # behind a wrong one none was judged
+        self._odds = (self._odds * known + accepted) / self._judged
         if accepted == drafted:
             self._length = min(2 * self._length, self._longest)
         elif 2 * accepted < drafted:
@@ -147,11 +175,14 @@ class Speculator:
             speculation.observe(row.outputs - 1, 0)
         return bool(guessing)
 
-    def draft(self, sequences: Collection[Sequence]) -> dict[int, list[int]]:
+    def draft(
+        self, sequences: Collection[Sequence], price: Callable[[int], float] = lambda rows: 0.0
+    ) -> dict[int, list[int]]:
         """What each of the sequences that generate in the next step guesses, by sequence id: all equally far.
 
         llama.cpp computes rows of unequal length apart, which would cost more than the longer guesses win: so
         the length is the one that saves the most tokens, and who cannot guess that far does not guess.
+        `price` tells how much longer a guess for each of so many rows makes a step, as a part of a plain one.
         """
         most = allowance(self._longest, len(sequences))
         if not most or any(sequence.pending > 1 for sequence in sequences):
@@ -163,6 +194,13 @@ class Speculator:
             for sequence in sequences
             if sequence.speculation is not None
         }
+        if not any(proposals.values()):
+            return {}
+        part_of_a_step = price(len(sequences))
+        for sequence in sequences:
+            if (guess := proposals.get(sequence.sequence_id)) and sequence.speculation is not None:
+                count = sequence.speculation.worth(len(guess), part_of_a_step)
+                proposals[sequence.sequence_id] = guess[:count]
         lengths = {len(proposal) for proposal in proposals.values()} - {0}
         if not lengths:
             return {}

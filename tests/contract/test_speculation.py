@@ -85,7 +85,7 @@ def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
     begin = words(3, 20)
     said = reference.alone(kind, begin, 40, endless=True).tokens
     prompt = begin + said + words(4, 3) + begin
-    drive = Drive(opened(kind))
+    drive = Drive(opened(kind)).stop_clocks()
     drive.submit(ask("r", prompt, 60, ignore_eos=True))
     answer = drive.finish()["r"]
     reference.check(kind, prompt, 60, answer, endless=True)
@@ -129,7 +129,7 @@ def test_a_stop_string_inside_right_guesses_ends_there(
         stop = free.text[at : at + 2]
     request = msgspec.structs.replace(plain, stop=(stop,))
     (without,) = answered(backend, [request], draft_tokens=0).values()
-    drive = Drive(backend, cache_mb=64, new_drafter=drafter)
+    drive = Drive(backend, cache_mb=64, new_drafter=drafter).stop_clocks()
     drive.submit(request)
     (guessed,) = drive.finish().values()
     assert guessed.text == without.text and guessed.tokens == without.tokens
@@ -190,7 +190,9 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
     history, known = words(77, 150), 0
     backend = opened(kind, sequences=2, cells=2048)
     texts: list[Tokens] = []
-    drive = Drive(backend, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1)))
+    drive = Drive(
+        backend, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1))
+    ).stop_clocks()
     drive.stop_clocks()
     for turn in range(3):
         history += words(turn, 40)

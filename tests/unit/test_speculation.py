@@ -26,7 +26,10 @@ def searched(tokens: Tokens[int], most: int, indexed: int | None = None) -> list
         newest = list(tokens[-length:])
         for place in reversed(range(length, end)):
             if len(newest) == length and list(tokens[place - length : place]) == newest:
-                return list(tokens[place : place + most])
+                followed = list(tokens[place:])
+                while len(followed) < most:
+                    followed += tokens[place:]
+                return followed[:most]
     return []
 
 
@@ -168,6 +171,48 @@ def test_no_room_for_a_guess_is_no_guess() -> None:
     assert Speculation(parrot, 8).propose([1, 2], 0) == []
     assert Speculation(parrot, 8).propose([1, 2], -1) == []
     assert parrot.asked == []
+
+
+def judged(*outcomes: tuple[int, int]) -> Speculation:
+    """One whose guesses fared like this: drafted and accepted, step after step."""
+    speculation = Speculation(Parrot(), 16)
+    for drafted, accepted in outcomes:
+        speculation.observe(drafted, accepted)
+    return speculation
+
+
+def test_the_dearer_a_guess_and_the_poorer_the_record_the_fewer_are_worth_it() -> None:
+    good, fair, poor = judged(*[(8, 8)] * 9), judged(*[(4, 2)] * 9), judged(*[(4, 0)] * 9)
+    assert good.worth(16, 0.15) == 16
+    assert 1 <= fair.worth(16, 0.15) <= 4
+    assert poor.worth(16, 0.15) == 0
+    for speculation in (good, fair):
+        counts = [speculation.worth(16, price) for price in (0.0, 0.05, 0.2, 0.5, 2.0)]
+        assert counts == sorted(counts, reverse=True) and counts[-1] == 0
+
+
+def test_what_costs_nothing_is_always_tried() -> None:
+    assert judged(*[(4, 1)] * 5).worth(5, 0.0) == 5
+
+
+def test_a_poor_record_is_not_for_ever() -> None:
+    poor = judged(*[(4, 0)] * 9)
+    waited = next(step for step in range(200) if poor.worth(4, 0.15))
+    assert 3 < waited < 50
+
+
+def test_guesses_that_are_too_dear_are_not_made() -> None:
+    sequences = [a_sequence(0, Parrot()), a_sequence(1, Parrot())]
+    asked: list[int] = []
+
+    def price(rows: int) -> float:
+        asked.append(rows)
+        return 3.0
+
+    assert Speculator(16).draft(sequences, price) == {}
+    assert asked == [2]
+    assert Speculator(16).draft([a_sequence(0, None)], price) == {}
+    assert asked == [2], "nobody guesses: nobody asks"
 
 
 @pytest.mark.parametrize(("generating", "each"), [(0, 0), (1, 8), (2, 4), (3, 2), (4, 2), (5, 0), (64, 0)])
