@@ -86,7 +86,7 @@ class Speculation:
 
     FIRST = 4
     LONGEST_PAUSE = 64  # steps
-    USUAL = 0.75  # of guesses are right, until it is known better
+    USUAL = 0.9  # of guesses are right, until it is known better; with less, dear ones would never be tried
     MEMORY = 0.8  # what counts of the guesses before when new ones were judged
     DETOUR = 0.75  # of a plain step: on a CPU, several tokens of a row take another way than a single one
     HOPE = 0.05  # by how much a poor record gets better with each guess that was not worth trying

@@ -21,7 +21,8 @@ _TIMES = frozenset(
 )
 _COUNTERS = frozenset(
     {"cached_tokens", "cache_n", "tokens_cached", "prompt_n", "decoded_tokens", "steps", "ubatches", "cells"}
-    | {"cache_read_input_tokens"}
+    # a delta that holds the end of thoughts and the first words counts as one or the other
+    | {"cache_read_input_tokens", "reasoning_tokens"}
 )
 # Where pieces of text are, and what comes in pieces beside them.
 _TEXTS = (
