@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
 from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
@@ -75,15 +76,13 @@ class MaskMaker:
 
     def __init__(self, vocabulary_size: int) -> None:
         self._size = vocabulary_size
-        self._width = -(-vocabulary_size // 32)
         self._executor = LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
         """What `Constraint.mask` would return, or raise, for each."""
-        count = len(constraints)
-        words = np.zeros((count, self._width), np.uint32)
+        words = allocate_token_bitmask(len(constraints), self._size)
         matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
-        self._executor.unsafe_compute_mask_ptr(matchers, words.ctypes.data, words.strides[0], count)
+        fill_next_token_bitmask_par(self._executor, matchers, words)
         bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
         found: list[TokenMask | InvalidRequest] = []
         for constraint, line in zip(constraints, bits, strict=True):
