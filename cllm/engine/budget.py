@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from cllm.backend.base import Batch, StepResult
 from cllm.engine.cost import TILE, StepClock, StepShape, attended_pairs
+from cllm.engine.guess_clock import GuessClock
 
 
 class StepBudget:
@@ -24,6 +25,7 @@ class StepBudget:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
         self.clock = StepClock()
+        self.guesses = GuessClock(batch_tokens, target_s, split=split)
         self.split = split  # then rows of unequal length are computed apart
 
     @property
@@ -41,14 +43,6 @@ class StepBudget:
         pool all tokens are computed together.
         """
         return int(generating > 0) if self.split else -(generating % TILE)
-
-    def price_of_a_guess(self, rows: int) -> float:
-        """How much longer a step of so many rows becomes with one more token for each, as a part of it."""
-        cost = self.clock.cost
-        if cost is None or not self.clock.largest_prefill:
-            return 0.0
-        plain = cost.ubatch + rows * cost.row
-        return rows * cost.prefill_token / plain if plain > 0 else 0.0
 
     def worth_a_pass(self, tokens: int, *, rows: int, context: int) -> bool:
         """Whether one of `rows` that generate, holding `context` cells together, gets several tokens at once.
@@ -98,8 +92,9 @@ class StepBudget:
 
     def observe(self, batch: Batch, result: StepResult) -> None:
         """Learn from a finished step."""
-        shape = StepShape.of(batch, result.ubatches, split=self.split)
-        self.clock.observe(shape, result.compute_s + result.sample_s)
+        seconds = result.compute_s + result.sample_s
+        self.clock.observe(StepShape.of(batch, result.ubatches, split=self.split), seconds)
+        self.guesses.observe(batch, seconds)
 
 
 def _most(low: int, high: int, fits: Callable[[int], bool]) -> int:

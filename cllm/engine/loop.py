@@ -28,7 +28,8 @@ from cllm.engine.messages import (
     Submit,
 )
 from cllm.engine.scheduler import Scheduler
-from cllm.engine.speculation import PromptLookup, Proven, Speculator
+from cllm.engine.speculation import PromptLookup, Proven
+from cllm.engine.speculator import Speculator
 from cllm.engine.state_work import StateWork
 from cllm.engine.tier import RamTier
 from cllm.errors import CllmError, EngineDied, IntegrityError
@@ -63,7 +64,9 @@ class StepLoop:
             RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
             share_across_tenants=config.share_prefixes_across_tenants,
             speculator=Speculator(
-                max(0, guesses), new_drafter or (lambda: backend.create_drafter() or Proven(PromptLookup()))
+                max(0, guesses),
+                new_drafter or (lambda: backend.create_drafter() or Proven(PromptLookup())),
+                dear=bool(config.draft_model),
             ),
         )
         self.state_work = StateWork(backend, self.scheduler.prefixes.tier, config.state_dir, emit)

@@ -21,7 +21,7 @@ from cllm.engine.pool import SequencePool
 from cllm.engine.prefix import Origin, Prefixes
 from cllm.engine.sequence import Sequence, State
 from cllm.engine.shares import Sharing
-from cllm.engine.speculation import Speculator
+from cllm.engine.speculator import Speculator
 from cllm.engine.speed import Moves
 from cllm.engine.tier import RamTier
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
@@ -96,7 +96,7 @@ class Scheduler:
         self._check_positions()
         shares = self._sharing.shares(self._running.values())
         masks = self._masks(shares)
-        drafts = self._speculator.draft(self._running.values(), self.budget.price_of_a_guess)
+        drafts = self._speculator.draft(self._running.values(), self.budget.guesses)
         rows = [
             sequence.row(shares[sequence.id], drafts.get(number, ()), masks.get(sequence.id))
             for number, sequence in sorted(self._running.items())

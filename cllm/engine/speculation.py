@@ -5,15 +5,9 @@ A guess that is wrong costs time, never text: each token is chosen as it would b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
-from typing import TYPE_CHECKING
 
-from cllm.backend.base import Batch, Drafter
-from cllm.types import Request
-
-if TYPE_CHECKING:
-    from cllm.engine.sequence import Sequence
+from cllm.backend.base import Drafter
 
 
 class PromptLookup:
@@ -76,19 +70,22 @@ class Proven:
             self._foreseen = 0
         return self._guess if self._foreseen >= self.NEEDED else []
 
+    def held_back(self, tokens: Tokens[int]) -> list[int]:
+        """The guess of what follows `tokens`, proven or not."""
+        return self._guess if len(tokens) == self._guessed_at else []
+
 
 class Speculation:
     """How far one sequence guesses ahead, by how its guesses fared.
 
     All right: twice as far next time. None right: half as far, and a pause that doubles with every failure
-    in a row. And never so far that what it costs is more than what can be expected of it.
+    in a row. How far it pays, by its record, is the Speculator's to say.
     """
 
     FIRST = 4
     LONGEST_PAUSE = 64  # steps
     USUAL = 0.9  # of guesses are right, until it is known better; with less, dear ones would never be tried
     MEMORY = 0.8  # what counts of the guesses before when new ones were judged
-    DETOUR = 0.75  # of a plain step: on a CPU, several tokens of a row take another way than a single one
     HOPE = 0.05  # by how much a poor record gets better with each guess that was not worth trying
 
     def __init__(self, drafter: Drafter, longest: int) -> None:
@@ -99,6 +96,7 @@ class Speculation:
         self._pause = 0  # steps left without a guess
         self._odds = self.USUAL  # that the next guessed token is right
         self._judged = 2.0  # on how many of them that is based
+        self._filling = False  # the guesses under way were not made on purpose
         self.drafted = 0
         self.accepted = 0
 
@@ -109,27 +107,31 @@ class Speculation:
             return []
         return self._drafter.propose(tokens, min(most, self._length)) if most > 0 else []
 
-    def worth(self, guesses: int, price: float) -> int:
-        """How many of these guesses to make, if each adds `price` of a plain step to it; 0: free.
+    def expected(self, guesses: int) -> float:
+        """How many of so many guesses will be right: p + p² + … + pⁿ, where p is how often one was right."""
+        odds = self._odds
+        return float(guesses) if odds >= 1 else odds * (1 - odds**guesses) / (1 - odds)
 
-        A step with n guesses yields 1 + p + p² + … + pⁿ tokens, where p is how often one was right.
+    def not_worth_it(self) -> None:
+        """A guess was not made because too little is expected of it: the record is forgotten bit by bit."""
+        self._odds += self.HOPE * (self.USUAL - self._odds)
+
+    def fill(self, tokens: Tokens[int], count: int) -> list[int]:
+        """So many tokens that go along with the guesses of others: a guess held back, or anything.
+
+        What becomes of them says nothing of the guesses that were made on purpose.
         """
-        best, most_tokens_per_time = 0, 1.0
-        tokens = likely = 1.0
-        for count in range(1, guesses + 1):
-            likely *= self._odds
-            tokens += likely
-            tokens_per_time = tokens / (1 + price * count + (self.DETOUR if price else 0.0))
-            if tokens_per_time > most_tokens_per_time:
-                best, most_tokens_per_time = count, tokens_per_time
-        if best == 0:
-            self._odds += self.HOPE * (self.USUAL - self._odds)
-        return best
+        self._filling = True
+        held = self._drafter.held_back(tokens) if isinstance(self._drafter, Proven) else []
+        return [*held[:count], *[tokens[-1]] * (count - len(held))]
 
     def observe(self, drafted: int, accepted: int) -> None:
         """What became of guesses."""
         self.drafted += drafted
         self.accepted += accepted
+        if self._filling:
+            self._filling = False
+            return
         known = self.MEMORY * self._judged
         self._judged = known + accepted + (accepted < drafted)  # behind a wrong one none was judged
         self._odds = (self._odds * known + accepted) / self._judged
@@ -142,70 +144,3 @@ class Speculation:
         else:
             self._failures += 1
             self._pause = min(2**self._failures, self.LONGEST_PAUSE)
-
-
-def allowance(longest: int, generating: int) -> int:
-    """Guesses a sequence may make in a step in which so many generate.
-
-    Alone, the machine waits for memory and guesses are nearly free; with others, every token of a step
-    costs them time.
-    """
-    return longest // generating if generating and longest // generating > 1 else 0
-
-
-class Speculator:
-    """Who may guess, and what is guessed in the next step."""
-
-    def __init__(self, longest: int, new_drafter: Callable[[], Drafter] = PromptLookup) -> None:
-        self._longest = longest
-        self._new_drafter = new_drafter
-
-    def for_request(self, request: Request) -> Speculation | None:
-        """None where guesses are not wanted, or where a grammar would have to be asked about each."""
-        if not self._longest or not request.speculate or request.constraint is not None:
-            return None
-        return Speculation(self._new_drafter(), self._longest)
-
-    def withdraw(self, batch: Batch, running: Mapping[int, Sequence]) -> bool:
-        """There was no room for a batch: True if it held guesses, which then pause for a while."""
-        guessing = [row for row in batch.rows if row.outputs > 1]
-        for row in guessing:
-            speculation = running[row.sequence_id].speculation
-            assert speculation is not None
-            speculation.observe(row.outputs - 1, 0)
-        return bool(guessing)
-
-    def draft(
-        self, sequences: Collection[Sequence], price: Callable[[int], float] = lambda rows: 0.0
-    ) -> dict[int, list[int]]:
-        """What each of the sequences that generate in the next step guesses, by sequence id: all equally far.
-
-        llama.cpp computes rows of unequal length apart, which would cost more than the longer guesses win: so
-        the length is the one that saves the most tokens, and who cannot guess that far does not guess.
-        `price` tells how much longer a guess for each of so many rows makes a step, as a part of a plain one.
-        """
-        most = allowance(self._longest, len(sequences))
-        if not most or any(sequence.pending > 1 for sequence in sequences):
-            return {}
-        proposals = {
-            sequence.sequence_id: sequence.speculation.propose(
-                sequence.tokens, min(most, sequence.token_limit - len(sequence.tokens) - 1)
-            )
-            for sequence in sequences
-            if sequence.speculation is not None
-        }
-        if not any(proposals.values()):
-            return {}
-        part_of_a_step = price(len(sequences))
-        for sequence in sequences:
-            if (guess := proposals.get(sequence.sequence_id)) and sequence.speculation is not None:
-                count = sequence.speculation.worth(len(guess), part_of_a_step)
-                proposals[sequence.sequence_id] = guess[:count]
-        lengths = {len(proposal) for proposal in proposals.values()} - {0}
-        if not lengths:
-            return {}
-        saved = {
-            length: length * sum(len(each) >= length for each in proposals.values()) for length in lengths
-        }
-        best = max(lengths, key=lambda length: saved[length])
-        return {key: proposal[:best] for key, proposal in proposals.items() if len(proposal) >= best}

@@ -15,6 +15,7 @@ from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
 from cllm.engine.cost import StepClock, StepCost, StepShape
+from cllm.engine.guess_clock import GuessClock
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport
 from cllm.engine.speed import MemorySpeed
@@ -168,6 +169,13 @@ class StoppedSpeed(MemorySpeed):
         pass
 
 
+class StoppedGuessClock(GuessClock):
+    """Knows no price."""
+
+    def price(self, rows: int) -> None:
+        return None
+
+
 class Drive:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
@@ -189,6 +197,7 @@ class Drive:
     def stop_clocks(self) -> Self:
         """From now on no measurement decides, of what pays or of how much is done at once."""
         self.scheduler.budget.clock = StoppedClock(None)
+        self.scheduler.budget.guesses = StoppedGuessClock(0, 0, split=False)
         self.scheduler.moves.saving = StoppedSpeed()
         self.scheduler.moves.restoring = StoppedSpeed()
         return self

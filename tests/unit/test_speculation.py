@@ -1,19 +1,14 @@
-"""Guessing ahead: what prompt lookup finds, how far a sequence guesses, and who may guess in a step."""
+"""Guessing ahead: what prompt lookup finds, and how far a sequence guesses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.backend.base import Batch, Drafter
-from cllm.engine.pool import SequenceLease, SequencePool
-from cllm.engine.sequence import Sequence
-from cllm.engine.speculation import PromptLookup, Proven, Speculation, Speculator, allowance
-from cllm.types import ConstraintKind, ConstraintSpec, Request
+from cllm.engine.speculation import PromptLookup, Proven, Speculation
 
 # Few different tokens, so that texts repeat themselves.
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -181,110 +176,47 @@ def judged(*outcomes: tuple[int, int]) -> Speculation:
     return speculation
 
 
-def test_the_dearer_a_guess_and_the_poorer_the_record_the_fewer_are_worth_it() -> None:
+def test_what_is_expected_of_guesses_follows_how_they_fared() -> None:
     good, fair, poor = judged(*[(8, 8)] * 9), judged(*[(4, 2)] * 9), judged(*[(4, 0)] * 9)
-    assert good.worth(16, 0.15) == 16
-    assert 1 <= fair.worth(16, 0.15) <= 4
-    assert poor.worth(16, 0.15) == 0
-    for speculation in (good, fair):
-        counts = [speculation.worth(16, price) for price in (0.0, 0.05, 0.2, 0.5, 2.0)]
-        assert counts == sorted(counts, reverse=True) and counts[-1] == 0
+    assert 7.5 < good.expected(8) <= 8
+    assert 1 < fair.expected(8) < 3
+    assert poor.expected(8) < 0.2
+    for speculation in (good, fair, poor):
+        expected = [speculation.expected(count) for count in range(9)]
+        assert expected[0] == 0 and expected == sorted(expected)
+        assert all(after - before <= 1 for before, after in pairwise(expected))
 
 
-def test_what_costs_nothing_is_always_tried() -> None:
-    assert judged(*[(4, 1)] * 5).worth(5, 0.0) == 5
+def test_what_is_certain_is_expected_whole() -> None:
+    certain = judged((16, 16))
+    certain._odds = 1.0
+    assert certain.expected(5) == 5
 
 
 def test_a_poor_record_is_not_for_ever() -> None:
     poor = judged(*[(4, 0)] * 9)
-    waited = next(step for step in range(200) if poor.worth(4, 0.15))
-    assert 3 < waited < 50
+    waited = 0
+    while poor.expected(4) < 2:
+        poor.not_worth_it()
+        waited += 1
+        assert waited < 50
+    assert waited > 3
 
 
-def test_guesses_that_are_too_dear_are_not_made() -> None:
-    sequences = [a_sequence(0, Parrot()), a_sequence(1, Parrot())]
-    asked: list[int] = []
-
-    def price(rows: int) -> float:
-        asked.append(rows)
-        return 3.0
-
-    assert Speculator(16).draft(sequences, price) == {}
-    assert asked == [2]
-    assert Speculator(16).draft([a_sequence(0, None)], price) == {}
-    assert asked == [2], "nobody guesses: nobody asks"
+def test_tokens_that_fill_a_row_count_but_prove_nothing() -> None:
+    filled, untouched = judged((8, 8)), judged((8, 8))
+    for _ in range(5):
+        assert filled.fill([7, 8, 9], 3) == [9, 9, 9]
+        filled.observe(3, 0)
+    assert filled.drafted == untouched.drafted + 15 and filled.accepted == untouched.accepted
+    assert filled.expected(8) == untouched.expected(8)
+    assert filled.propose([1, 2, 3], 100) == untouched.propose([1, 2, 3], 100)
 
 
-@pytest.mark.parametrize(("generating", "each"), [(0, 0), (1, 8), (2, 4), (3, 2), (4, 2), (5, 0), (64, 0)])
-def test_guesses_are_shared_by_all_who_generate(generating: int, each: int) -> None:
-    assert allowance(8, generating) == each
-    assert allowance(0, generating) == 0
-
-
-def a_sequence(
-    number: int, drafter: Drafter | None, *, tokens: int = 10, pending: int = 1, max_tokens: int = 100
-) -> Sequence:
-    request = Request(id=f"r{number}", prompt=tuple(range(tokens)), max_tokens=max_tokens)
-    sequence = Sequence(request, capacity=1000)
-    sequence.lease = SequenceLease(SequencePool(64, lambda _: 0), number, request.id)
-    sequence.computed = tokens - pending
-    sequence.speculation = Speculation(drafter, 64) if drafter is not None else None
-    return sequence
-
-
-def drafted(*sequences: Sequence, longest: int = 16) -> dict[int, int]:
-    return {key: len(guess) for key, guess in Speculator(longest).draft(sequences).items()}
-
-
-def test_all_who_guess_guess_equally_far() -> None:
-    assert drafted(a_sequence(0, Parrot()), a_sequence(1, Parrot())) == {0: 4, 1: 4}
-    # Twice 3 tokens are more than once 4; once 4 are more than three times 1.
-    assert drafted(a_sequence(0, Parrot()), a_sequence(1, Parrot(3))) == {0: 3, 1: 3}
-    assert drafted(a_sequence(0, Parrot()), a_sequence(1, Parrot(1)), a_sequence(2, Parrot(1))) == {0: 4}
-
-
-def test_who_has_nothing_to_guess_is_left_out() -> None:
-    assert drafted(a_sequence(0, Parrot(0)), a_sequence(1, None), a_sequence(2, Parrot())) == {2: 4}
-    assert drafted(a_sequence(0, Parrot(0)), a_sequence(1, None)) == {}
-    assert drafted() == {}
-
-
-@pytest.mark.parametrize(("left", "guesses"), [(1, 0), (2, 1), (3, 2), (5, 4), (6, 4)])
-def test_nobody_guesses_beyond_its_end(left: int, guesses: int) -> None:
-    """A step yields one token more than guesses are right."""
-    assert drafted(a_sequence(0, Parrot(), max_tokens=left)) == ({0: guesses} if guesses else {})
-    full = a_sequence(0, Parrot(), tokens=1000 - left)
-    assert drafted(full) == ({0: guesses} if guesses else {})
-
-
-def test_a_prompt_in_the_step_ends_all_guessing() -> None:
-    parrot = Parrot()
-    assert drafted(a_sequence(0, parrot), a_sequence(1, None, pending=2)) == {}
-    assert parrot.asked == [], "and no pause is used up meanwhile"
-
-
-def test_under_load_nobody_guesses() -> None:
-    parrots = [Parrot() for _ in range(9)]
-    assert drafted(*(a_sequence(n, parrot) for n, parrot in enumerate(parrots)), longest=16) == {}
-    assert len(drafted(*(a_sequence(n, parrot) for n, parrot in enumerate(parrots[:8])), longest=16)) == 8
-
-
-def test_guesses_that_found_no_room_are_withdrawn_and_pause() -> None:
-    speculator = Speculator(8)
-    guessing, other = a_sequence(0, Parrot()), a_sequence(1, None)
-    running = {0: guessing, 1: other}
-    drafts = speculator.draft(running.values())
-    batch = Batch((guessing.row(1, drafts[0]), other.row(1)))
-    assert speculator.withdraw(batch, running)
-    assert speculator.draft(running.values()) == {}
-    # Without guesses there is nothing to withdraw: then somebody has to go.
-    assert not speculator.withdraw(Batch((guessing.row(1), other.row(1))), running)
-
-
-def test_who_may_guess_at_all() -> None:
-    plain = Request(id="a", prompt=(1,), max_tokens=4)
-    assert Speculator(8).for_request(plain) is not None
-    assert Speculator(0).for_request(plain) is None
-    assert Speculator(8).for_request(Request(id="b", prompt=(1,), max_tokens=4, speculate=False)) is None
-    grammar = ConstraintSpec(ConstraintKind.REGEX, "a+")
-    assert Speculator(8).for_request(Request(id="c", prompt=(1,), max_tokens=4, constraint=grammar)) is None
+def test_a_row_is_filled_with_the_guess_that_was_held_back() -> None:
+    speculation = Speculation(Proven(PromptLookup()), 16)
+    text = [1, 2, 3, 4, 5, 1, 2, 3]
+    assert speculation.propose(text, 4) == [], "not proven yet"
+    assert speculation.fill(text, 2) == [4, 5]
+    assert speculation.fill(text, 6) == [4, 5, 1, 2, 3, 3]
+    assert speculation.fill([*text, 9], 2) == [9, 9], "that guess was about another text"
