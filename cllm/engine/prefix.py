@@ -20,6 +20,8 @@ from cllm.engine.tier import Entry, RamTier, size_of
 log = logging.getLogger(__name__)
 
 WORTH_COPYING = 64  # tokens; computing fewer costs no more than copying a stream
+WORTH_RESTORING = 16  # tokens; of a state in RAM only what it holds is moved, so a system prompt is worth it
+MOST_CANDIDATES = 64  # states looked at, of all that begin alike
 
 
 class Origin(NamedTuple):
@@ -93,7 +95,7 @@ class Prefixes:
 
     def find(self, sequence: Sequence, running: Iterable[Sequence]) -> Origin | None:
         """The best beginning there is for a sequence, or will be soon: then it is not `ready` yet."""
-        if not sequence.request.reuse or len(sequence.tokens) <= WORTH_COPYING:
+        if not sequence.request.reuse or len(sequence.tokens) <= WORTH_RESTORING:
             return None
         running = tuple(running)
         donated = self._best_donor(sequence, running)
@@ -135,7 +137,7 @@ class Prefixes:
             (
                 Origin(match.length, entry=match.value)
                 # the last token is always computed: what comes after it is wanted
-                for match in self._known(sequence, sequence.tokens[:-1])
+                for match in self._known(sequence, sequence.tokens[:-1], WORTH_RESTORING)[-MOST_CANDIDATES:]
                 if len(match.value.tokens) <= room
             ),
             key=lambda origin: (self._gain_s(origin), origin.length),
@@ -146,9 +148,9 @@ class Prefixes:
             return None
         return best
 
-    def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[Entry]]:
-        """What RAM holds of these tokens that can be made use of."""
-        matches = self.tier.matches(self._tenant(sequence), tokens, WORTH_COPYING)
+    def _known(self, sequence: Sequence, tokens: list[int], at_least: int) -> list[Match[Entry]]:
+        """What RAM holds of these tokens that can be made use of, the longest last."""
+        matches = self.tier.matches(self._tenant(sequence), tokens, at_least)
         return [match for match in matches if self._cuttable or match.length == len(match.value.tokens)]
 
     @property
@@ -213,7 +215,7 @@ class Prefixes:
         ) >= self._moves.restoring.seconds(stream):
             return None
         tokens = donor.tokens[: donor.computed]
-        return self._keep(donor, tokens, self._known(donor, tokens))
+        return self._keep(donor, tokens, self._known(donor, tokens, WORTH_COPYING))
 
     def _restore(self, sequence_id: int, entry: Entry, length: int) -> int:
         if not self._moves.restore(sequence_id, entry.state):
@@ -233,7 +235,7 @@ class Prefixes:
         tokens = sequence.tokens[: sequence.computed]
         if not sequence.request.reuse or len(tokens) < WORTH_COPYING or not self.tier.cached_limit:
             return
-        known = self._known(sequence, tokens)
+        known = self._known(sequence, tokens, WORTH_COPYING)
         best = max(known, key=lambda match: match.length, default=None)
         new = len(tokens) - (best.length if best is not None else 0)
         if best is not None and new < WORTH_COPYING:

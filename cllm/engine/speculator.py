@@ -42,6 +42,9 @@ class Choice(NamedTuple):
 class Speculator:
     """Who may guess, and what is guessed in the next step."""
 
+    FAR = (
+        8  # tokens, where several generate: longer guesses do not pay there, and looking for them takes time
+    )
     LEAST_GAIN = 1.02  # less is not worth the trouble
     WAIT = 1.5  # plain steps at most, where somebody does not guess and waits for those who do
     NEARLY = 0.93  # as much is enough for a shorter guess: it risks less, and its tokens come sooner
@@ -77,7 +80,8 @@ class Speculator:
         if not self._longest or any(sequence.pending > 1 for sequence in sequences):
             return {}
         careful = allowance(self._longest, len(sequences))
-        offers = self._offers(sequences, careful if self._dear else self._longest)
+        far = careful if self._dear or len(sequences) == 1 else max(careful, min(self.FAR, self._longest))
+        offers = self._offers(sequences, far)
         if not offers:
             return {}
         price = clock.price(len(sequences)) if clock is not None else None

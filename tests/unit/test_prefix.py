@@ -9,6 +9,7 @@ import pytest
 from cllm.backend.base import StepStatus
 from cllm.backend.fake import FakeBackend, expected_text
 from cllm.config import EngineConfig
+from cllm.engine import prefix
 from cllm.engine.cost import StepShape
 from cllm.engine.loop import StepLoop
 from cllm.engine.messages import Report, StepReport, StepStats
@@ -365,3 +366,30 @@ def test_parking_pushes_prefixes_out() -> None:
     for name, letter in zip(names, b"xyz", strict=True):
         assert talk.text(name) == expected_text((letter,) * 70, 150, ends=False)
     assert talk.tier.parked_bytes == 0
+
+
+@pytest.mark.parametrize(("common", "taken"), [(8, 0), (15, 0), (16, 16), (30, 30), (63, 63)])
+def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) -> None:
+    talk = Talk()
+    system = b"you are a helpful assistant who answers in short and clear sentences."[:common]
+    assert talk.ask(system + b"0" * 70) == 0
+    assert talk.ask(system + b"1" * 70) == taken
+    assert talk.ask(system + b"2" * 5) == taken
+
+
+def test_of_many_who_begin_alike_only_some_are_looked_at() -> None:
+    talk = Talk(cache_ram_mb=64)
+    system = b"you are a helpful assistant"
+    for number in range(prefix.MOST_CANDIDATES + 10):
+        talk.ask(system + b"%03d" % number * 25, count=1)
+    asked: list[prefix.Origin] = []
+    prefixes = talk.loop.scheduler.prefixes
+    gain = prefixes._gain_s
+
+    def counted(origin: prefix.Origin) -> float:
+        asked.append(origin)
+        return gain(origin)
+
+    prefixes._gain_s = counted  # type: ignore[method-assign]
+    assert talk.ask(system + b"new") == len(system)
+    assert prefix.MOST_CANDIDATES <= len(asked) <= prefix.MOST_CANDIDATES + 2

@@ -19,6 +19,7 @@ from tests.unit.life import FATES, FORWARD_FAILURES, Fate, Life, fail_each_call_
 @pytest.fixture(autouse=True)
 def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "WORTH_COPYING", 4)
+    monkeypatch.setattr(prefix, "WORTH_RESTORING", 4)
 
 
 class Guesser:
