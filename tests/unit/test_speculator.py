@@ -134,7 +134,7 @@ def test_the_dearer_a_guess_the_shorter_it_is() -> None:
         for guess in (0.01, 0.1, 0.4, 0.8, 1.5)
     ]
     assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > 8 and lengths[-1] == 0
+    assert lengths[0] == Speculator.FAR and lengths[-1] == 0
 
 
 def test_all_eight_guess_where_that_pays() -> None:
