@@ -84,7 +84,7 @@ def test_the_stall_is_what_the_others_wait_while_the_late_prompt_is_read() -> No
 
 
 @given(
-    st.lists(st.floats(0, 5), min_size=1, max_size=8),
+    st.lists(st.integers(0, 500).map(lambda hundredths: hundredths / 100), min_size=1, max_size=8),
     st.floats(0.001, 0.5),
     st.integers(1, 4),
     st.integers(LEAST_CHUNKS + 1, 40),
