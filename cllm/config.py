@@ -79,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=64,
-            description="Most tokens guessed ahead, shared by all who generate; 0: off",
+            description="Most tokens a sequence guesses ahead in a step, where that pays; 0: off",
         ),
     ] = 8
     park_mb: Annotated[

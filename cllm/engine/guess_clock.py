@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from statistics import median
@@ -14,7 +15,8 @@ AIM = 0.85  # of the target
 USUAL = 0.5  # of a plain step, before it is known better: one more token for each row
 LEAST = 0.01
 SHORTER = 0.75  # of the price: fewer tokens fit into what is multiplied at once
-DETOUR = 0.75  # of a plain step: on a CPU, several tokens of a lone row take another way than a single one
+ALONE = 0.2  # the same for a lone row,
+DETOUR = 0.75  # and once for all of its guesses: on a CPU, several tokens take another way than a single one
 PASS = 0.6  # of a plain step: rows of unequal length, in streams of their own, are computed apart
 
 
@@ -22,7 +24,6 @@ class GuessPrice(NamedTuple):
     """Of the next step, in which `rows` sequences generate."""
 
     rows: int
-    plain_s: float  # without guesses
     guesses: Mapping[float, float]  # by length, as far as known: one token for each row, as a part of that
     most: float  # plain steps that it may take
     room: int  # tokens in the batch
@@ -84,17 +85,22 @@ class GuessClock:
             guessed.setdefault(guesses / len(rows), deque(maxlen=self.REMEMBERED)).append(seconds)
 
     def price(self, rows: int) -> GuessPrice | None:
-        """For a step of so many; None before a plain one was seen."""
+        """For a step of so many; None before a plain one was seen.
+
+        The lone row's is fixed: then the work of a request depends on its tokens, not on the clock, and the
+        same request takes the same steps every time.
+        """
+        if rows == 1:
+            return GuessPrice(1, {1.0: ALONE}, math.inf, self._batch_tokens - 1, self._split)
         if not (plain := self._plain.get(rows)):
             return None
         plain_s = median(plain)
-        detour = DETOUR if rows == 1 else 0.0
         guesses = {
-            length: max(LEAST, (median(seconds) / plain_s - 1 - detour) / length)
+            length: max(LEAST, (median(seconds) / plain_s - 1) / length)
             for length, seconds in self._guessed.get(rows, {}).items()
         }
         most = max(MOST_PLAIN, self._longest_s / plain_s)
-        return GuessPrice(rows, plain_s, guesses, most, self._batch_tokens - rows, self._split)
+        return GuessPrice(rows, guesses, most, self._batch_tokens - rows, self._split)
 
     def refused(self, rows: int) -> None:
         """Guesses did not seem worth their price. That may change, and is found out by trying."""

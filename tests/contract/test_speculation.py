@@ -93,6 +93,23 @@ def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
 
 
 @both_layouts
+def test_the_same_request_takes_the_same_steps_every_time(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    """Whatever the clock says: who is alone guesses by the text, so that work can be compared."""
+    begin = words(3, 20)
+    prompt = begin + reference.alone(kind, begin, 40, endless=True).tokens + words(4, 3) + begin
+    backend = opened(kind)
+    works = set()
+    for number in range(6):
+        drive = Drive(backend)
+        drive.submit(ask(f"r{number}", prompt, 60, ignore_eos=True))
+        works.add(drive.finish()[f"r{number}"].work)
+    (work,) = works
+    assert work.drafted_tokens > 0
+
+
+@both_layouts
 @any_luck
 def test_sampled_text_is_the_same_for_the_same_seed(kind: Kind, wrong: float, opened: Opened) -> None:
     """Rounding may turn a draw that falls between two tokens; a wrong state would turn nearly all of them."""

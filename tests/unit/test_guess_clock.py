@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.backend.base import Batch, Row
-from cllm.engine.guess_clock import DETOUR, PASS, SHORTER, USUAL, GuessClock, GuessPrice
+from cllm.engine.guess_clock import ALONE, DETOUR, PASS, SHORTER, USUAL, GuessClock, GuessPrice
 
 
 def a_step(rows: int, guesses: int = 0, *, guessing: int | None = None) -> Batch:
@@ -16,11 +16,10 @@ def a_step(rows: int, guesses: int = 0, *, guessing: int | None = None) -> Batch
 
 def taught(rows: int, *, guess_s: float, plain_s: float = 0.02, split: bool = True) -> GuessClock:
     clock = GuessClock(512, 0.25, split=split)
-    detour = DETOUR * plain_s if rows == 1 else 0.0
     for number in range(20):
         clock.observe(a_step(rows), plain_s)
         length = 1 + number % 4
-        clock.observe(a_step(rows, length), plain_s + detour + length * guess_s)
+        clock.observe(a_step(rows, length), plain_s + length * guess_s)
     return clock
 
 
@@ -30,11 +29,10 @@ def priced(clock: GuessClock, rows: int) -> GuessPrice:
     return price
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("rows", [2, 8])
 @pytest.mark.parametrize("guess_s", [0.002, 0.01, 0.05])
 def test_the_price_is_that_of_the_steps(rows: int, guess_s: float) -> None:
     price = priced(taught(rows, guess_s=guess_s), rows)
-    assert price.plain_s == pytest.approx(0.02)
     assert price.guess(2) == pytest.approx(guess_s / 0.02)
 
 
@@ -111,8 +109,13 @@ def test_what_a_step_takes() -> None:
     assert price._replace(split=False).parts([0, 1, 6, 7], 2) == pytest.approx(1.5)
     assert price.parts(everybody, 64) is None, "beyond the batch"
     assert price.parts(everybody, 30) is None, "beyond the target"
-    alone = priced(taught(1, guess_s=0.002), 1)
-    assert alone.parts([3], 4) == pytest.approx(1 + DETOUR + 4 * 0.1)
+
+
+def test_the_price_of_a_lone_row_does_not_hang_on_the_clock() -> None:
+    fresh, slow = GuessClock(512, 0.25, split=True), taught(1, guess_s=0.5)
+    assert fresh.price(1) == slow.price(1)
+    assert priced(slow, 1).parts([3], 4) == pytest.approx(1 + DETOUR + 4 * ALONE)
+    assert priced(slow, 1).parts([3], 512) is None
 
 
 def test_a_step_that_is_slow_anyway_may_take_twice_as_long() -> None:

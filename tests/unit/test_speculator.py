@@ -102,9 +102,7 @@ class Priced(GuessClock):
         self.refusals = 0
 
     def price(self, rows: int) -> GuessPrice | None:
-        known = super().price(rows) or GuessPrice(
-            rows, 0.01, {}, 1000.0, self._batch_tokens - rows, self._split
-        )
+        known = super().price(rows) or GuessPrice(rows, {}, 1000.0, self._batch_tokens - rows, self._split)
         return known._replace(guesses={1: self.guess}, most=max(2, self._longest_s / 0.01))
 
     def refused(self, rows: int) -> None:
