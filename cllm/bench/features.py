@@ -30,7 +30,7 @@ from cllm.bench.report import Table
 TIE = 0.05  # logits closer than this, alone, may be ordered either way in another batch
 CLIENTS = 8
 MOST_TOKENS = 48
-# As many guesses as make 8 for each of 8 clients; by default guessing ends where four generate.
+# Far more than by default: whoever guesses goes as far as that pays.
 ON = ("--draft-tokens", "64")
 OFF = ("--cache-ram-mb", "0", "--draft-tokens", "0", "--no-tune")
 DECLINED: dict[str, Any] = {"cache_prompt": False, "speculate": False}
