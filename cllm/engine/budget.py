@@ -25,7 +25,7 @@ class StepBudget:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
         self.clock = StepClock()
-        self.guesses = GuessClock(batch_tokens, target_s, split=split)
+        self.guesses = GuessClock(batch_tokens, self.AIM * target_s, split=split)
         self.split = split  # then rows of unequal length are computed apart
 
     @property

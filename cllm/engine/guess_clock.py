@@ -11,7 +11,6 @@ from typing import NamedTuple
 from cllm.backend.base import Batch
 
 MOST_PLAIN = 2  # plain steps that one with guesses may take, even if that misses the target
-AIM = 0.85  # of the target
 USUAL = 0.5  # of a plain step, before it is known better: one more token for each row
 LEAST = 0.01
 SHORTER = 0.75  # of the price: fewer tokens fit into what is multiplied at once
@@ -62,9 +61,9 @@ class GuessClock:
     REMEMBERED = 9
     PATIENCE = 8  # guesses that did not seem worth it, and the oldest steps that say so are forgotten
 
-    def __init__(self, batch_tokens: int, target_s: float, *, split: bool) -> None:
+    def __init__(self, batch_tokens: int, longest_s: float, *, split: bool) -> None:
         self._batch_tokens = batch_tokens
-        self._longest_s = AIM * target_s
+        self._longest_s = longest_s
         self._split = split
         self._plain: dict[int, deque[float]] = {}
         self._guessed: dict[int, dict[float, deque[float]]] = {}
@@ -82,7 +81,10 @@ class GuessClock:
         guesses = sum(row.outputs - 1 for row in rows)
         if guesses == length * len(rows) or not self._split:
             guessed = self._guessed.setdefault(len(rows), {})
-            guessed.setdefault(guesses / len(rows), deque(maxlen=self.REMEMBERED)).append(seconds)
+            average = (
+                max(1, round(4 * guesses / len(rows))) / 4
+            )  # in quarters: few, as each is priced every step
+            guessed.setdefault(average, deque(maxlen=self.REMEMBERED)).append(seconds)
 
     def price(self, rows: int) -> GuessPrice | None:
         """For a step of so many; None before a plain one was seen.

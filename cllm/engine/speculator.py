@@ -42,9 +42,7 @@ class Choice(NamedTuple):
 class Speculator:
     """Who may guess, and what is guessed in the next step."""
 
-    FAR = (
-        8  # tokens, where several generate: longer guesses do not pay there, and looking for them takes time
-    )
+    FAR = 8  # tokens, where several generate: longer guesses do not pay there, and are not looked for
     LEAST_GAIN = 1.02  # less is not worth the trouble
     WAIT = 1.5  # plain steps at most, where somebody does not guess and waits for those who do
     NEARLY = 0.93  # as much is enough for a shorter guess: it risks less, and its tokens come sooner

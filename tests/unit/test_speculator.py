@@ -95,9 +95,9 @@ class Priced(GuessClock):
     """A clock that has seen what a guess for everybody costs, as a part of a plain step of 10 ms."""
 
     def __init__(
-        self, guess: float, *, split: bool = True, batch_tokens: int = 512, target_s: float = 10
+        self, guess: float, *, split: bool = True, batch_tokens: int = 512, longest_s: float = 10
     ) -> None:
-        super().__init__(batch_tokens, target_s, split=split)
+        super().__init__(batch_tokens, longest_s, split=split)
         self.guess = guess
         self.refusals = 0
 
@@ -186,7 +186,7 @@ def test_nobody_is_filled_up_beyond_its_end() -> None:
 
 def test_no_guesses_beyond_the_batch_or_the_target() -> None:
     assert max(priced(Priced(0.01, batch_tokens=8 * 4), *trusted(eight(*range(8)))).values()) <= 3
-    assert max(priced(Priced(0.2, target_s=0.02), *trusted(eight(*range(8)))).values()) <= 5
+    assert max(priced(Priced(0.2, longest_s=0.02), *trusted(eight(*range(8)))).values()) <= 5
 
 
 @given(
