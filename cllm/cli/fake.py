@@ -13,19 +13,17 @@ import sys
 from collections.abc import Callable
 
 from cllm.backend.base import Backend
-from cllm.backend.fake import FakeVocabulary
-from cllm.backend.scripted import CHAT_TEMPLATE, ScriptedBackend
-from cllm.child import main as child_main
 from cllm.cli.serve import _new_event_loop
 from cllm.config import EngineConfig, ServerConfig
-from cllm.engine.child import Channel
-from cllm.engine.engine import Engine
-from cllm.engine.host import ChildHost
+from cllm.frontend.engine_client import Engine
 from cllm.logs import configure_logging
-from cllm.server.listener import bind
-from cllm.server.serve import serve
-from cllm.text.work import TextWorker
-from cllm.text_child import answer_tasks
+from cllm.server.serve import bind, serve
+from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedBackend
+from cllm.workers.channel import Channel
+from cllm.workers.engine_worker import main as child_main
+from cllm.workers.executor import ChildHost
+from cllm.workers.tokenizer import TextWorker
+from cllm.workers.tokenizer_worker import answer_tasks
 
 
 def make_backend(config: EngineConfig, progress: Callable[[float], None]) -> Backend:

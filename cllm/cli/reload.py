@@ -8,14 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.backend.llama.files import prepare
-from cllm.backend.llama.header import GgufHeader
-from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.probe import find_working
 from cllm.config import Config, EngineConfig
-from cllm.engine.engine import Engine
 from cllm.errors import Forbidden, NotEnoughMemory, ReloadFailed, SetupError
-from cllm.tuning import with_remembered
+from cllm.frontend.engine_client import Engine
+from cllm.tune.session import with_remembered
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from cllm.api import LLM
 from cllm.cli.options import fail
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, SetupError
+from cllm.llm import LLM
 from cllm.logs import configure_logging
 from cllm.types import SamplingParams
 

@@ -9,18 +9,18 @@ from functools import partial
 
 from rich.console import Console
 
-from cllm.backend.llama.files import prepare
+from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
 from cllm.cli.bars import progress_bar
 from cllm.cli.options import fail, with_options
 from cllm.cli.reload import Reloader
 from cllm.cli.tune import tune_at_start
 from cllm.config import Config, EngineConfig, ServerConfig
-from cllm.engine.engine import Engine
-from cllm.engine.host import ChildHost
 from cllm.errors import CllmError
+from cllm.frontend.engine_client import Engine
 from cllm.logs import configure_logging
-from cllm.server.listener import bind
+from cllm.server.serve import bind
+from cllm.workers.executor import ChildHost
 
 
 @with_options(EngineConfig, ServerConfig)

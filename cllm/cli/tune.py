@@ -10,17 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cllm.backend.llama.files import prepare
+from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
 from cllm.cli.bars import progress_bar
 from cllm.cli.options import fail, with_options
 from cllm.config import Config, EngineConfig
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
-from cllm.tune.page import page
 from cllm.tune.record import TuneRecord
-from cllm.tune.report import bars, figures, headline, options_table
-from cllm.tuning import TRIAL, Tuning, look_around
+from cllm.tune.report import bars, figures, headline, options_table, page
+from cllm.tune.session import TRIAL, Tuning, look_around
 
 log = logging.getLogger(__name__)
 

@@ -9,26 +9,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.config import ServerConfig
-from cllm.engine.engine import Engine
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_registry import EngineSwitch, PinEngine
 from cllm.server import errors, openapi
-from cllm.server.anthropic.request_ids import RequestIds
-from cllm.server.auth import Gate
 from cllm.server.keys import KeyRing
-from cllm.server.limits import RequestLimits
-from cllm.server.origin import HostCheck, listed
-from cllm.server.position import QueuePosition
-from cllm.server.routes import (
-    admin,
-    embeddings,
-    generate,
-    llama,
-    messages,
-    openai,
-    reload,
-    responses,
-    state_files,
-)
-from cllm.server.switch import EngineSwitch, PinEngine
+from cllm.server.middleware import Gate, HostCheck, QueuePosition, RequestIds, RequestLimits, listed
+from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import admin as reload
+from cllm.server.routes import admin as state_files
 
 
 def create_app(

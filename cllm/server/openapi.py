@@ -10,8 +10,8 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 from cllm.server.answers import ANSWERS, JSON
-from cllm.server.auth import ADMIN, OPEN
 from cllm.server.errors import error_body
+from cllm.server.middleware import ADMIN, OPEN
 
 PAGE = Path(__file__).with_name("docs.html")
 # The page runs its own script and asks this server, nobody else.

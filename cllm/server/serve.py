@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -13,15 +14,15 @@ from types import FrameType
 import uvicorn
 
 from cllm.config import ServerConfig
-from cllm.engine.engine import Engine
-from cllm.engine.tenants import TenantLimits
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, PortInUse
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_registry import EngineSwitch, Load
+from cllm.frontend.tenants import TenantLimits
 from cllm.server.app import create_app
-from cllm.server.auth import is_loopback
 from cllm.server.connection import GuardedConnection, limits_of
 from cllm.server.keys import KeyRing
+from cllm.server.middleware import is_loopback
 from cllm.server.sse import DirectSend
-from cllm.server.switch import EngineSwitch, Load
 
 log = logging.getLogger(__name__)
 
@@ -148,3 +149,26 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         await loop.run_in_executor(None, engine.stop)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Take the port before anything is loaded. Raises PortInUse."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Connections inherit it. The kernel takes megabytes before we notice that nobody reads; it knows.
+        limit_ms = int(1000 * config.slow_reader_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+    try:
+        listener.bind((config.host, config.port))
+        # Two listeners may bind the same port with SO_REUSEADDR until one of them listens.
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"port {config.port} on {config.host} is in use: stop what listens there or choose --port"
+            ) from None
+        raise PortInUse(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+    return listener

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cllm.engine.engine import Engine
-from cllm.engine.stream import AsyncStream
 from cllm.errors import from_code
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import AsyncStream
 from cllm.server.errors import respond
-from cllm.server.position import tell_position
+from cllm.server.middleware import tell_position
 from cllm.types import Delta, Failure
 
 _encoder = msgspec.json.Encoder()

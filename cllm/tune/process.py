@@ -14,8 +14,8 @@ from typing import Self
 
 import msgspec
 
-from cllm.backend.trial import Measurement, Plan, TrialTask
 from cllm.config import EngineConfig
+from cllm.tune.trial import Measurement, Plan, TrialTask
 
 START_S = 600.0
 

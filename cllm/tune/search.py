@@ -14,13 +14,24 @@ from typing import NamedTuple
 
 import msgspec
 
-from cllm.backend.trial import Measurement, Plan
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
-from cllm.tune.plan import MOST_STREAMS, SECOND_LOOK, beginning_s, first_look, make_plans
 from cllm.tune.record import Option, TuneRecord
-from cllm.tune.space import DIMENSIONS, KV_TYPES, Dimension, Part, Settings, thread_count, with_settings
-from cllm.tune.tried import Tried, compare, is_harmless, options_of
+from cllm.tune.space import (
+    DIMENSIONS,
+    KV_TYPES,
+    MOST_STREAMS,
+    SECOND_LOOK,
+    Dimension,
+    Part,
+    Settings,
+    beginning_s,
+    first_look,
+    make_plans,
+    thread_count,
+    with_settings,
+)
+from cllm.tune.trial import Measurement, Plan, Tried, compare, is_harmless, options_of
 
 LEAST_GAIN = 0.03  # a change must win by this much, or by the noise if that is more
 PERPLEXITY_TOKENS = 1200

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.runner import LlamaBackend
 from tests.contract.drawing import Logits
 from tests.contract.harness import native
 from tests.contract.kinds import DENSE, open_backend

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Row
-from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.types import SamplingParams
 from tests.tiny_models import VOCABULARY

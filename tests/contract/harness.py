@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from cllm.backend.base import Backend, Batch, BatchKind, Drafter, Row, Sampler, StepResult, StepStatus
-from cllm.backend.fake import FakeSampler
-from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
-from cllm.engine.cost import StepClock, StepCost, StepShape
-from cllm.engine.guess_clock import GuessClock
-from cllm.engine.loop import StepLoop
-from cllm.engine.messages import Report, StepReport
-from cllm.engine.speed import MemorySpeed
+from cllm.core.engine_core import StepLoop
+from cllm.core.kv_cache.transfer import MemorySpeed
+from cllm.core.step_cost import GuessClock, StepClock, StepCost, StepShape
+from cllm.testing import FakeSampler
 from cllm.types import (
     Delta,
     FinishReason,
@@ -30,6 +28,7 @@ from cllm.types import (
     Usage,
     Vocabulary,
 )
+from cllm.workers.messages import Report, StepReport
 
 GREEDY = SamplingParams(temperature=0)
 Tokens = tuple[int, ...]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cllm.backend.base import Backend
-from cllm.backend.fake import FakeBackend
-from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.config import EngineConfig
+from cllm.testing import FakeBackend
 
 Opened = Callable[..., Backend]  # the fixture `opened`
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.drafting import DraftModel
-from cllm.backend.llama.files import prepare
-from cllm.backend.llama.header import GgufHeader
-from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.draft_model import DraftModel
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.memory import MemoryFit, prepare
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError
 from tests.contract.alone import Reference

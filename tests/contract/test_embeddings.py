@@ -16,12 +16,11 @@ import numpy.typing as npt
 import pytest
 
 from cllm.backend.base import Batch, BatchKind, Row, StepStatus
-from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.files import prepare
-from cllm.backend.llama.header import GgufHeader
+from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import load
-from cllm.backend.llama.memory import EmbeddingMemory
-from cllm.backend.llama.pair import PairFrame
+from cllm.backend.llama.memory import EmbeddingMemory, prepare
+from cllm.backend.llama.model import PairFrame
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
 from cllm.types import EmbedLimits, Pooling, Request

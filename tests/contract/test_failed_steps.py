@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.engine.messages import Submit
 from cllm.errors import EngineDied
+from cllm.workers.messages import Submit
 from tests.contract.alone import Reference
 from tests.contract.harness import Aborts, Answer, Drive, Watched, ask, native, words
 from tests.contract.kinds import LAYOUTS, NATIVE_LAYOUTS, Kind, Opened

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.engine.messages import Cancel, Stop, Submit
 from cllm.types import FinishReason
+from cllm.workers.messages import Cancel, Stop, Submit
 from tests.contract.alone import Reference
 from tests.contract.harness import Answer, Drive, ask, words
 from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened

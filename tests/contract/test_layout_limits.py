@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.llama.backend import LlamaBackend
 from cllm.backend.llama.context import request_share
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 

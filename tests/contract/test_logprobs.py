@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.types import SamplingParams, TokenLogprob
 from tests.contract.harness import native, words
 from tests.contract.kinds import NATIVE, open_backend

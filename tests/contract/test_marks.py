@@ -8,14 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.library import load
+from cllm.backend.llama.library import Graveyard, load
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.ownership import Graveyard
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.config import EngineConfig
-from cllm.text.infill import Gap, Snippet
-from cllm.text.work import Chat, Detokenize, RenderChat, Text, TextWorker, TokenizeInfill, Tokens
+from cllm.text.prompt import Gap, Snippet
 from cllm.types import InfillTokens, Request
+from cllm.workers.tokenizer import Chat, Detokenize, RenderChat, Text, TextWorker, TokenizeInfill, Tokens
 from tests.contract.harness import Drive, ask, native, words
 from tests.contract.kinds import DENSE, open_backend
 from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import Batch, Row
-from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.library import load
-from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.backend.llama.library import Graveyard, Owned, load
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory

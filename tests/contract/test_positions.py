@@ -32,7 +32,7 @@ def test_a_tampered_sequence_fails_alone_with_both_numbers(
             found = computed + 1
         case _:
             found = drive.backend.truncate(victim.sequence_id, 0)
-    with caplog.at_level(logging.ERROR, logger="cllm.engine.scheduler"):
+    with caplog.at_level(logging.ERROR, logger="cllm.core.scheduler"):
         answers = drive.finish()
     assert answers["r1"].finish_reason is FinishReason.ERROR
     assert answers["r1"].error_code == "position_mismatch"

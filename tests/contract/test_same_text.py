@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.config import EngineConfig
-from cllm.engine.loop import StepLoop
-from cllm.engine.messages import Report, StepReport, Stop, Submit
+from cllm.core.engine_core import StepLoop
 from cllm.types import FinishReason
+from cllm.workers.messages import Report, StepReport, Stop, Submit
 from tests.contract.alone import Reference
 from tests.contract.harness import Answer, Drive, ask, words
 from tests.contract.kinds import KINDS, Kind, Opened, open_backend

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.backend import LlamaBackend
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.types import FinishReason, SamplingParams
 from tests.contract.drawing import (
     OFF,

@@ -11,12 +11,11 @@ import msgspec
 import pytest
 
 from cllm.backend.llama.library import load
-from cllm.backend.llama.trial import Bench, Trial
-from cllm.backend.trial import Plan, TrialTask
 from cllm.config import EngineConfig
-from cllm.tune.mix import CASES
 from cllm.tune.process import TrialProcess
-from cllm.tuning import TRIAL
+from cllm.tune.session import TRIAL
+from cllm.tune.trial import CASES, Plan, TrialTask
+from cllm.tune.trial_worker import Bench, Trial
 
 EVERY_CASE = {case.name for case in CASES}
 PLAN = Plan(streams=3, short=16, long=96, steps=2)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.backend import LlamaBackend
-from cllm.backend.llama.files import embedded_model
+from cllm.backend.llama.memory import embedded_model
+from cllm.backend.llama.runner import LlamaBackend
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 

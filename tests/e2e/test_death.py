@@ -75,7 +75,9 @@ def test_an_engine_that_dies_while_loading_is_one_line(tiny_model: Path, tmp_pat
 def engine_of(server: Server) -> int:
     """The engine child of a server that is still starting; 0: none yet."""
     lines = children_of(server.process.pid).items()
-    return next((pid for pid, line in lines if "cllm.child" in line and " engine " in line), 0)
+    return next(
+        (pid for pid, line in lines if "cllm.workers.engine_worker" in line and " engine " in line), 0
+    )
 
 
 def test_death_of_the_server_takes_its_children_along(start: StartServer, tiny_model: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cllm.bench.pressure import Answer, compare, run_pressure
 from tests.e2e.server import environment
+from tests.soak.pressure import Answer, compare, run_pressure
 
 
 def answer(text: str, ties: str = "", finish: str = "length") -> Answer:

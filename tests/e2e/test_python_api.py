@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
-from cllm.backend.fake import FakeBackend
 from cllm.errors import ContextLengthExceeded, EngineNotReady, InvalidRequest, ModelFileError
+from cllm.testing import FakeBackend
 from cllm.types import FinishReason
 from tests.e2e.server import environment
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server, StartServer, alive, children_of, text_of, wait_for
-from tests.faults.harness import refusal
+from tests.failure_modes.harness import refusal
 from tests.tiny_models import make_dense, make_sliding_window
 
 LONG = 1500
@@ -41,7 +41,7 @@ def reload(server: Server, **body: str) -> dict[str, object]:
 
 def engines(server: Server) -> set[int]:
     lines = children_of(server.process.pid).items()
-    return {pid for pid, line in lines if "cllm.child" in line and " engine " in line}
+    return {pid for pid, line in lines if "cllm.workers.engine_worker" in line and " engine " in line}
 
 
 def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(

@@ -7,9 +7,9 @@ import json
 import jsonschema
 import pytest
 
-from cllm.bench.schema_maker import SchemaMaker
-from cllm.bench.schemas import ask_all, check
 from tests.e2e.server import Server, wait_for
+from tests.soak.schema_maker import SchemaMaker
+from tests.soak.schemas import ask_all, check
 
 
 def test_answers_validate(embedded: Server) -> None:

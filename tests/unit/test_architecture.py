@@ -21,21 +21,27 @@ LAYERS = (
     ("cllm.logs", 0),
     ("cllm.backend.base", 1),
     ("cllm.text", 1),
-    ("cllm.engine", 2),
+    ("cllm.core", 2),
     ("cllm.backend", 2),
     ("cllm.server", 3),
     ("cllm.tune", 3),
-    ("cllm.bench", 3),
-    ("cllm.api", 4),
-    ("cllm.tuning", 4),
-    ("cllm.child", 4),
-    ("cllm.text_child", 4),
+    ("bench", 3),
+    ("cllm.llm", 4),
+    ("cllm.tune.session", 4),
+    ("cllm.workers.engine_worker", 4),
+    ("cllm.workers.tokenizer_worker", 4),
     ("cllm.cli", 4),
     ("cllm.__main__", 4),
 )
 # Only these name the llama backend.
 KNOW_LLAMA = (
-    *("cllm.cli", "cllm.child", "cllm.text_child", "cllm.api", "cllm.tuning"),
+    *(
+        "cllm.cli",
+        "cllm.workers.engine_worker",
+        "cllm.workers.tokenizer_worker",
+        "cllm.llm",
+        "cllm.tune.session",
+    ),
     "cllm.backend.llama",
 )
 

@@ -10,10 +10,9 @@ import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.base import StepStatus
-from cllm.backend.llama.library import Library
+from cllm.backend.llama.library import Graveyard, Library, Owned
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.backend.llama.workers import Workers
+from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.batch import NativeBatch
 from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, status_of
-from cllm.backend.llama.header import GgufHeader
-from cllm.backend.llama.library import Library
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.library import Graveyard, Library, Owned
 from cllm.backend.llama.memory import EmbeddingMemory
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.backend.llama.workers import Workers
+from cllm.backend.llama.runner import NativeBatch
+from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 from cllm.types import EmbedLimits, Pooling

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import Library
-from cllm.backend.llama.ownership import Graveyard, Owned
-from cllm.backend.llama.pair import PairFrame
+from cllm.backend.llama.library import Graveyard, Library, Owned
 from cllm.errors import ModelFileError
 from cllm.types import InfillTokens, ModelFacts, Pooling
 
@@ -246,3 +245,31 @@ class LlamaVocabulary:
             buffer = ctypes.create_string_buffer(-count)
             count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
         return buffer.raw[:count]
+
+
+Tokenize = Callable[[str, bool], list[int]]  # text, whether spellings of control tokens are taken for them
+
+
+class PairFrame(NamedTuple):
+    """What stands around the two: control tokens, or a template of the model's own."""
+
+    before: Sequence[int]
+    between: Sequence[int]
+    after: Sequence[int]
+    template: str | None = None  # with {query} and {document} in it
+
+    def tokens(self, query: str, document: str, tokenize: Tokenize, controls: frozenset[str]) -> list[int]:
+        """Nothing that stands in `query` or `document` becomes a control token."""
+        if self.template is None:
+            parts = tokenize(query, False), tokenize(document, False)
+            return [*self.before, *parts[0], *self.between, *parts[1], *self.after]
+        texts = {"{query}": query, "{document}": document}
+        pieces = re.split(r"(\{query\}|\{document\})", self.template)
+        if not any(control in text for text in texts.values() for control in controls):
+            return tokenize("".join(texts.get(piece, piece) for piece in pieces), True)
+        return [
+            token
+            for piece in pieces
+            if piece
+            for token in tokenize(texts.get(piece, piece), piece not in texts)
+        ]

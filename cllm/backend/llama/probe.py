@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from cllm.backend.llama.build import cache_directory
 from cllm.backend.llama.library import find
+from cllm.build.build import cache_directory
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError
 
@@ -110,7 +110,7 @@ def _main() -> int:
     import time
 
     from cllm.backend.base import Batch, BatchKind, Row, StepStatus
-    from cllm.backend.llama.backend import LlamaBackend
+    from cllm.backend.llama.runner import LlamaBackend
     from cllm.types import SamplingParams
 
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")

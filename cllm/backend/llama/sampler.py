@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.candidates import Candidates, Cut, Logits
-from cllm.backend.llama.ownership import Graveyard, Owned
+from cllm.backend.llama.batch_sampler import Candidates, Cut, Logits
+from cllm.backend.llama.library import Graveyard, Owned
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
 
 

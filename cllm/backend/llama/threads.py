@@ -6,13 +6,17 @@ the others wait for a scheduler's turn: two threads on two busy cores are far sl
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from cllm.backend.llama.library import Graveyard, Library, Owned, ThreadpoolParams
+from cllm.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -131,3 +135,46 @@ def cores_used_by_others(window_s: float = 0.4) -> float | None:
         return None
     others = (after.busy - before.busy) - (after.own - before.own)
     return max(0.0, others) / (after.now - before.now)
+
+
+class Threadpool(Owned):
+    """Persistent ggml workers. Without one, ggml starts and joins threads at every decode."""
+
+    def __init__(self, library: Library, threads: int, poll: int, graveyard: Graveyard) -> None:
+        params = ThreadpoolParams()
+        library.threadpool_params(ctypes.byref(params), threads)
+        params.poll = poll
+        super().__init__(library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard)
+
+
+class Workers:
+    """Work for one context at a time. Close them after every context they work for."""
+
+    def __init__(self, library: Library, config: EngineConfig, graveyard: Graveyard) -> None:
+        self._library = library
+        self._poll = config.poll
+        self._graveyard = graveyard
+        cores = default_threads()
+        self.threads = config.threads or min(config.max_threads or cores, cores)
+        # A number that was asked for is kept; our own default makes room for neighbours.
+        self.governor = None if config.threads else ThreadGovernor(self.threads, cores)
+        self._pools: dict[int, Threadpool] = {}
+        self._attached: dict[Any, int] = {}  # by context: how many threads work for it
+
+    def work_for(self, context: Any) -> None:
+        """Called before each decode. Pools are swapped: one with idle workers would have them spin."""
+        if self.governor is not None:
+            self.threads = self.governor.look()
+        if self._attached.get(context) == self.threads:
+            return
+        pool = self._pools.get(self.threads)
+        if pool is None:
+            pool = Threadpool(self._library, self.threads, self._poll, self._graveyard)
+            self._pools[self.threads] = pool
+        self._library.attach_threadpool(context, pool.pointer, pool.pointer)
+        self._library.api.llama_set_n_threads(context, self.threads, self.threads)
+        self._attached[context] = self.threads
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

@@ -9,10 +9,15 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
+from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from cllm.engine.engine import Engine, Health
 from cllm.errors import EngineNotReady
+from cllm.frontend.engine_client import Engine, Health
+from cllm.frontend.engine_registry import EngineSwitch
+from cllm.server.protocol.base import Body, Text
+from cllm.server.submit import loaded
+from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
 
@@ -77,6 +82,71 @@ def routes(engine: Engine) -> APIRouter:
                 }
                 for ticket in engine.tickets
             ]
+        }
+
+    return router
+
+
+class StateFileBody(Body):
+    """`POST /admin/prefixes/save` and `/admin/prefixes/restore`."""
+
+    name: Text = Field(
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$",
+        description="Name of the file in --state-dir: letters, digits, '-' and '_'",
+        examples=["warm"],
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
+
+
+def cache_routes(engine: Engine) -> APIRouter:
+    """The router over one engine. A large file takes its time: streams go on meanwhile."""
+    router = APIRouter(tags=["operation"], prefix="/admin/prefixes")
+
+    @router.post("/save")
+    async def save(body: StateFileBody) -> dict[str, int]:
+        """Write the computed prefixes in RAM to a file."""
+        return _told(await asyncio.wrap_future(engine.save_prefixes(body.name)))
+
+    @router.post("/restore")
+    async def restore(body: StateFileBody) -> dict[str, int]:
+        """Put the computed prefixes of a file back into RAM, as far as there is room."""
+        return _told(await asyncio.wrap_future(engine.restore_prefixes(body.name)))
+
+    return router
+
+
+def _told(done: StateFileDone) -> dict[str, int]:
+    return {"entries": done.entries, "tokens": done.tokens, "bytes": done.size, "skipped": done.skipped}
+
+
+class ReloadBody(Body):
+    """`POST /admin/reload`."""
+
+    model: Text = Field(
+        default="",
+        max_length=1024,
+        description="GGUF file in --model-dir; empty: the file that is served, read again",
+        examples=["SmolLM2-360M-Instruct-Q8_0.gguf"],
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
+
+
+def reload_routes(switch: EngineSwitch) -> APIRouter:
+    router = APIRouter(tags=["operation"])
+
+    @router.post("/admin/reload")
+    async def reload(body: ReloadBody) -> dict[str, Any]:
+        """Load a model beside the one that serves, then change over; running streams end on the old one."""
+        facts, limits = loaded(await switch.reload(body.model))
+        return {
+            "model": facts.name,
+            "description": facts.description,
+            "sequences": limits.sequences,
+            "request_tokens": limits.request_tokens,
         }
 
     return router

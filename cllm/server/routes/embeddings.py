@@ -13,16 +13,16 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.engine.engine import Engine
-from cllm.engine.stream import AsyncStream
 from cllm.errors import InvalidRequest
-from cllm.server.auth import tenant_of
-from cllm.server.openai.embedding_schema import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import AsyncStream
+from cllm.server.middleware import tenant_of
+from cllm.server.protocol.embeddings import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
 from cllm.server.sse import GONE, collect
-from cllm.server.text import check_model, checked_tokens, do_text, loaded, model_name
-from cllm.text.vectors import RAW, to_vector
-from cllm.text.work import TextTask, TokenizePairs, TokenizeTexts, TokenLists
+from cllm.server.submit import check_model, checked_tokens, do_text, loaded, model_name
+from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request, Usage
+from cllm.workers.tokenizer import TextTask, TokenizePairs, TokenizeTexts, TokenLists
 
 ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]

@@ -12,15 +12,22 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.engine.engine import Engine
-from cllm.engine.stream import AsyncStream
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import AsyncStream
 from cllm.server.errors import failure_event
-from cllm.server.schema import DecodeBody, EncodeBody, GenerateBody
+from cllm.server.protocol.base import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import GONE, EventStream, collect, encode
-from cllm.server.submit import request_of
-from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, prompt_tokens, to_tokens
-from cllm.text.work import Detokenize, Text, TokenizeText
+from cllm.server.submit import (
+    checked_tokens,
+    constraint_of,
+    do_text,
+    loaded,
+    prompt_tokens,
+    request_of,
+    to_tokens,
+)
 from cllm.types import Delta, Request
+from cllm.workers.tokenizer import Detokenize, Text, TokenizeText
 
 
 async def to_request(engine: Engine, body: GenerateBody, http: HttpRequest) -> Request:

@@ -12,18 +12,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm import __version__
-from cllm.engine.engine import Engine
-from cllm.engine.stream import AsyncStream
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import AsyncStream
 from cllm.server.errors import failure_body
-from cllm.server.llama_schema import InfillBody, LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
-from cllm.server.openai import render
-from cllm.server.openai.chat_schema import ConversationBody
+from cllm.server.protocol import completions as render
+from cllm.server.protocol.chat import ConversationBody
+from cllm.server.protocol.llama import InfillBody, LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.sse import GONE, EventStream, collect, encode
-from cllm.server.submit import request_of
-from cllm.server.text import checked_tokens, constraint_of, do_text, loaded, to_tokens
-from cllm.text.dialects import dialect_of
-from cllm.text.work import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
+from cllm.server.submit import checked_tokens, constraint_of, do_text, loaded, request_of, to_tokens
+from cllm.text.tool_formats import dialect_of
 from cllm.types import Delta, FinishReason, Request
+from cllm.workers.tokenizer import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
 
 ROUTE = "/completion"
 

@@ -9,12 +9,10 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.engine.engine import Engine
-from cllm.server.anthropic.render import MessageAnswer
-from cllm.server.anthropic.schema import CountBody, MessagesBody
-from cllm.server.chat import count_tokens, open_chat
-from cllm.server.submit import request_of
-from cllm.server.text import check_model, constraint_of, model_name
+from cllm.chat.conversation import count_tokens, open_chat
+from cllm.frontend.engine_client import Engine
+from cllm.server.protocol.messages import CountBody, MessageAnswer, MessagesBody
+from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
 def routes(engine: Engine) -> APIRouter:

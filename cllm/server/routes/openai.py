@@ -12,29 +12,30 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.engine.engine import Engine
-from cllm.engine.stream import AsyncStream
-from cllm.server.chat import open_chat
+from cllm.chat.conversation import open_chat
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import AsyncStream
 from cllm.server.errors import failure_body
-from cllm.server.openai import render
-from cllm.server.openai.chat import DONE, ChatAnswer
-from cllm.server.openai.chat_schema import ChatBody
-from cllm.server.openai.schema import CompletionBody
+from cllm.server.protocol import completions as render
+from cllm.server.protocol.chat import DONE, ChatAnswer, ChatBody
+from cllm.server.protocol.completions import CompletionBody
 from cllm.server.sse import GONE, EventStream, collect, encode, merged
-from cllm.server.submit import choices_of, request_of, submit_all
-from cllm.server.text import (
+from cllm.server.submit import (
     check_model,
     checked_tokens,
+    choices_of,
     constraint_of,
     do_text,
     loaded,
     model_name,
     prompt_tokens,
+    request_of,
+    submit_all,
     to_tokens,
 )
-from cllm.text.infill import Gap
-from cllm.text.work import Detokenize, Text, TokenizeInfill
+from cllm.text.prompt import Gap
 from cllm.types import Delta, Request
+from cllm.workers.tokenizer import Detokenize, Text, TokenizeInfill
 
 ROUTE = "/v1/completions"
 _json = msgspec.json.Encoder()

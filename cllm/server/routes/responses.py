@@ -9,13 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.engine.engine import Engine
+from cllm.chat.conversation import count_tokens, open_chat
 from cllm.errors import NotFound
-from cllm.server.chat import count_tokens, open_chat
-from cllm.server.openai.responses import ResponseAnswer, echo
-from cllm.server.openai.responses_schema import ResponsesBody
-from cllm.server.submit import request_of
-from cllm.server.text import check_model, constraint_of, model_name
+from cllm.frontend.engine_client import Engine
+from cllm.server.protocol.responses import ResponsesBody
+from cllm.server.protocol.responses_output import ResponseAnswer, echo
+from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
 def routes(engine: Engine) -> APIRouter:

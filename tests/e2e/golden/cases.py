@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cllm.backend.scripted import say
+from cllm.testing import say
 
 TEXT = "Hello, naïve world: 5 € 😀!"
 ADD: dict[str, Any] = {

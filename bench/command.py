@@ -1,0 +1,80 @@
+"""What benches that are commands of their own share: options, the server under test, how they end."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.client import BadAnswer
+from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
+from bench.report import write_report
+from cllm.errors import CllmError
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "--tiny": {"type": Path, "required": True, "help": "GGUF file of a tiny model"},
+    "--model": {"type": Path, "help": "GGUF file (default: the embedded model)"},
+    "--threads": {"type": int, "default": 0, "help": "of the server (default: one per core)"},
+    "--parallel": {"type": int, "default": 8, "help": "sequences (default 8)"},
+    "--out": {"type": Path, "help": "folder to write {name}.md and {name}.json into"},
+    "--logs": {"type": Path, "help": "folder to keep the servers' logs in"},
+    "--command": {"type": shlex.split, "help": "what to start instead of the installed cllm"},
+}
+
+
+def make_parser(
+    name: str, about: str | None, *shared: str, **own: tuple[int | float, str]
+) -> argparse.ArgumentParser:
+    """The parser of `python -m bench.NAME`: some of the shared options, and its own numbers.
+
+    Of those a default and a description are given, by name.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
+    for flag in shared:
+        parser.add_argument(flag, **{**_SHARED[flag], "help": _SHARED[flag]["help"].format(name=name)})
+    for number, (default, what) in own.items():
+        flag = f"--{number.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
+    return parser
+
+
+@contextmanager
+def serving(
+    name: str,
+    settings: ServerSettings,
+    command: Sequence[str] | None = None,
+    logs: Path | None = None,
+    flags: Sequence[str] = (),
+) -> Iterator[RunningPeer]:
+    """`cllm serve` for this block, its log in `logs`, if that is to be kept. Raises SetupError."""
+    with (
+        log_folder(logs) as folder,
+        running(cllm_peer(settings, command, flags=flags), folder / f"{name}.log") as server,
+    ):
+        yield server
+
+
+def conclude(name: str, text: str, data: object, out: Path | None, *, failed: bool) -> int:
+    """Print the report, write it where it is wanted; the exit code."""
+    print(text)
+    if out is not None:
+        write_report(out, name, text, data)
+    return 1 if failed else 0
+
+
+def run_command(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, run: Callable[..., int]
+) -> int:
+    """Call `run` with the options, by name, for its exit code; 2 and one line where it cannot measure."""
+    options = parser.parse_args(arguments)
+    try:
+        return run(**vars(options))
+    except (CllmError, BadAnswer, httpx.HTTPError) as error:
+        print(f"{parser.prog.rpartition('.')[2]}: {error}", file=sys.stderr)
+        return 2

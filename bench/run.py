@@ -1,0 +1,309 @@
+"""`cllm bench`: servers side by side, in interleaved rounds, held against the bars."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import cllm
+from bench.client import BadAnswer, CllmClient, StepTime
+from bench.comparison import Comparison, ReferenceRound, Round
+from bench.load import run_load
+from bench.neighbour import busy_neighbour
+from bench.peers import CLLM, Peer, RunningPeer, ServerSettings, cllm_peer, log_folder, parse_peer, running
+from bench.plots import draw
+from bench.protocols import OpenAIDialect
+from bench.references import Reference, references_for
+from bench.report import write_json
+from bench.summary import make_document, record
+from bench.workloads import BenchRequest, Definition, Plan, make_plan, single_requests
+from bench.workloads.definition import BUSY, clients_of
+from bench.workloads.plan import make_fill
+from bench.workloads.text import words
+from cllm.errors import SetupError
+from tests.soak import footprint
+
+NO_PEER = "no peer to compare with, so cllm is measured alone; `cllm build --with-server` builds llama-server"
+QUICK_ROUNDS = 2
+SETTLE_S = 0.5  # compute threads go on polling for some 200 ms after the last token
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `cllm bench` was asked for. `peers` are spelled as for `parse_peer`."""
+
+    model: Path | None = None  # None: the embedded one
+    peers: tuple[str, ...] = ()
+    rounds: int = 5
+    quick: bool = False  # fewer requests, two rounds, one KV layout: mechanics, not figures
+    out: Path | None = None  # folder for REPORT.md, report.html, report.json and plots/
+    threads: int = 0  # of every server; 0: one per core
+    library: Path | None = None  # folder of the library that cllm uses
+    llama_bench: Path | None = None
+    plain_library: Path | None = None
+    command: tuple[str, ...] = ()  # what to start instead of the installed `cllm`
+    logs: Path | None = None
+
+    @property
+    def round_count(self) -> int:
+        return min(QUICK_ROUNDS, self.rounds) if self.quick else self.rounds
+
+    def settings(self, definition: Definition) -> ServerSettings:
+        return ServerSettings(
+            model=self.model,
+            parallel=definition.parallel,
+            ctx_size=definition.ctx_size,
+            threads=self.threads,
+            prompt_cache=definition.prompt_cache,
+            library=self.library,
+        )
+
+    def servers(self, definition: Definition) -> list[Peer]:
+        """cllm, then the peers. Raises SetupError."""
+        settings = self.settings(definition)
+        ours = cllm_peer(settings, self.command or None, OpenAIDialect())
+        if definition.alone:
+            return [ours]
+        both = definition.both_layouts and not self.quick
+        others = [peer for text in self.peers for peer in parse_peer(text, settings, both)]
+        names = [peer.name for peer in (ours, *others)]
+        if len(set(names)) < len(names):
+            raise SetupError(f"two peers have the same name: {', '.join(names)}; write NAME=URL")
+        return [ours, *others]
+
+
+@dataclass(slots=True)
+class _Bench:
+    """A run under way: collects what it measures."""
+
+    options: Options
+    started: float = field(default_factory=time.monotonic)
+    rounds: list[Round] = field(default_factory=list)
+    references: list[ReferenceRound] = field(default_factory=list)
+    libraries: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    tokens_per_word: float = 0.0
+
+    def show(self, line: str) -> None:
+        """Progress on stderr, so that stdout holds the report alone."""
+        print(f"[{time.monotonic() - self.started:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+    def run(self, definition: Definition) -> None:
+        """All rounds of one workload, on servers of its own."""
+        options = self.options
+        settings = options.settings(definition)
+        references = references_for(definition, settings, options.llama_bench, options.plain_library)
+        self.show(f"{definition.name}: {definition.about}")
+        with _all_running(options.servers(definition), options.logs, definition.name) as servers:
+            self._warm_up(definition, servers)
+            rounds = min(options.round_count, definition.most_rounds)
+            rounds = min(rounds, definition.most_quick_rounds) if options.quick else rounds
+            for number in range(1, rounds + 1):
+                for condition in definition.conditions(options.quick):
+                    for server in _rotated(servers, number):
+                        self._round(definition, condition, number, rounds, server, servers)
+                for reference in references:
+                    self._reference(definition, reference, number)
+
+    def _warm_up(self, definition: Definition, servers: Sequence[RunningPeer]) -> None:
+        """A small load on each, then what the workload wants in their caches."""
+        self.tokens_per_word = self.tokens_per_word or measure_tokens_per_word(servers[0])
+        for server in servers:
+            if server.pid:
+                digest = footprint.library_digest(server.pid, "libggml-cpu")
+                self.libraries[server.peer.name] = digest or "not a shared library"
+            requests = [
+                BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)
+            ]
+            run_load(
+                server.address, server.peer.dialect, single_requests("warm-up", requests, definition.parallel)
+            )
+            if definition.fill:
+                run_load(server.address, server.peer.dialect, make_fill(definition, self.tokens_per_word))
+
+    def _round(
+        self,
+        definition: Definition,
+        condition: str,
+        number: int,
+        rounds: int,
+        server: RunningPeer,
+        servers: Sequence[RunningPeer],
+    ) -> None:
+        plan = make_plan(
+            definition,
+            f"{number} {condition}",  # a condition must not find the other's prompts in a cache
+            quick=self.options.quick,
+            clients=clients_of(condition),
+            tokens_per_word=self.tokens_per_word,
+        )
+        time.sleep(SETTLE_S)
+        with busy_neighbour(condition == BUSY):
+            measured = measure_round(server, servers, plan, condition, number)
+        self.rounds.append(measured)
+        where = f"{definition.name} {condition}".strip()
+        figure = f"{measured.load.tokens_per_second:.1f} tokens/s in {measured.load.wall_s:.1f} s"
+        self.show(f"  {where}, round {number} of {rounds}, {server.peer.name}: {figure}")
+        for error in measured.load.errors[:3]:
+            self.show(f"    {error}")
+
+    def _reference(self, definition: Definition, reference: Reference, number: int) -> None:
+        time.sleep(SETTLE_S)
+        try:
+            found = reference.measure()
+        except SetupError as error:  # a build that cannot run here is a finding, not the end
+            self.notes[reference.name] = "does not run here"
+            self.show(f"  {definition.name}, {reference.name}: {error}")
+            return
+        self.references.append(ReferenceRound(definition.name, reference.name, number, found))
+        self.show(f"  {definition.name}, {reference.name}: {found}")
+
+
+def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
+    """Measure and report; 0 if every bar that was measured holds (quick: if all is answered), else 1.
+
+    Raises SetupError for peers that cannot be what they are said to be; a workload whose servers do not
+    start is reported as missing, and the others are run.
+    """
+    bench = _Bench(options)
+    if not options.peers:
+        bench.show(NO_PEER)
+    for definition in definitions:
+        options.servers(definition)  # what is wrong with a peer is said before the first minutes have passed
+    load_average = os.getloadavg()[0]
+    for definition in definitions:
+        try:
+            bench.run(definition)
+        except SetupError as error:
+            bench.failures.append(f"{definition.name}: {error}")
+            bench.show(f"{definition.name} cannot be measured: {error}")
+    comparison = Comparison(
+        definitions=tuple(definitions),
+        rounds=tuple(bench.rounds),
+        references=tuple(bench.references),
+        libraries=bench.libraries,
+        facts={**_facts(options, load_average, time.monotonic() - bench.started), **bench.notes},
+        failures=tuple(bench.failures),
+        quick=options.quick,
+    )
+    print(make_document(comparison).markdown())
+    if options.out is not None:
+        write(comparison, options.out, bench)
+    return 0 if comparison.passed else 1
+
+
+def write(comparison: Comparison, folder: Path, bench: _Bench) -> None:
+    """REPORT.md, report.html, report.json and, if matplotlib is there, plots/*.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "report.json", record(comparison))
+    try:
+        pictures = draw(comparison, folder)
+    except SetupError as error:
+        bench.show(str(error))
+        pictures = []
+    document = make_document(comparison, pictures)
+    (folder / "REPORT.md").write_text(document.markdown())
+    (folder / "report.html").write_text(document.html(folder))
+    bench.show(f"written to {folder}: REPORT.md, report.html, report.json, {len(pictures)} plots")
+
+
+def measure_round(
+    server: RunningPeer, servers: Sequence[RunningPeer], plan: Plan, condition: str, number: int
+) -> Round:
+    """One load on one server, and what it and the waiting ones used meanwhile."""
+    waiting = [other.pid for other in servers if other is not server and other.pid]
+    idle_before = sum(footprint.measure(pid).cpu_s for pid in waiting)
+    cpu_before = _cpu_s(server)
+    steps_before = _step_time(server)
+    load = run_load(server.address, server.peer.dialect, plan)
+    steps_after = _step_time(server)
+    steps = steps_after.since(steps_before) if steps_before and steps_after else None
+    if steps is not None:
+        load = replace(load, python_share=steps.python_share)
+    return Round(
+        peer=server.peer.name,
+        family=server.peer.family,
+        condition=condition,
+        number=number,
+        load=load,
+        steps=steps,
+        server_cpu_s=_cpu_s(server) - cpu_before,
+        waiting_cpu_s=sum(footprint.measure(pid).cpu_s for pid in waiting) - idle_before,
+    )
+
+
+def measure_tokens_per_word(server: RunningPeer) -> float:
+    """How many tokens of this model a word of ours takes; 1 if the server does not count prompts."""
+    short, long, samples = 16, 80, 4
+    requests = [
+        BenchRequest(words(f"calibration {number}", count), 1)
+        for count in (short, long)
+        for number in range(samples)
+    ]
+    load = run_load(server.address, server.peer.dialect, single_requests("calibration", requests))
+    counts = [each.prompt_tokens for each in load.answered if each.prompt_tokens is not None]
+    if load.errors:
+        raise SetupError(f"{server.peer.name} does not answer: {load.errors[0]}")
+    if len(counts) < len(requests):
+        return 1.0
+    return max(0.25, (sum(counts[samples:]) - sum(counts[:samples])) / (samples * (long - short)))
+
+
+@contextmanager
+def _all_running(peers: Sequence[Peer], logs: Path | None, workload: str) -> Iterator[list[RunningPeer]]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(log_folder(logs))
+        yield [
+            stack.enter_context(running(peer, folder / f"{workload}-{peer.name.replace(' ', '-')}.log"))
+            for peer in peers
+        ]
+
+
+def _rotated(servers: Sequence[RunningPeer], number: int) -> list[RunningPeer]:
+    """Each round begins with another, so that no one always follows the same neighbour."""
+    begin = (number - 1) % len(servers)
+    return [*servers[begin:], *servers[:begin]]
+
+
+def _facts(options: Options, load_average: float, took_s: float) -> dict[str, str]:
+    settings = ServerSettings(threads=options.threads)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cllm": cllm.__version__,
+        "model": options.model.name if options.model else "embedded SmolLM2-135M",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "threads of each server": str(settings.thread_count),
+        "rounds": f"{options.round_count}, interleaved",
+        "load average at the start": f"{load_average:.2f}",
+        "the whole run took": f"{took_s / 60:.1f} minutes",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _cpu_s(server: RunningPeer) -> float:
+    return footprint.measure(server.pid).cpu_s if server.pid else 0.0
+
+
+def _step_time(server: RunningPeer) -> StepTime | None:
+    """cllm's own step counters; None for a server that has none."""
+    if server.peer.name != CLLM:
+        return None
+    with CllmClient(server.address) as client:
+        try:
+            return client.step_time()
+        except BadAnswer:
+            return None

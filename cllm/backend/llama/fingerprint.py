@@ -1,0 +1,87 @@
+"""What a measurement is true for: this CPU, this build of the library, this model, this load."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.library import find
+from cllm.backend.llama.threads import default_threads
+from cllm.build import options as cpu
+from cllm.config import EngineConfig
+
+
+def tune_identity(
+    config: EngineConfig, header: GgufHeader, fixed: Mapping[str, int | bool | str]
+) -> dict[str, str]:
+    """Facts that tell apart what was measured. Where the model's file lies does not matter.
+
+    `fixed` are the settings that were given, so not varied. Raises SetupError.
+    """
+    return {
+        "cpu": f"{cpu_name()} {_digest(' '.join(cpu.features()).encode())}",
+        "cores": str(default_threads()),
+        "library": _library(find()),
+        "model": _model(header),
+        "parallel": str(config.parallel),
+        "ctx_size": str(config.ctx_size),
+        "gpu_layers": str(config.gpu_layers),
+        "fixed": " ".join(f"{name}={value}" for name, value in sorted(fixed.items())),
+    }
+
+
+def state_identity(config: EngineConfig, *, unified: bool) -> str:
+    """Facts that the bytes of a saved sequence depend on. Raises SetupError."""
+    header = GgufHeader(Path(config.model))
+    facts = {
+        "model": _model(header),
+        "weights": _sample(header.path),
+        "library": _library(find()),
+        "keys": config.cache_type_k,
+        "values": config.cache_type_v,
+        "transposed": str(not config.flash_attention),
+        "unified": str(unified),
+    }
+    return "\n".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
+    """Of the whole file, evenly: models that were trained further have the same header, other weights."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(pieces):
+            file.seek(size * number // pieces)
+            digest.update(file.read(piece_bytes))
+    return digest.hexdigest()[:16]
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as the system tells it, else its architecture."""
+    try:
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip().lower() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _library(folder: Path) -> str:
+    """A rebuilt library is another one; a folder that was moved is not."""
+    files = (file for pattern in ("libllama.*", "libggml*") for file in sorted(folder.glob(pattern)))
+    facts = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
+    return _digest("\n".join(facts).encode())
+
+
+def _model(header: GgufHeader) -> str:
+    with header.path.open("rb") as file:
+        return f"{header.file_bytes}:{_digest(file.read(header.header_bytes))}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,313 @@
+"""The real backend: a GGUF on llama.cpp behind the engine's seam."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.backend.base import (
+    Backend,
+    Batch,
+    BatchKind,
+    Drafter,
+    Row,
+    RowResult,
+    StepResult,
+    StepStatus,
+    count_ubatches,
+)
+from cllm.backend.llama import fingerprint as identity
+from cllm.backend.llama.batch_sampler import Chooser
+from cllm.backend.llama.context import LlamaContext, status_of
+from cllm.backend.llama.draft_model import DraftModel, check_cuttable, draft_config
+from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.library import Graveyard, Library, Owned, load
+from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
+from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
+from cllm.backend.llama.threads import default_threads
+from cllm.config import EngineConfig
+from cllm.types import Limits, ModelFacts, SamplingParams
+
+MOST_SAMPLER_THREADS = 8
+_NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+
+def _with_fillers(batch: Batch) -> tuple[Row, ...]:
+    if not batch.fillers:
+        return batch.rows
+    fillers = (Row(sequence_id, 0, (0,), 0, None) for sequence_id in batch.fillers)
+    return tuple(sorted((*batch.rows, *fillers), key=lambda row: row.sequence_id))
+
+
+class LlamaBackend(Backend):
+    """Everything native, owned by the thread that made it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        library: Library | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        library = library or load()
+        self._library = library
+        self._config = config
+        self._api = library.api
+        self._graveyard = Graveyard()
+        self._model = LlamaModel(
+            library,
+            Path(config.model),
+            self._graveyard,
+            extra_buffers=config.extra_buffers,
+            gpu_layers=config.gpu_layers,
+            pooling=config.pooling,
+            progress=progress,
+        )
+        self._embedding: EmbeddingContext | None = None
+        try:
+            self._context = LlamaContext(library, self._model, config, self._graveyard)
+        except BaseException:
+            self._model.close()
+            raise
+        try:
+            self._limits = self._read_limits(config)
+            if not self._context.generates:
+                self.open_embedding()
+        except BaseException:
+            self._context.close()
+            self._model.close()
+            raise
+        self._vocabulary = self._model.vocabulary
+        self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
+        self._facts = self._model.facts(config.chat_template, generates=self._context.generates)
+        self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
+        threads = min(MOST_SAMPLER_THREADS, config.threads or default_threads())
+        self.chooser = Chooser(self._api, self._vocabulary.size, threads)
+        self._dry = DryPrototypes(
+            self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._graveyard
+        )
+        self._warm_up()
+        self._drafts: DraftModel | None = None
+        if config.draft_model and self._context.generates:
+            try:
+                self._drafts = self._open_draft_model()
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_draft_model(self) -> DraftModel:
+        """Raises SetupError where it cannot guess for this model."""
+        check_cuttable(self._facts, "served")
+        config = draft_config(self._config, self._limits.request_tokens)
+        return DraftModel(LlamaBackend(config, library=self._library), self._vocabulary)
+
+    def _warm_up(self) -> None:
+        """A token or two through the model: the first request must not pay for reading the weights."""
+        if self._embedding is not None:
+            self._embedding.forward(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
+            return
+        self._batch.fill((Row(0, 0, (0, 0), 0, None),))
+        self._context.decode(self._batch.struct)
+        self._context.remove(0)
+
+    def _read_limits(self, config: EngineConfig) -> Limits:
+        context = self._context
+        most = min(context.sequence_cells, self._model.context_train)
+        # The layout must not decide who gets a 400: the default is one split stream's share in both.
+        share = min(most, context.request_share)
+        request_tokens = min(config.max_request_tokens or share, most)
+        return Limits(
+            sequences=config.parallel,
+            cells=context.cells,
+            sequence_cells=most,
+            request_tokens=request_tokens,
+            batch_tokens=context.batch_tokens,
+            unified=context.unified,
+            embed=embed_limits(self._model, config, request_tokens, generates=context.generates),
+        )
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        return self._vocabulary
+
+    def forward(self, batch: Batch) -> StepResult:
+        self._graveyard.bury()
+        if batch.kind is BatchKind.EMBED:
+            assert self._embedding is not None, "open_embedding comes first"
+            return self._embedding.forward(batch)
+        rows = _with_fillers(batch)
+        self._batch.fill(rows)
+        started = time.perf_counter()
+        code = self._context.decode(self._batch.struct)
+        for sequence_id in batch.fillers:
+            self._context.remove(sequence_id)
+        decoded = time.perf_counter()
+        status = status_of(code)
+        if status is not StepStatus.DONE:
+            return StepResult(status, code=code, compute_s=decoded - started)
+        results = self._sample(batch.rows)
+        return StepResult(
+            status,
+            results,
+            ubatches=count_ubatches(
+                rows,
+                self._context.ubatch_tokens,
+                # a recurrent memory cuts by sequence in either layout
+                unified=self._context.unified and not self._context.recurrent,
+            ),
+            compute_s=decoded - started,
+            sample_s=time.perf_counter() - decoded,
+        )
+
+    def _sample(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
+        outputs = sum(row.outputs for row in rows)
+        if outputs == 0:
+            return (RowResult(),) * len(rows)
+        return self.chooser.choose(rows, self._context.logits(outputs))
+
+    def interrupt(self, stop: bool) -> None:
+        self._context.abort_switch.set(stop)
+
+    def create_sampler(self, params: SamplingParams) -> LlamaSampler:
+        chain = None
+        if not params.greedy:
+            pointer = build_chain(
+                self._api,
+                params,
+                dry=self._dry,
+                vocabulary_size=self._vocabulary.size,
+                context=self._limits.sequence_cells,
+            )
+            chain = Owned(pointer, self._api.llama_sampler_free, self._graveyard)
+        return LlamaSampler(
+            self._api,
+            params,
+            chain,
+            self._graveyard,
+            self._ends if params.ignore_eos else _NOTHING_EXCLUDED,
+        )
+
+    def next_position(self, sequence_id: int) -> int:
+        return self._context.next_position(sequence_id)
+
+    def truncate(self, sequence_id: int, length: int) -> int:
+        return self._context.truncate(sequence_id, length)
+
+    def copy(self, source: int, target: int, length: int) -> int:
+        return self._context.copy(source, target, length)
+
+    def save(self, sequence_id: int) -> bytes | None:
+        return self._context.save(sequence_id)
+
+    def restore(self, sequence_id: int, state: bytes) -> bool:
+        return self._context.restore(sequence_id, state)
+
+    def memory_bytes(self) -> dict[str, int]:
+        fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
+        return {
+            "model": self._facts.size_bytes,
+            "kv": fit.per_cell * self._limits.cells,
+            "buffers": fit.compute,
+            "embedding_limit": fit.embedding,
+            "grammars_limit": fit.grammars,
+        }
+
+    def state_identity(self) -> str:
+        return identity.state_identity(self._config, unified=self._context.unified)
+
+    def open_embedding(self) -> None:
+        if self._embedding is None:
+            self._embedding = EmbeddingContext(
+                self._library,
+                self._model,
+                self._config,
+                self._limits.embed,
+                self._context.workers,
+                self._graveyard,
+            )
+
+    def reset_embedding(self) -> None:
+        if self._embedding is not None:
+            self._embedding.reset()
+
+    def create_drafter(self) -> Drafter | None:
+        return self._drafts.new_drafter() if self._drafts is not None else None
+
+    def close(self) -> None:
+        if self._drafts is not None:
+            self._drafts.close()
+            self._drafts = None
+        self.chooser.close()
+        self._dry.close()
+        self._graveyard.bury()
+        if self._embedding is not None:
+            self._embedding.close()  # before the context whose workers it borrows
+        self._context.close()
+        self._model.close()
+
+
+class NativeBatch:
+    """A `llama_batch` over arrays that Python owns; holds up to `capacity` tokens of `sequences` ids."""
+
+    def __init__(self, api: Any, capacity: int, sequences: int) -> None:
+        self.capacity = capacity
+        self._token = np.zeros(capacity, np.int32)
+        self._position = np.zeros(capacity, np.int32)
+        self._id_count = np.ones(capacity, np.int32)
+        self._output = np.zeros(capacity, np.int8)
+        # Each token points at its sequence's entry in this table.
+        self._ids = np.arange(sequences, dtype=np.int32)
+        self._base = int(self._ids.ctypes.data)
+        self._id_pointer = np.full(capacity + 1, self._base, np.uintp)
+        self._ramp = np.arange(capacity, dtype=np.int32)
+        self.struct = api.llama_batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=None,
+            pos=self._position.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._id_count.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=ctypes.cast(self._id_pointer.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Lay the rows out one after the other. A batch over the capacity cannot be built: it raises."""
+        count = sum(len(row.tokens) for row in rows)
+        if count > self.capacity:
+            raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
+        ids = [row.sequence_id for row in rows]
+        assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
+        base = self._base
+        if count == len(rows):  # everybody generates: one assignment for all of them
+            self._token[:count] = [row.tokens[0] for row in rows]
+            self._position[:count] = [row.position for row in rows]
+            self._id_pointer[:count] = [base + 4 * sequence_id for sequence_id in ids]
+            self._output[:count] = [row.outputs for row in rows]
+            self.struct.n_tokens = count
+            return
+        begin = 0
+        self._output[:count] = 0
+        for row in rows:
+            end = begin + len(row.tokens)
+            self._token[begin:end] = row.tokens
+            self._position[begin:end] = self._ramp[: end - begin] + row.position
+            self._id_pointer[begin:end] = base + 4 * row.sequence_id
+            self._output[end - row.outputs : end] = 1
+            begin = end
+        self.struct.n_tokens = count

@@ -1,0 +1,273 @@
+"""The build: llama.cpp's source made into a library for this machine, once.
+
+    python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable] [--with-server]
+
+Only what is loaded is built (libllama, and ggml for the CPU), with the flags this CPU and compiler call
+for. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
+Standard library only: this runs before the dependencies are installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cllm.build import options as cpu
+from cllm.build import toolchain
+from cllm.build.options import SERVER_PROGRAMS, Recipe, revision
+from cllm.build.source import BINDINGS_VERSION, cache_directory, fetch_source
+from cllm.build.toolchain import BuildError
+
+__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main"]
+
+_NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
+_BYTES_PER_JOB = 2**30  # what the compiler takes for the largest sources
+
+Log = Callable[[str], None]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line may ask for."""
+
+    force: bool = False
+    compiler: str | None = None
+    portable: bool = False
+    jobs: int | None = None
+    with_server: bool = False
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        return SERVER_PROGRAMS if self.with_server else ()
+
+
+def find_built() -> Path | None:
+    """The folder of the newest finished build that suits this CPU, whichever compiler made it."""
+    found: list[tuple[float, Path]] = []
+    for file in (cache_directory() / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
+        with contextlib.suppress(OSError, ValueError):
+            facts = json.loads(file.read_text(encoding="utf-8"))
+            if facts.items() >= _suitable().items():
+                found.append((file.stat().st_mtime, file.parent))
+    return max(found)[1] if found else None
+
+
+def _build(options: Options, log: Log, progress: Progress) -> Path:
+    """Try one recipe after the other. A finished build of one that comes up is taken as it is."""
+    tools = cache_directory() / "tools"
+    failures: list[str] = []
+    with _lock(log):
+        for recipe in _recipes(options, tools, failures):
+            target = cache_directory() / "native" / recipe.key
+            if _is_finished(target, options):
+                (target / "build.json").touch()  # what was asked for last is what find_built returns
+                return target
+            # Without these no recipe can succeed, so their errors end the search.
+            source, cmake, ninja = fetch_source(log), toolchain.find_cmake(tools), toolchain.find_ninja(tools)
+            log(f"building llama.cpp: {recipe}")
+            started = time.monotonic()
+            try:
+                work = _configure(recipe, source, cmake, ninja, options)
+                _run_ninja(ninja, work, options, progress)
+                _install(work / "bin", target, _facts(recipe, options, time.monotonic() - started))
+                return target
+            except BuildError as error:
+                failures.append(f"{recipe}: {error}")
+                if target.exists():
+                    break  # this recipe has built the library before, so another would not do better
+                log(f"that failed ({recipe})")
+    raise BuildError("llama.cpp could not be built. What was tried:\n" + "\n".join(failures))
+
+
+def _recipes(options: Options, tools: Path, failures: list[str]) -> Iterator[Recipe]:
+    """The preferred one, a plain one, another compiler; each is looked for only when it is its turn."""
+    compiler = toolchain.find_compiler(tools, options.compiler)
+    if not options.portable:
+        yield Recipe(compiler)
+    yield Recipe(compiler, portable=True)
+    if options.compiler is None and not compiler.is_zig:
+        try:
+            zig = toolchain.find_compiler(tools, "zig")
+        except BuildError as error:
+            failures.append(str(error))
+        else:
+            yield Recipe(zig, options.portable)
+
+
+def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: Options) -> Path:
+    """Run CMake and return the build's folder. The last one's objects are kept, for --with-server."""
+    work = cache_directory() / "work" / recipe.key
+    for folder in work.parent.glob("*"):
+        if folder != work or options.force or not _made_here(folder):
+            shutil.rmtree(folder)
+    work.mkdir(parents=True, exist_ok=True)
+    command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    command += ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(work)]
+    command += recipe.cmake_arguments(work, options.with_server)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
+    return work
+
+
+def _made_here(work: Path) -> bool:
+    """False for a folder whose cache was copied or moved from elsewhere: CMake would refuse it."""
+    cache = work / "CMakeCache.txt"
+    return not cache.exists() or f"CMAKE_CACHEFILE_DIR:INTERNAL={work}\n" in cache.read_text(errors="replace")
+
+
+def _run_ninja(ninja: Path, work: Path, options: Options, progress: Progress) -> None:
+    """Build, and report each step. Raises BuildError with the end of what the compiler said."""
+    command = [str(ninja), "-C", str(work), "-j", str(options.jobs or _jobs()), "llama", *options.programs]
+    environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
+    said: list[str] = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            step = _NINJA_STEP.match(line)
+            if step is not None:
+                progress(int(step[1]), int(step[2]), step[3].rpartition("/")[2].removesuffix(".o"))
+            else:
+                said.append(line)
+    if process.returncode != 0:
+        raise BuildError(
+            f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(said))}"
+        )
+
+
+def _install(built: Path, target: Path, facts: dict[str, Any]) -> None:
+    """Copy the result beside `target` and rename, so that a folder that has the name is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as scratch:
+        stage = Path(scratch, "stage")
+        (stage / "bin").mkdir(parents=True)
+        for file in built.iterdir():
+            core = re.match(r"lib(llama|ggml[\w-]*)\.", file.name) is not None
+            if core or file.name.startswith("lib") or file.name in SERVER_PROGRAMS:
+                shutil.copy2(file, (stage if core else stage / "bin") / file.name, follow_symlinks=False)
+        if not list(stage.glob("libllama.*")):
+            raise BuildError(f"Ninja left no libllama in {built}")
+        (stage / "build.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        if target.exists():
+            target.rename(Path(scratch, "old"))
+        stage.rename(target)
+
+
+def _is_finished(target: Path, options: Options) -> bool:
+    files = (target / "build.json", *(target / "bin" / name for name in options.programs))
+    return not options.force and all(file.exists() for file in files)
+
+
+def _suitable() -> dict[str, Any]:
+    """What `build.json` must say of a build that may be loaded here."""
+    return {
+        "version": BINDINGS_VERSION,
+        "machine": cpu.machine(),
+        "cpu_features": list(cpu.features()),
+        "recipe": revision(),
+    }
+
+
+def _facts(recipe: Recipe, options: Options, seconds: float) -> dict[str, Any]:
+    return {
+        **_suitable(),
+        "compiler": recipe.compiler.identity,
+        "flags": list(recipe.flags),
+        "portable": recipe.portable,
+        "with_server": options.with_server,
+        "seconds": round(seconds, 1),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _jobs() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(cpu.usable_cores(), memory // _BYTES_PER_JOB))
+
+
+@contextlib.contextmanager
+def _lock(log: Log) -> Iterator[None]:
+    """One process at a time; the system lets go of the lock when its holder ends, however it ends."""
+    cache_directory().mkdir(parents=True, exist_ok=True)
+    with (cache_directory() / "build.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log("another process is building; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _every_tenth(log: Log) -> Progress:
+    """A line at each tenth of the way."""
+    last = 0
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal last
+        if done * 10 // total != last:  # it falls back when a second attempt begins
+            last = done * 10 // total
+            log(f"{last * 10:3d} %  {done}/{total}  {what}")
+
+    return report
+
+
+def _one_line(done: int, total: int, what: str) -> None:
+    """A line that is written over, for terminals."""
+    width = shutil.get_terminal_size().columns - 1
+    text = f"{done * 100 // total:3d} %  {done}/{total}  {what}"
+    sys.stderr.write(f"\r\x1b[K{text[:width]}" + ("\r\x1b[K" if done == total else ""))
+    sys.stderr.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: progress on stderr, the folder on stdout."""
+    parser = argparse.ArgumentParser(prog="python -m cllm.build.build", description=__doc__.splitlines()[0])
+    parser.add_argument("--force", action="store_true", help="build even if it is there")
+    parser.add_argument("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
+    parser.add_argument("--portable", action="store_true", help="plain flags that any compiler takes")
+    parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
+    parser.add_argument(
+        "--with-server", action="store_true", help="also llama-server and llama-bench, into bin/"
+    )
+    parser.add_argument("--fetch", action="store_true", help="only unpack the source; prints its folder")
+    chosen = vars(parser.parse_args(arguments))
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        if chosen.pop("fetch"):
+            with _lock(log):
+                print(fetch_source(log))
+            return 0
+        options = Options(**chosen)
+        default = options == Options(jobs=options.jobs)
+        progress = _one_line if sys.stderr.isatty() else _every_tenth(log)
+        print((find_built() if default else None) or _build(options, log, progress))
+    except BuildError as error:
+        log(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        log("stopped; the next build goes on from here")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The recipe: compiler, flags and CMake options of one build of llama.cpp.
+
+Standard library only: this runs before the dependencies are installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from cllm.build import options as cpu
+from cllm.build.source import BINDINGS_VERSION
+from cllm.build.toolchain import Compiler
+
+# libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
+# low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
+_COLD = "-O1"
+_HOT = "-O3"
+_HOT_SOURCES = (
+    *("llama-batch", "llama-context", "llama-graph", "llama-kv-cache", "llama-kv-cache-iswa"),
+    *("llama-memory-hybrid", "llama-memory-recurrent", "llama-sampler", "llama-vocab", "unicode"),
+)
+
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DCMAKE_BUILD_WITH_INSTALL_RPATH=ON",  # the files leave the build folder
+    "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",  # one file per library, no links
+    "-DGGML_OPENMP=OFF",  # cllm brings ggml's own thread pools, which bear a busy neighbour
+    *(f"-DLLAMA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "APP", "UI")),
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_ALL_WARNINGS=OFF",
+)
+SERVER_PROGRAMS = ("llama-server", "llama-bench")
+
+# ggml's switches for a CPU that is not this one, and what /proc/cpuinfo calls them.
+_INSTRUCTION_SETS = {
+    "SSE42": "sse4_2",
+    "AVX": "avx",
+    "AVX2": "avx2",
+    "BMI2": "bmi2",
+    "FMA": "fma",
+    "F16C": "f16c",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to build: a compiler, with flags for this very CPU or with none."""
+
+    compiler: Compiler
+    portable: bool = False
+
+    @cached_property
+    def flags(self) -> tuple[str, ...]:
+        """For C and C++ alike. Asks the compiler."""
+        return self.compiler.portable_flags() if self.portable else self.compiler.native_flags()
+
+    @property
+    def key(self) -> str:
+        """The name of the build's folder: equal recipes on equal CPUs have equal keys."""
+        facts = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
+        return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(facts)}"
+
+    def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
+        """All of CMake's arguments but the folders. Writes a file that CMake reads into `work`."""
+        arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_optimisation_file(work)}"]
+        origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
+        arguments.append(f"-DCMAKE_INSTALL_RPATH={origin};{origin}/..")
+        for language, command in (("C", self.compiler.c), ("CXX", self.compiler.cxx)):
+            arguments.append(f"-DCMAKE_{language}_COMPILER={';'.join(command)}")
+            arguments.append(f"-DCMAKE_{language}_FLAGS={' '.join(self.flags)}")
+        for part in ("COMMON", "TOOLS", "SERVER"):
+            arguments.append(f"-DLLAMA_BUILD_{part}={_switch(with_server)}")
+        arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
+        if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
+            for option, name in _INSTRUCTION_SETS.items():
+                arguments.append(f"-DGGML_{option}={_switch(name in cpu.features())}")
+        return arguments
+
+    def __str__(self) -> str:
+        kind = "plain" if self.portable else "for this CPU"
+        return " ".join((f"{self.compiler.identity}, {kind}", *self.flags))
+
+
+def revision() -> str:
+    """Changes whenever this file would build something else, so that an older build is not taken for it."""
+    return _digest([*CMAKE_OPTIONS, _COLD, _HOT, *_HOT_SOURCES])
+
+
+def _optimisation_file(work: Path) -> Path:
+    """A CMake file that sets the levels; deferred to the end, when the target exists."""
+    sources = " ".join(f"${{CMAKE_SOURCE_DIR}}/src/{name}.cpp" for name in _HOT_SOURCES)
+    later = "cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL"
+    file = work / "optimisation.cmake"
+    file.write_text(
+        f"{later} target_compile_options llama PRIVATE {_COLD})\n"
+        f"{later} set_source_files_properties {sources} TARGET_DIRECTORY llama"
+        f" PROPERTIES COMPILE_OPTIONS {_HOT})\n",
+        encoding="utf-8",
+    )
+    return file
+
+
+def _digest(words: list[str]) -> str:
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def _switch(value: bool) -> str:
+    return "ON" if value else "OFF"
+
+
+# What a compiler may emit on its own or ggml asks for by name. The rest of /proc/cpuinfo (mitigations,
+# virtualisation, power) comes and goes with kernel and microcode, and must not cause a new build.
+_X86_INSTRUCTION_SETS = (
+    *("sse", "ssse", "pni", "avx", "amx", "apx", "fma", "f16c", "bmi", "abm", "popcnt", "movbe"),
+    *("aes", "vaes", "pclmul", "vpclmul", "gfni", "sha", "adx", "cx16", "lahf", "xop", "tbm", "3dnow"),
+)
+
+
+def machine() -> str:
+    """Operating system and architecture, such as `linux-x86_64`."""
+    return f"{sys.platform}-{platform.machine().lower()}"
+
+
+def features() -> tuple[str, ...]:
+    """The instruction sets of this CPU, sorted, as its system names them; empty where it does not say."""
+    names = _sysctl_features() if sys.platform == "darwin" else _cpuinfo_features()
+    if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686"):
+        names = {name for name in names if name.startswith(_X86_INSTRUCTION_SETS)}
+    return tuple(sorted(names))
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpuinfo_features() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() in ("flags", "features", "isa"):
+            return set(value.lower().split())
+    return set()
+
+
+def _sysctl_features() -> set[str]:
+    listing = subprocess.run(["sysctl", "machdep.cpu", "hw.optional"], capture_output=True, text=True).stdout
+    found: set[str] = set()
+    for line in listing.splitlines():
+        name, _, value = line.partition(":")
+        if name.startswith("machdep.cpu.") and name.endswith("features"):
+            found.update(value.lower().replace(".", "_").split())
+        elif name.startswith("hw.optional.arm") and value.strip() == "1":
+            found.add(name.rpartition(".")[2].lower())
+    return found

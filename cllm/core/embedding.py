@@ -1,0 +1,259 @@
+"""Inputs on their way to becoming vectors: who is in the next EMBED batch, and what follows from its result.
+
+The scheduler's sibling: the loop gives them turns. Nothing here holds a lease or a cell of generation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, StepResult, StepStatus
+from cllm.core.prefill_budget import StepBudget
+from cllm.errors import BadBatch, CllmError, EngineError, IntegrityError, InvalidRequest
+from cllm.types import Delta, Failure, FinishReason, ModelFacts, Request, Usage
+
+log = logging.getLogger(__name__)
+
+
+def refuse_impossible(request: Request, facts: ModelFacts) -> None:
+    """Raise InvalidRequest when this model cannot do what is asked."""
+    if not request.embed and not facts.generates:
+        raise InvalidRequest(
+            f"{facts.name} is an embedding model ({facts.architecture}) and generates no text: "
+            "use /v1/embeddings, or /v1/rerank where it is a reranker",
+            field="model",
+        )
+
+
+class Call:
+    """One request for vectors: its inputs, those still to do, and what they have become."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.todo = deque(range(len(request.embed)))
+        self.vectors: dict[int, bytes] = {}
+        self.decoded_tokens = self.steps = self.ubatches = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    def size(self, index: int) -> int:
+        return len(self.request.embed[index])
+
+    @property
+    def complete(self) -> bool:
+        return len(self.vectors) == len(self.request.embed)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.request.input_tokens,
+            completion_tokens=0,
+            decoded_tokens=self.decoded_tokens,
+            steps=self.steps,
+            ubatches=self.ubatches,
+        )
+
+
+class Long:
+    """The one input that is computed over several steps."""
+
+    def __init__(self, call: Call, index: int) -> None:
+        self.call = call
+        self.index = index
+        self.computed = 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.call.request.embed[self.index]
+
+
+class EmbedQueue:
+    """Owns every call for vectors from arrival to its one terminal delta. Runs on the owner thread.
+
+    A batch takes one input of each call in turn, so that a short call does not wait for a long one.
+    """
+
+    def __init__(self, backend: Backend, budget: StepBudget, generating: Callable[[], int]) -> None:
+        self.backend = backend
+        self.budget = budget
+        self._generating = generating  # how many wait for their next token meanwhile
+        self._limits = backend.limits.embed
+        self._calls: dict[str, Call] = {}  # whose turn it is first
+        self._planned: dict[int, tuple[Call, int]] = {}  # of the last batch: row id -> whose input
+        self._long: Long | None = None
+        self._deltas: list[Delta] = []
+
+    # What comes in ---------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Accept a call. It gets exactly one terminal delta, whatever happens."""
+        assert request.id not in self._calls, f"request {request.id} is here already"
+        call = self._calls[request.id] = Call(request)
+        try:
+            refuse_impossible(request, self.backend.facts)
+            self.backend.open_embedding()
+        except CllmError as error:
+            self._fail(call, error)
+        except Exception as error:
+            log.error("embedding could not be opened", exc_info=error)
+            self._fail(call, EngineError(f"embedding could not be opened: {type(error).__name__}"))
+
+    def cancel(self, request_id: str) -> None:
+        """End a call now; one that is unknown or has ended is left alone."""
+        if (call := self._calls.get(request_id)) is not None:
+            self._finish(call, FinishReason.CANCELLED)
+
+    def fail_all(self, error: CllmError) -> None:
+        """The engine ends: everybody still here gets the error as their terminal delta."""
+        for call in list(self._calls.values()):
+            self._fail(call, error)
+
+    # The step --------------------------------------------------------------------------------------
+
+    def plan(self) -> Batch | None:
+        """The next batch, or None when there is nothing to compute."""
+        self._planned = {}
+        if not self._calls:
+            return None
+        # Those who generate have no token in this batch: what counts is only whether somebody waits for it.
+        room = max(1, self.budget.prefill_tokens(int(self._generating() > 0)))
+        if self._long is None:
+            picked = self._pick(room)
+            call, index = picked[0]
+            if self._limits.chunked and call.size(index) > room:
+                self._long = Long(call, index)
+        if self._long is not None:
+            return self._chunk(self._long, room)
+        self._planned = dict(enumerate(picked))
+        rows = (
+            Row(row, 0, call.request.embed[index], 1, None) for row, (call, index) in self._planned.items()
+        )
+        return Batch(tuple(rows), BatchKind.EMBED)
+
+    def _pick(self, room: int) -> list[tuple[Call, int]]:
+        """Inputs that fit together, at least one; they are no longer to do."""
+        picked: list[tuple[Call, int]] = []
+        taken = 0
+        found = True
+        while found:
+            found = False
+            for call in self._calls.values():
+                if not call.todo or len(picked) == self._limits.rows:
+                    continue
+                size = call.size(call.todo[0])
+                if not picked or taken + size <= room:
+                    picked.append((call, call.todo.popleft()))
+                    taken += size
+                    found = True
+        first = next(iter(self._calls))
+        self._calls[first] = self._calls.pop(first)  # next time somebody else chooses first
+        return picked
+
+    def _chunk(self, long: Long, room: int) -> Batch:
+        self._planned = {0: (long.call, long.index)}
+        end = min(long.computed + room, len(long.tokens))
+        tokens = long.tokens[long.computed : end]
+        row = Row(0, long.computed, tokens, int(end == len(long.tokens)), None)
+        return Batch((row,), BatchKind.EMBED)
+
+    def apply(self, batch: Batch, result: StepResult) -> None:
+        """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
+        match result.status:
+            case StepStatus.DONE:
+                self.budget.observe(batch, result)
+                for row, outcome in zip(batch.rows, result.rows, strict=True):
+                    self._advance(row, outcome, result.ubatches)
+            case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:
+                # The loop has bisected: what is left is the culprit.
+                for call, _ in self._inputs(batch):
+                    self._fail(call, BadBatch(f"llama.cpp refused this input's tokens (code {result.code})"))
+            case StepStatus.ABORTED | StepStatus.FAILED:
+                self._put_back(batch)
+
+    def still_to_do(self, batch: Batch) -> Batch:
+        """The rows of a planned batch whose calls have not ended meanwhile."""
+        rows = (row for row in batch.rows if self._planned[row.sequence_id][0].id in self._calls)
+        return Batch(tuple(rows), batch.kind)
+
+    def request_of(self, sequence_id: int) -> str | None:
+        """Nobody's: a row is one of many inputs of a call, and not worth stopping the others for."""
+        return None
+
+    def take_deltas(self) -> list[Delta]:
+        """What happened since the last call, in order."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _inputs(self, batch: Batch) -> list[tuple[Call, int]]:
+        """Whose inputs a batch holds, less those of calls that an earlier row has ended."""
+        planned = (self._planned[row.sequence_id] for row in batch.rows)
+        return [(call, index) for call, index in planned if call.id in self._calls]
+
+    def _advance(self, row: Row, outcome: RowResult, ubatches: int) -> None:
+        call, index = self._planned[row.sequence_id]
+        if call.id not in self._calls:
+            return
+        call.decoded_tokens += len(row.tokens)
+        call.steps += 1
+        call.ubatches += ubatches
+        if outcome.error is not None:
+            self._fail(call, EngineError(f"input {index}: {outcome.error}"))
+        elif not row.outputs:
+            assert self._long is not None
+            self._long.computed += len(row.tokens)
+        else:
+            self._long = None
+            call.vectors[index] = outcome.vector
+            if call.complete:
+                self._finish(call, FinishReason.STOP)
+
+    def _put_back(self, batch: Batch) -> None:
+        """A step that failed: its inputs are to do again, from their beginning (the memory is empty)."""
+        self._forget_long()
+        for call, index in reversed(self._inputs(batch)):
+            call.todo.appendleft(index)
+
+    # What can be seen ------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._calls
+
+    @property
+    def count(self) -> int:
+        return len(self._calls)
+
+    def check_idle(self) -> None:
+        """Law 7: idle means zero."""
+        assert self.idle
+        if self._long is not None:
+            raise IntegrityError("idle, but an input is still half computed")
+
+    # Leaving ---------------------------------------------------------------------------------------
+
+    def _fail(self, call: Call, error: CllmError) -> None:
+        self._finish(call, FinishReason.ERROR, Failure(error.code, error.message))
+
+    def _finish(self, call: Call, reason: FinishReason, error: Failure | None = None) -> None:
+        """Law 4: the one way out."""
+        del self._calls[call.id]
+        if self._long is not None and self._long.call is call:
+            self._forget_long()
+        done = reason is FinishReason.STOP
+        vectors = tuple(call.vectors[index] for index in range(len(call.vectors))) if done else ()
+        self._deltas.append(
+            Delta(request_id=call.id, finish_reason=reason, error=error, usage=call.usage(), vectors=vectors)
+        )
+
+    def _forget_long(self) -> None:
+        """Whatever was computed of a long input is dropped."""
+        if self._long is None:
+            return
+        self._long = None
+        try:
+            self.backend.reset_embedding()
+        except Exception:
+            log.exception("the memory of embeddings could not be cleared")

@@ -1,0 +1,345 @@
+"""Computed prefixes in a file: what a server knew can be put back after a restart.
+
+    magic · version · identity of model, library and KV layout · number of entries · checksum
+    for each entry: lengths · tenant · tokens · state · checksum
+
+Every checksum continues the one before it, so that nothing can be cut out, swapped or added. The first entry
+is the one used last. All of this is work in slices: each generator here yields after a few mebibytes, with
+True where it only waits for the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import struct
+import sys
+import threading
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from cllm.backend.base import Backend
+from cllm.core.kv_cache.host_cache import Entry, RamTier
+from cllm.errors import (
+    CllmError,
+    EngineError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    StateFileError,
+    StorageFailed,
+)
+from cllm.types import Failure
+from cllm.workers.messages import Report, RestorePrefixes, SavePrefixes, StateFileDone
+
+SLICE_BYTES = 4 << 20  # about ten milliseconds of hashing and copying
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+SUFFIX = ".prefixes"
+_MAGIC = b"cllmpfx\n"
+_VERSION = 1
+_DIGEST = 32
+_HEAD = struct.Struct(f"<8sI{_DIGEST}sI")  # magic, version, identity, entries
+_ENTRY = struct.Struct("<HIQ")  # bytes of the tenant's name, tokens, bytes of the state
+_TOKEN_BYTES = 4
+
+
+class Moved(NamedTuple):
+    """What was written, or put back."""
+
+    entries: int = 0
+    tokens: int = 0
+    size: int = 0
+    skipped: int = 0  # of a file: known already, or no room
+
+    def plus(self, entry: Entry) -> Moved:
+        return self._replace(
+            entries=self.entries + 1, tokens=self.tokens + len(entry.tokens), size=self.size + entry.size
+        )
+
+
+Work = Generator[bool, None, Moved]
+
+
+def path_of(folder: str, name: str) -> Path:
+    """Where a file of this name lies. Raises Forbidden without a folder, InvalidRequest for a path."""
+    if not folder:
+        raise Forbidden("no state files are kept: start the server with --state-dir FOLDER")
+    if not NAME.fullmatch(name):
+        raise InvalidRequest("name: up to 64 letters, digits, '-' and '_', not a path", "name")
+    return Path(folder) / (name + SUFFIX)
+
+
+def _digest(*parts: bytes) -> bytes:
+    found = hashlib.blake2b(digest_size=_DIGEST)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+# Saving --------------------------------------------------------------------------------------------
+
+
+def save(tier: RamTier, path: Path, identity: str) -> Work:
+    """Write everything the tier holds, atomically: the old file stays until the new one is on the disk.
+
+    Raises StorageFailed; then nothing is left of the new one.
+    """
+    # Weakly: what is pushed out of RAM meanwhile must not be kept there by us.
+    entries = [weakref.ref(entry) for entry in reversed(tuple(tier.entries))]
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # 0600: it tells what users asked.
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            moved = yield from _write(file, entries, identity)
+            yield from _in_thread(file)
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageFailed(f"the state file could not be written: {_reason(error)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return moved
+
+
+def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], identity: str) -> Work:
+    """The entries, then the head that counts them; the chain of checksums begins with the identity."""
+    who = _digest(identity.encode())
+    file.write(bytes(_HEAD.size + _DIGEST))
+    moved, last = Moved(), who
+    for reference in entries:
+        entry = reference()
+        if entry is None:
+            continue
+        tenant, tokens = entry.tenant.encode(), _little_endian(entry.tokens).tobytes()
+        checksum = hashlib.blake2b(last, digest_size=_DIGEST)
+        for piece in (_ENTRY.pack(len(tenant), len(entry.tokens), len(entry.state)), tenant, tokens):
+            checksum.update(piece)
+            file.write(piece)
+        state = memoryview(entry.state)
+        for start in range(0, len(state), SLICE_BYTES):
+            checksum.update(state[start : start + SLICE_BYTES])
+            file.write(state[start : start + SLICE_BYTES])
+            yield False
+        last = checksum.digest()
+        file.write(last)
+        moved = moved.plus(entry)
+        del entry, state
+    head = _HEAD.pack(_MAGIC, _VERSION, who, moved.entries)
+    file.seek(0)
+    file.write(head + _digest(head))
+    return moved
+
+
+def _in_thread(file: BinaryIO) -> Generator[bool, None, None]:
+    """Flush to the disk, which may take seconds, without holding up a step."""
+    file.flush()
+    failed: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            os.fsync(file.fileno())
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=sync, name="state-file-sync", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        yield True
+    if failed:
+        raise failed[0]
+
+
+# Restoring -----------------------------------------------------------------------------------------
+
+
+def restore(tier: RamTier, path: Path, identity: str) -> Work:
+    """Put a file's entries behind what the tier holds, as far as there is room; nobody has to go for them.
+
+    The whole file is checked before the first of them. Raises StateFileError, NotFound or StorageFailed:
+    then nothing has changed.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            reader = _Reader(file, identity)
+            for _ in range(reader.entries):
+                yield from reader.check()
+            reader.expect_end()
+            reader.rewind()
+            moved = Moved()
+            for _ in range(reader.entries):
+                # Checked once more: whoever writes into a file that is read must not get past the check.
+                entry = yield from reader.read(most=tier.cache_room)
+                if entry is not None and tier.put_last(entry):
+                    moved = moved.plus(entry)
+                else:
+                    moved = moved._replace(skipped=moved.skipped + 1)
+    except FileNotFoundError:
+        raise NotFound("there is no state file of this name") from None
+    except OSError as error:
+        raise StorageFailed(f"the state file could not be read: {_reason(error)}") from None
+    return moved
+
+
+class _Reader:
+    """A state file, entry by entry. Believes no length before it has seen that the file is that long."""
+
+    def __init__(self, file: BinaryIO, identity: str) -> None:
+        self._file = file
+        self._left = os.fstat(file.fileno()).st_size
+        head = self._take(_HEAD.size)
+        magic, version, self._who, self.entries = _HEAD.unpack(head)
+        if magic != _MAGIC:
+            raise StateFileError("this is not a state file of cllm")
+        if version != _VERSION:
+            raise StateFileError(f"the state file is of version {version}; this cllm reads {_VERSION}")
+        if self._take(_DIGEST) != _digest(head):
+            raise StateFileError("the state file is corrupt: its head does not match its checksum")
+        if self._who != _digest(identity.encode()):
+            raise StateFileError("the state file is of another model, library or KV layout than this one")
+        if self.entries * (_ENTRY.size + _DIGEST) > self._left:
+            raise StateFileError(f"the state file is truncated: it is too short for {self.entries} entries")
+        self._body = self._left
+        self._last = self._who
+
+    def rewind(self) -> None:
+        self._file.seek(_HEAD.size + _DIGEST)
+        self._left, self._last = self._body, self._who
+
+    def expect_end(self) -> None:
+        if self._left:
+            raise StateFileError(f"the state file is corrupt: {self._left} bytes follow its last entry")
+
+    def check(self) -> Generator[bool, None, None]:
+        """Go past the next entry, comparing its checksum; keeps a slice of it at a time."""
+        yield from self._next(keep=False)
+
+    def read(self, most: int) -> Generator[bool, None, Entry | None]:
+        """The next entry; None if it would take more than `most` bytes."""
+        return (yield from self._next(keep=True, most=most))
+
+    def _next(self, *, keep: bool, most: int = 0) -> Generator[bool, None, Entry | None]:
+        lengths = self._take(_ENTRY.size)
+        name_bytes, token_count, state_bytes = _ENTRY.unpack(lengths)
+        if name_bytes + token_count * _TOKEN_BYTES + state_bytes + _DIGEST > self._left:
+            raise StateFileError("the state file is truncated, or corrupt: an entry is longer than the file")
+        if not token_count or not state_bytes:
+            raise StateFileError("the state file is corrupt: an entry is empty")
+        checksum = hashlib.blake2b(self._last + lengths, digest_size=_DIGEST)
+        keep = keep and state_bytes + token_count * _TOKEN_BYTES <= most
+        name = self._take(name_bytes)
+        tokens = self._take(token_count * _TOKEN_BYTES)
+        checksum.update(name + tokens)
+        state = bytearray()
+        for start in range(0, state_bytes, SLICE_BYTES):
+            piece = self._take(min(SLICE_BYTES, state_bytes - start))
+            checksum.update(piece)
+            if keep:
+                state += piece
+            yield False
+        self._last = checksum.digest()
+        if self._take(_DIGEST) != self._last:
+            raise StateFileError("the state file is corrupt: an entry does not match its checksum")
+        try:
+            tenant = name.decode()
+        except UnicodeDecodeError:
+            raise StateFileError("the state file is corrupt: a tenant's name is not text") from None
+        return Entry(tenant, _little_endian(array("i", tokens)), bytes(state)) if keep else None
+
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count)
+        if len(data) != count:
+            raise StateFileError("the state file is truncated")
+        self._left -= count
+        return data
+
+
+def _little_endian(tokens: array[int]) -> array[int]:
+    """To or from the file's order of bytes."""
+    if sys.byteorder == "big":
+        tokens = array("i", tokens)
+        tokens.byteswap()
+    return tokens
+
+
+def _reason(error: OSError) -> str:
+    """In words, without the path."""
+    return os.strerror(error.errno).lower() if error.errno else type(error).__name__
+
+
+log = logging.getLogger(__name__)
+MOST_WAITING = 8
+
+
+class _Job(NamedTuple):
+    ticket: int
+    what: str
+    work: Work
+
+
+class StateWork:
+    """Does one job at a time, in the order they came; each ends with exactly one report."""
+
+    def __init__(self, backend: Backend, tier: RamTier, folder: str, emit: Callable[[Report], None]) -> None:
+        self._backend = backend
+        self._tier = tier
+        self._folder = folder
+        self._emit = emit
+        self._jobs: deque[_Job] = deque()
+        self._identity = ""  # found when it is first needed: that reads from the model's file
+        self.waits = False  # for the disk: nothing to do at once
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
+
+    def add(self, command: SavePrefixes | RestorePrefixes) -> None:
+        """Begin a job, or report at once why not."""
+        try:
+            path = path_of(self._folder, command.name)
+            if len(self._jobs) >= MOST_WAITING:
+                raise EngineError(f"{MOST_WAITING} state files are being written or read already")
+            self._identity = self._identity or self._backend.state_identity()
+            saving = isinstance(command, SavePrefixes)
+            work = (save if saving else restore)(self._tier, path, self._identity)
+            self._jobs.append(_Job(command.ticket, f"{'save' if saving else 'restore'} {command.name}", work))
+        except Exception as error:
+            self._fail(command.ticket, error)
+
+    def slice(self) -> None:
+        """Go on with the job at hand, a few milliseconds of it."""
+        if not self._jobs:
+            return
+        job = self._jobs[0]
+        try:
+            self.waits = next(job.work)
+            return
+        except StopIteration as end:
+            moved = end.value
+            log.info("%s: %d entries, %d tokens", job.what, moved.entries, moved.tokens)
+            self._emit(StateFileDone(job.ticket, moved.entries, moved.tokens, moved.size, moved.skipped))
+        except Exception as error:
+            log.warning("%s failed: %s", job.what, error)
+            self._fail(job.ticket, error)
+        self.waits = False
+        self._jobs.popleft()
+
+    def _fail(self, ticket: int, error: Exception) -> None:
+        if not isinstance(error, CllmError):
+            log.exception("a state file failed", exc_info=error)
+            error = EngineError("the state file could not be dealt with; the log has the details")
+        self._emit(StateFileDone(ticket, failure=Failure(error.code, error.message)))
+
+    def close(self) -> None:
+        """Give up what is left; half-written files are removed."""
+        for job in self._jobs:
+            job.work.close()
+        self._jobs.clear()

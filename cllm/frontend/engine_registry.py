@@ -1,0 +1,141 @@
+"""The engine that serves now, and those that only finish what they have begun: a model is changed under load.
+
+A request is answered from its beginning to its end by the engine that served when it came in: its tokens are
+those of that engine's vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, cast
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.request_queue import Ticket
+from cllm.frontend.tenants import TenantLimits
+
+log = logging.getLogger(__name__)
+Load = Callable[[str], Engine]  # the model's name or "" → an engine that was not started; raises CllmError
+GRACE_S = 2.0  # for requests that came in before the change and are still being tokenised
+LOOK_S = 0.1
+
+
+class EngineSwitch:
+    """Used like an engine: everything that is not here is asked of the one that serves this request."""
+
+    def __init__(self, engine: Engine, load: Load | None = None) -> None:
+        self._current = engine
+        self._engines = [engine]  # those that have processes
+        self._load = load
+        self._pinned: ContextVar[Engine] = ContextVar("engine of this request")
+        self._tenants: Mapping[str, TenantLimits] = {}
+        self._reloading = False
+        self._closing = False
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    def as_engine(self) -> Engine:
+        """For whoever takes an engine."""
+        return cast(Engine, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pinned.get(self._current), name)
+
+    # What concerns all of them ---------------------------------------------------------------------
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        return tuple(ticket for engine in self._engines for ticket in engine.tickets)
+
+    def cancel(self, request_id: str) -> None:
+        for engine in tuple(self._engines):
+            engine.cancel(request_id)
+
+    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
+        self._tenants = limits
+        for engine in tuple(self._engines):
+            engine.set_tenants(limits)
+
+    def drain(self) -> None:
+        self._closing = True
+        for engine in tuple(self._engines):
+            engine.drain()
+
+    def end_all(self) -> None:
+        for engine in tuple(self._engines):
+            engine.end_all()
+
+    def stop(self) -> None:
+        self._closing = True
+        for engine in tuple(self._engines):
+            engine.stop()
+
+    # The change ------------------------------------------------------------------------------------
+
+    async def reload(self, model: str) -> Engine:
+        """Load an engine and let it take over; returns it. Raises CllmError: then nothing has changed."""
+        if self._load is None:
+            raise Forbidden("the model of this server cannot be changed")
+        if self._reloading:
+            raise ReloadFailed("another model is being loaded already; try again when it serves")
+        self._reloading = True
+        try:
+            new = await self._loaded(await asyncio.to_thread(self._load, model))
+        finally:
+            self._reloading = False
+        old, self._current = self._current, new
+        old.metrics.take_over(new.metrics)
+        new.metrics = old.metrics  # one account for clients, whoever computes
+        task = asyncio.create_task(self._retire(old))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+        log.info("a new engine serves; the old one has %d requests to finish", len(old.tickets))
+        return new
+
+    async def _loaded(self, new: Engine) -> Engine:
+        """Start it and wait until it is ready; nothing is left of one that fails."""
+        new.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        new.set_tenants(self._tenants)
+        self._engines.append(new)
+        try:
+            if self._closing:
+                raise ShuttingDown("the server is shutting down")
+            new.start()
+            await asyncio.wrap_future(new.loaded)
+            if self._closing:
+                raise ShuttingDown("the server is shutting down")
+        except BaseException as error:
+            await asyncio.to_thread(new.stop)
+            self._engines.remove(new)
+            if isinstance(error, CllmError) and not isinstance(error, ShuttingDown):
+                raise ReloadFailed(f"the model could not be loaded: {error}") from None
+            raise
+        return new
+
+    async def _retire(self, old: Engine) -> None:
+        """End an engine when its last request has ended."""
+        await asyncio.sleep(GRACE_S)
+        while old.tickets:
+            await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(old.stop)
+        self._engines.remove(old)
+        log.info("the old engine has ended")
+
+
+class PinEngine:
+    """Every request stays with the engine that serves when it comes in."""
+
+    def __init__(self, app: ASGIApp, switch: EngineSwitch) -> None:
+        self._app = app
+        self._switch = switch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        token = self._switch._pinned.set(self._switch._current)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._switch._pinned.reset(token)

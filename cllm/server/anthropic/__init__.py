@@ -1,1 +1,0 @@
-"""Anthropic's words for what the server does."""

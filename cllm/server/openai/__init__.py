@@ -1,1 +1,0 @@
-"""OpenAI's shapes: what its clients send and what they expect back."""

@@ -1,0 +1,224 @@
+"""The body of `/v1/completions`, and what it shares with that of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
+
+from cllm.server.protocol.base import Body, ConstrainedBody, NullableBody, StopText, Text, TokenIds
+from cllm.types import Delta, TokenLogprob, Usage
+
+MOST_CHOICES = 64
+MOST_PROMPTS = 256
+
+Name = Annotated[str, Field(max_length=256)]
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the answer."""
+
+    include_usage: bool = Field(False, description="A last chunk with the usage")
+
+
+class SchemaFormat(Body):
+    """A JSON schema with a name."""
+
+    name: Name = Field("answer", description="Ignored: for the client's own order")
+    schema_: dict[str, Any] = Field(
+        alias="schema",
+        description="What the answer validates against",
+        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
+    )
+    strict: bool | None = Field(None, description="Ignored: it always is", examples=[True])
+
+
+class ResponseFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="`text`: anything; `json_object`: some JSON object; `json_schema`: what the schema says"
+    )
+    json_schema: SchemaFormat | None = Field(
+        None,
+        description="For the type `json_schema`, and needed there",
+        examples=[{"name": "answer", "schema": {"type": "object"}}],
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+        return self
+
+
+class OpenAIFields(NullableBody, ConstrainedBody):
+    """What `/v1/responses` shares with them, too."""
+
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
+        None, description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        description="Above 1 discourages repeats (also `repeat_penalty`); 1: off",
+    )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class OpenAIBody(OpenAIFields):
+    """What both routes share."""
+
+    form = "response_format"
+
+    n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
+    )
+    stream: bool = Field(False, description="Answer as server-sent events, `data: [DONE]` at the end")
+    stream_options: StreamOptions | None = Field(
+        None, description="What a stream tells besides the answer", examples=[{"include_usage": True}]
+    )
+
+    def form_schema(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(OpenAIBody):
+    """`POST /v1/completions`."""
+
+    meant_nulls: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
+
+    prompt: (
+        Text
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+    ) = Field(description="Text, texts, tokens, or lists of tokens", examples=["Once upon a time", [1, 2, 3]])
+    suffix: Text | None = Field(
+        None,
+        description="What comes after the answer; for models with fill-in-the-middle tokens",
+        examples=[" The end."],
+    )
+    max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
+    best_of: int | None = Field(
+        None, ge=1, le=MOST_CHOICES, description="Generate this many, answer the best n", examples=[4]
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Log-probabilities of this many likeliest tokens", examples=[2]
+    )
+    echo: bool = Field(False, description="Put the prompt before the answer")
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of must be at least n ({self.n})")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise ValueError("best_of above n cannot be streamed: the best is known at the end")
+        if (self.best_of or self.n) * len(self.prompts) > MOST_PROMPTS:
+            raise ValueError(f"n (or best_of) times prompts must be at most {MOST_PROMPTS}")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Always several: texts, or lists of tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+def usage(usages: Sequence[Usage | None], prompt_tokens: int) -> dict[str, Any]:
+    """Of all choices together; a prompt counts once however many answers it got."""
+    ended = [one for one in usages if one is not None]
+    generated = sum(one.completion_tokens for one in ended)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": _cached(ended)},
+    }
+
+
+def _cached(ended: Sequence[Usage]) -> int:
+    return min((one.cached_tokens for one in ended), default=0)
+
+
+def text_of(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")
+
+
+def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+    """The legacy shape: parallel lists."""
+    tokens = [text_of(entry.pieces[0]) for entry in entries]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [
+            {text_of(piece): logprob for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
+    """The chat shape: one object a token."""
+
+    def one(piece: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": text_of(piece), "logprob": logprob, "bytes": list(piece)}
+
+    return {
+        "content": [
+            {
+                **one(entry.pieces[0], entry.logprob),
+                "top_logprobs": [
+                    one(piece, logprob)
+                    for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
+                ][:count],
+            }
+            for entry in entries
+        ]
+    }
+
+
+def joined_logprobs(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+    return [entry for delta in deltas for entry in delta.logprobs]
+
+
+def joined_text(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def mean_logprob(deltas: Sequence[Delta]) -> float:
+    """How likely an answer is, per token: what `best_of` ranks by."""
+    entries = joined_logprobs(deltas)
+    return sum(entry.logprob for entry in entries) / len(entries) if entries else float("-inf")

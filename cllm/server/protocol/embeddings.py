@@ -1,0 +1,106 @@
+"""Bodies of `/v1/embeddings`, `/v1/rerank` and llama-server's `/embedding`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field
+
+from cllm.server.protocol.base import Body, Text, TokenIds
+from cllm.server.protocol.completions import Name
+
+MOST_INPUTS = 2048
+
+InputText = Annotated[Text, Field(min_length=1)]
+InputTokens = Annotated[TokenIds, Field(min_length=1)]
+Input = (
+    InputText
+    | InputTokens
+    | Annotated[list[InputText], Field(min_length=1, max_length=MOST_INPUTS)]
+    | Annotated[list[InputTokens], Field(min_length=1, max_length=MOST_INPUTS)]
+)
+
+
+def as_list(value: Input) -> list[str] | list[list[int]]:
+    """Always several: texts, or lists of tokens."""
+    if isinstance(value, str):
+        return [value]
+    return [value] if isinstance(value[0], int) else value
+
+
+class EmbeddingsBody(Body):
+    """`POST /v1/embeddings`."""
+
+    input: Input = Field(
+        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}",
+        examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
+    )
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="Numbers, or base64 of little-endian 32-bit floats"
+    )
+    dimensions: int | None = Field(
+        None,
+        ge=1,
+        description="Keep only the first so many of a vector (scaled to length 1 again)",
+        examples=[64],
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}}
+    )
+
+
+class LlamaEmbeddingBody(Body):
+    """`POST /embedding`, as llama-server has it."""
+
+    content: Input = Field(
+        validation_alias=AliasChoices("content", "input"),
+        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}",
+        examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
+    )
+    embd_normalize: int = Field(
+        2,
+        ge=-1,
+        le=64,
+        description="-1: as it is, 0: largest is 32760, 1: taxicab, 2: Euclidean, above: p-norm",
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"content": "The cat sat."}})
+
+
+class DocumentBody(Body):
+    text: InputText = Field(description="What is ranked", examples=["It is a bear."])
+
+
+class RerankBody(Body):
+    """`POST /v1/rerank`."""
+
+    query: InputText = Field(
+        description="What the documents are compared with", examples=["What is a panda?"]
+    )
+    documents: list[InputText | DocumentBody] = Field(
+        min_length=1,
+        max_length=MOST_INPUTS,
+        description='Texts, or objects with a "text"; at most ' + str(MOST_INPUTS),
+        examples=[["It is a bear.", {"text": "hi"}]],
+    )
+    top_n: int | None = Field(None, ge=1, description="Answer only the best so many; none: all", examples=[1])
+    return_documents: bool = Field(False, description="Repeat each document beside its score")
+    model: Name | None = Field(
+        None, description="Any plain name is served by the loaded model", examples=["any"]
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"query": "What is a panda?", "documents": ["It is a bear.", "hi"], "top_n": 1}
+        }
+    )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(one if isinstance(one, str) else one.text for one in self.documents)

@@ -1,0 +1,110 @@
+"""Bodies of llama-server's own routes, under its names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AliasChoices, ConfigDict, Field
+
+from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds
+from cllm.text.prompt import Gap, Snippet
+
+
+class LlamaCompletionBody(ConstrainedBody):
+    """`POST /completion`. Here -1 tokens means no limit, and the prompt may hold control tokens."""
+
+    prompt: Text | Annotated[TokenIds, Field(min_length=1)] = Field(
+        description="Text, in which control tokens may be spelled, or token ids", examples=["1+1="]
+    )
+    n_predict: int = Field(
+        -1,
+        ge=-1,
+        validation_alias=AliasChoices("n_predict", "max_tokens"),
+        description="Most tokens to generate (also `max_tokens`); -1: as many as fit",
+    )
+    stop: list[StopText] = Field(
+        default=[],
+        max_length=16,
+        description="Texts that end the answer; they are not part of it",
+        examples=[["\n\n"]],
+    )
+    stream: bool = Field(False, description="Answer as server-sent events")
+    n_probs: int = Field(0, ge=0, le=20, description="Log-probabilities of the likeliest")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0,
+        le=10,
+        validation_alias=AliasChoices("repeat_penalty", "repetition_penalty"),
+        description="Above 1 discourages repeats; 1: off",
+    )
+    penalty_last_n: int = Field(
+        64,
+        ge=-1,
+        le=2**31 - 1,
+        validation_alias=AliasChoices("repeat_last_n", "penalty_last_n"),
+        description="Tokens the penalties look back on; -1: all",
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "1+1=", "n_predict": 8}})
+
+
+class SnippetBody(Body):
+    """A piece of another file of the project."""
+
+    text: Text = Field(description="The piece itself", examples=["def add(a, b): ..."])
+    filename: Text = Field("tmp", max_length=4096, description="Where it comes from", examples=["util.py"])
+
+
+class InfillBody(LlamaCompletionBody):
+    """`POST /infill`: everything of `/completion`, and what stands around the gap."""
+
+    input_prefix: Text = Field(
+        description="What stands before the gap; its end is kept if it is too long", examples=["def add("]
+    )
+    input_suffix: Text = Field(
+        description="What stands after the gap; its beginning is kept if it is too long",
+        examples=["):\n    return a + b\n"],
+    )
+    input_extra: list[SnippetBody] = Field(
+        default=[],
+        max_length=1024,
+        description="Pieces of other files, for the model to know",
+        examples=[[{"filename": "util.py", "text": "def add(a, b): ..."}]],
+    )
+    prompt: Text = Field(
+        "", description="The beginning of what goes into the gap; may hold control tokens", examples=["a, "]
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "input_prefix": "def add(a, b):\n    return ",
+                "input_suffix": "\n\nprint(add(1, 2))\n",
+                "n_predict": 16,
+            }
+        }
+    )
+
+    def gap(self) -> Gap:
+        snippets = tuple(Snippet(extra.text, extra.filename) for extra in self.input_extra)
+        return Gap(prefix=self.input_prefix, suffix=self.input_suffix, prompt=self.prompt, snippets=snippets)
+
+
+class LlamaTokenizeBody(Body):
+    """`POST /tokenize`."""
+
+    content: Text = Field(description="Text to tokenise", examples=["1+1="])
+    add_special: bool = Field(False, description="Add what the model wants at the beginning")
+    parse_special: bool = Field(True, description="Take spellings of control tokens for them")
+
+    model_config = ConfigDict(json_schema_extra={"example": {"content": "1+1="}})
+
+
+class LlamaDetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds = Field(
+        max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [403, 253]}})

@@ -1,0 +1,276 @@
+"""A model's chat template: a program from a stranger, run in a sandbox that ends it.
+
+Three fences. The sandbox of Jinja keeps a template away from Python's insides. What is added here counts
+while it renders: every block it enters looks at the clock, output and sums of texts are bounded. And what no
+count can stop (one endless native operation) is stopped by `deadly_guard`, which ends the process: that is
+for the text process alone, which is made to be ended.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as LoopControls
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cllm.errors import ConfigError, InvalidRequest
+
+RENDER_LIMIT_S = (
+    0.75  # of computing time; the guard's is longer, so that a template is told rather than killed
+)
+GUARD_LIMIT_S = 1.0
+MOST_ADDED = 1 << 20  # characters of output beyond what the messages hold
+MOST_SOURCE = 1 << 20  # characters of the template itself
+MOST_ITEMS = 1 << 20  # of a list or text that is multiplied
+MOST_BITS = 4096  # of a number that is raised to a power
+
+TICKS = 32  # blocks and sums between two looks at the clock
+
+Guard = Callable[[], AbstractContextManager[None]]
+# The filters that can make much out of little, and that no chat needs.
+_REMOVED = (
+    "center",
+    "filesizeformat",
+    "pprint",
+    "random",
+    "striptags",
+    "urlencode",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
+
+
+class TemplateStopped(Exception):
+    """A bound was hit; the message says which."""
+
+
+@contextmanager
+def deadly_guard() -> Iterator[None]:
+    """End this process (SIGPROF) once it has computed for the limit: not even a native call can go on."""
+    signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class ChatTemplate:
+    """One template. Compiled when it is first needed: a bad one harms nobody who does not chat."""
+
+    def __init__(self, source: str, guard: Guard = nullcontext) -> None:
+        self._source = source
+        self._guard = guard
+        self._lock = threading.Lock()  # there is one timer, and nothing to be gained by two renders at once
+
+    def render(self, **variables: Any) -> str:
+        """What the template makes of the variables. Raises InvalidRequest, whatever it does."""
+        try:
+            with self._lock, self._guard():
+                return self._environment.run(self._compiled, variables)
+        except TemplateStopped as error:
+            reason = f"was stopped: {error}"
+        except jinja2.TemplateSyntaxError as error:
+            reason = f"cannot be used: line {error.lineno}: {error.message}"
+        except jinja2.TemplateError as error:
+            reason = f"refuses these messages: {error.message}"
+        except Exception as error:  # a template can raise anything
+            reason = f"failed on these messages ({type(error).__name__})"
+        raise InvalidRequest(f"the model's chat template {reason}", field="messages")
+
+    def check(self) -> None:
+        """Raises TemplateSyntaxError or TemplateStopped for a template that can never be used."""
+        with self._guard():
+            _ = self._compiled
+
+    @cached_property
+    def _environment(self) -> _Environment:
+        return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        if len(self._source) > MOST_SOURCE:
+            raise TemplateStopped(f"it has {len(self._source)} characters, over the limit of {MOST_SOURCE}")
+        return self._environment.from_string(self._source)
+
+
+class _CountingGenerator(CodeGenerator):
+    """Python code that asks the environment at every block, and that works nothing out beforehand."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.tick()")
+        super().blockvisit(nodes, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for argument in node.nodes:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write("))")
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible  # an expression is computed under the clock, not while compiling
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with the helpers that published templates expect, and bounds. One render at a time."""
+
+    code_generator_class = _CountingGenerator
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(optimized=False, **options)
+        for name in _REMOVED:
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters["tojson"] = tojson
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda form: time.strftime(form)
+        self._started = 0.0
+        self._ticks = 0
+        self._most = 0
+
+    def run(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+        """Render within the bounds. Raises TemplateStopped, and whatever the template raises."""
+        self._started = time.thread_time()
+        # Twice: JSON may spell a character with two.
+        self._most = MOST_ADDED + 2 * _characters(variables)
+        parts: list[str] = []
+        length = 0
+        for part in template.generate(**variables):
+            parts.append(part)
+            length += len(part)
+            if length > self._most:
+                raise TemplateStopped(f"it makes more than {self._most} characters of these messages")
+        return "".join(parts)
+
+    def tick(self) -> None:
+        """Called by the compiled template at the beginning of every block. Asking the clock takes longest."""
+        self._ticks += 1
+        if self._ticks % TICKS == 0 and time.thread_time() - self._started > RENDER_LIMIT_S:
+            raise TemplateStopped(f"it computes for more than {RENDER_LIMIT_S:g} s")
+
+    def joined(self, parts: Sequence[Any]) -> str:
+        """`a ~ b`."""
+        texts = [str(part) for part in parts]
+        self._bounded(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        self.tick()
+        sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
+        if operator == "+" and len(sized) == 2:
+            self._bounded(len(left) + len(right))
+        elif operator == "*" and sized:
+            count = left if isinstance(left, int) else right
+            if isinstance(count, int) and len(sized[0]) * count > MOST_ITEMS:
+                raise TemplateStopped(f"it multiplies to more than {MOST_ITEMS} items")
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * right > MOST_BITS:
+                raise TemplateStopped(f"it computes numbers of more than {MOST_BITS} bits")
+        elif operator == "%" and isinstance(left, str):
+            raise jinja2.TemplateError("the % of texts is not supported in chat templates; use ~ or format")
+        return super().call_binop(context, operator, left, right)
+
+    def _bounded(self, length: int) -> None:
+        if length > self._most:
+            raise TemplateStopped(f"it makes a text of more than {self._most} characters")
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _characters(value: Any) -> int:
+    """The length of all texts in it."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _characters(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return 0
+
+
+class GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}`: marks the model's words for training; here, just its inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+EXTENSIONS: tuple[type[Extension], ...] = (LoopControls, GenerationTag)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML's escapes, in the argument order of Transformers."""
+    if indent is not None and not 0 <= indent <= 16:
+        raise jinja2.TemplateError("tojson: indent must be between 0 and 16")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+MOST_BYTES = 1 << 20
+
+
+def read_template(given: str) -> str:
+    """The template's text, from a file or given as it is (a path holds no braces). Raises ConfigError.
+
+    Read once: a file that is changed or removed later cannot keep a process from being replaced.
+    """
+    if _is_template(given):
+        return _checked(given, "the text given")
+    path = Path(given).expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ConfigError(f"chat template {path}: over the limit of {MOST_BYTES} bytes")
+        source = data.decode()
+    except OSError as error:
+        raise ConfigError(f"chat template {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"chat template {path}: not a text in UTF-8") from None
+    if not _is_template(source):
+        raise ConfigError(f"chat template {path}: it holds no Jinja: neither {{{{ nor {{%")
+    return _checked(source, str(path))
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def _checked(source: str, name: str) -> str:
+    try:
+        ChatTemplate(source).check()
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat template {name}: line {error.lineno}: {error.message}") from None
+    except TemplateStopped as error:
+        raise ConfigError(f"chat template {name}: {error}") from None
+    return source

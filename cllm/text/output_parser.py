@@ -1,0 +1,364 @@
+"""An answer taken apart while it is written: thoughts, text, tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from enum import Enum
+
+import msgspec
+
+from cllm.text.tool_formats.base import Dialect
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+class ReasoningText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class AnswerText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class CallBegun(msgspec.Struct, frozen=True):
+    """The index-th call of this answer is of this tool; its arguments follow."""
+
+    index: int
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """More of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+ReplyEvent = ReasoningText | AnswerText | CallBegun | CallArguments
+
+
+class ReplyReader:
+    """Turns the text of one answer into events. What has been returned is never taken back.
+
+    `dialect` is None where no tools were offered. `thinking`: the prompt ended inside the model's thoughts.
+    `calling`: the prompt ended with the opening of a call. With `reasoning` off, thoughts are plain text.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect | None = None,
+        tools: Collection[str] = (),
+        *,
+        thinking: bool = False,
+        calling: bool = False,
+        parallel: bool = True,
+        reasoning: bool = True,
+    ) -> None:
+        self._dialect = dialect
+        self._tools = frozenset(tools)
+        self._most_calls = None if parallel else 1
+        self._buffer = ""
+        self._call: CallReader | None = None
+        self._begun = False  # the call being read has been told
+        self._opening = ""  # what was read since the text, while no call has come: maybe none will
+        self._trial = CallReader()  # of an answer that may be a bare call
+        self._tried = 0  # how much of the buffer it has seen
+        self._told = 0  # calls
+        self._read = self._read_start
+        if calling:
+            self._read = self._read_calls
+        elif thinking and reasoning:
+            self._read = self._read_thoughts
+        elif not reasoning:
+            self._read = self._read_answer_start
+
+    def feed(self, text: str) -> list[ReplyEvent]:
+        """More of the answer; returns what is now certain."""
+        if self._read == self._read_answer and self._dialect is None:
+            return [AnswerText(text)] if text else []
+        self._buffer += text
+        return self._drain(final=False)
+
+    def finish(self) -> list[ReplyEvent]:
+        """The answer is over: returns what was held back."""
+        return self._drain(final=True)
+
+    def _drain(self, *, final: bool) -> list[ReplyEvent]:
+        events: list[ReplyEvent] = []
+        while True:
+            before = (self._read, len(self._buffer), self._call)
+            self._read(events, final)
+            if before == (self._read, len(self._buffer), self._call):
+                return events
+
+    # Each reads from the buffer what it is sure of, then changes `_read` if something else follows.
+
+    def _read_start(self, events: list[ReplyEvent], final: bool) -> None:
+        opening = self._buffer.lstrip()
+        if opening.startswith(THINK):
+            self._buffer = opening[len(THINK) :]
+            self._read = self._read_thoughts
+        elif final or not THINK.startswith(opening):
+            self._read = self._read_answer_start
+
+    def _read_thoughts(self, events: list[ReplyEvent], final: bool) -> None:
+        if not self._begun:
+            self._buffer = self._buffer.lstrip()
+        certain, mark = self._take_until(THOUGHT, final)
+        if certain:
+            self._begun = True
+            events.append(ReasoningText(certain))
+        if mark or final:
+            self._begun = False
+            self._read = self._read_after_thoughts
+
+    def _read_after_thoughts(self, events: list[ReplyEvent], final: bool) -> None:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._read = self._read_answer_start
+
+    def _read_answer_start(self, events: list[ReplyEvent], final: bool) -> None:
+        """Where calls need no opening, an answer that begins like one is held until it is certain."""
+        start = self._buffer.lstrip()
+        if self._dialect is None or not self._dialect.bare:
+            self._read = self._read_answer
+        elif start[:1] in ("{", "["):
+            self._read = self._read_bare_call
+        elif start or final:
+            self._read = self._read_answer
+
+    def _read_bare_call(self, events: list[ReplyEvent], final: bool) -> None:
+        trial = self._trial
+        begin = len(self._buffer) - len(self._buffer.lstrip(" \t\r\n["))
+        trial.feed(self._buffer[max(self._tried, begin) :])
+        self._tried = len(self._buffer)
+        if trial.name is not None and (not self._tools or trial.name in self._tools):
+            self._read = self._read_calls
+        elif trial.name is not None or trial.foreign or trial.done or trial.failed or final:
+            self._read = self._read_answer
+
+    def _read_answer(self, events: list[ReplyEvent], final: bool) -> None:
+        opening = self._dialect.opening if self._dialect is not None else ""
+        if not opening:
+            text, self._buffer = self._buffer, ""
+            if text:
+                events.append(AnswerText(text))
+            return
+        certain, mark = self._take_until(opening, final)
+        if certain:
+            events.append(AnswerText(certain))
+        if mark:
+            self._opening = mark
+            self._read = self._read_calls
+
+    def _read_calls(self, events: list[ReplyEvent], final: bool) -> None:
+        if self._call is None and not self._find_call(events, final):
+            return
+        call = self._call
+        assert call is not None
+        self._buffer = call.feed(self._buffer)
+        wanted = self._most_calls is None or self._told < self._most_calls or self._begun
+        if call.name is not None and wanted:  # known before it went wrong, if it did
+            if not self._begun:
+                events.append(CallBegun(self._told, call.name))
+                self._begun = True
+                self._told += 1
+                self._opening = ""
+            if arguments := call.take_arguments():
+                events.append(CallArguments(self._told - 1, arguments))
+        if call.done or call.failed or final:
+            if not self._begun and wanted:  # no call after all: nothing may be lost
+                events.append(AnswerText(self._opening + call.raw))
+                self._read = self._read_answer
+            self._call, self._begun, self._opening = None, False, ""
+
+    def _find_call(self, events: list[ReplyEvent], final: bool) -> bool:
+        """Begin the next call; without one, what comes is text again."""
+        dialect = self._dialect
+        assert dialect is not None
+        self._skip(len(self._buffer) - len(self._buffer.lstrip()))
+        for mark in (dialect.opening, dialect.closing, *dialect.separators):
+            if mark and self._buffer.startswith(mark):
+                self._skip(len(mark))
+                return False
+            if mark and not final and mark.startswith(self._buffer):
+                return False
+        if self._buffer.startswith("{"):
+            self._call = CallReader()
+            return True
+        named = dialect.named_opening
+        if named and (found := re.match(rf"([\w.-]+)\s*{re.escape(named)}\s*(?=\{{)", self._buffer)):
+            self._call = CallReader(found[1])
+            self._skip(found.end())
+            return True
+        waits = bool(named) and re.fullmatch(r"[\w.-]*\s*(\[[A-Z]*\]?)?\s*", self._buffer) is not None
+        if final or (self._buffer and not waits):
+            if self._opening:
+                events.append(AnswerText(self._opening))  # it opened nothing: nothing may be lost
+                self._opening = ""
+            self._read = self._read_answer
+        return False
+
+    def _take_until(self, mark: str, final: bool) -> tuple[str, str]:
+        """Take what is certain to stand before the mark; and the mark, with the blanks before it, if it came.
+
+        Blanks before a mark belong to nobody: they wait until something else follows them.
+        """
+        text, found, rest = self._buffer.partition(mark)
+        certain = text
+        if found:
+            certain = text.rstrip()
+        elif not final:
+            certain = text[: len(text) - len(_held_back(text, mark))].rstrip()
+        self._buffer = rest if found else text[len(certain) :]
+        return certain, text[len(certain) :] + mark if found else ""
+
+    def _skip(self, count: int) -> None:
+        """Leave out the buffer's first characters; they are remembered while they may turn out to be text."""
+        if self._opening:
+            self._opening += self._buffer[:count]
+        self._buffer = self._buffer[count:]
+
+
+def _held_back(text: str, mark: str) -> str:
+    """The longest end of `text` that may be the beginning of `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-length:]):
+            return text[-length:]
+    return ""
+
+
+NAME_KEYS = ("name", "function")
+ARGUMENT_KEYS = ("arguments", "parameters", "args")
+KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id")
+
+
+class _Wants(Enum):
+    OBJECT = "{"
+    KEY = "a key, a comma or }"
+    KEY_END = "the rest of a key"
+    COLON = ":"
+    VALUE = "a value"
+    VALUE_END = "the rest of a value"
+
+
+class CallReader:
+    """Reads one JSON object character by character and lets its arguments through as they come.
+
+    `feed` until `done` or `failed`. `name` is None until it is known; `take_arguments` gives the JSON text
+    of the arguments that came since it was last asked, and nothing before the name is known: a client
+    always hears the name first.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        """With a `name` that is known already, just the object of its arguments is read."""
+        self._raw: list[str] = []
+        self.name = name
+        self._arguments_only = name is not None
+        self.done = False
+        self.failed = False
+        self._wants = _Wants.OBJECT if name is None else _Wants.VALUE
+        self._key = "" if name is None else ARGUMENT_KEYS[0]
+        self.foreign = False  # it has a key that no call has
+        self._part: list[str] = []  # the key or value being read; a list, because texts grow at a price
+        self._nesting = 0  # inside the value
+        self._in_string = False
+        self._escaped = False
+        self._arguments: list[str] = []  # not taken yet
+
+    def feed(self, text: str) -> str:
+        """Read on; returns what comes after the object's end, or from where it is no object any more."""
+        for index, character in enumerate(text):
+            self._read(character)
+            if self.failed:
+                return text[index:]
+            self._raw.append(character)
+            if self.done:
+                return text[index + 1 :]
+        return ""
+
+    @property
+    def raw(self) -> str:
+        """Everything that was read."""
+        return "".join(self._raw)
+
+    def take_arguments(self) -> str:
+        if self.name is None:
+            return ""
+        new = "".join(self._arguments)
+        self._arguments.clear()
+        return new
+
+    def _read(self, character: str) -> None:
+        if self._wants is _Wants.KEY_END:
+            self._part.append(character)
+            if self._string_ends(character):
+                self._key = str(_parsed(self._part))
+                self.foreign = self.foreign or self._key not in KNOWN_KEYS
+                self._wants = _Wants.COLON
+        elif self._wants is _Wants.VALUE_END:
+            self._read_value(character)
+        elif character.isspace():
+            return
+        elif self._wants is _Wants.VALUE:
+            self._part, self._nesting, self._wants = [], 0, _Wants.VALUE_END
+            self._read_value(character)
+        elif self._wants is _Wants.OBJECT and character == "{":
+            self._wants = _Wants.KEY
+        elif self._wants is _Wants.COLON and character == ":":
+            self._wants = _Wants.VALUE
+        elif self._wants is _Wants.KEY and character == '"':
+            self._part, self._in_string, self._wants = [character], True, _Wants.KEY_END
+        elif self._wants is _Wants.KEY and character == "}":
+            self.done = True
+        elif not (self._wants is _Wants.KEY and character == ","):
+            self.failed = True
+
+    def _read_value(self, character: str) -> None:
+        if not self._in_string and self._nesting == 0 and self._part and character in ",}":
+            self._end_value()  # a bare word or number ends before what follows it
+            self.done = character == "}"
+            return
+        self._part.append(character)
+        ended = False
+        if self._in_string:
+            ended = self._string_ends(character) and self._nesting == 0
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._nesting += 1
+        elif character in "}]":
+            self._nesting -= 1
+            ended = self._nesting <= 0
+        if self._key in ARGUMENT_KEYS and self._part[0] != '"':
+            self._arguments.append(character)
+        if ended:
+            self._end_value()
+
+    def _end_value(self) -> None:
+        self._wants = _Wants.KEY
+        self.done = self._arguments_only
+        value = _parsed(self._part)
+        if self._key in NAME_KEYS and isinstance(value, str):
+            self.name = value
+        elif self._key in ARGUMENT_KEYS and isinstance(value, str):
+            self._arguments.append(value)  # some models write the arguments as a string that holds JSON
+
+    def _string_ends(self, character: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+            return True
+        return False
+
+
+def _parsed(part: list[str]) -> object:
+    try:
+        return json.loads("".join(part))
+    except ValueError:
+        return None

@@ -1,0 +1,249 @@
+"""What an answer may look like, as masks over the vocabulary: grammars and schemas through llguidance."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from cllm.errors import InvalidRequest
+from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
+
+MOST_SOURCE = 256 << 10  # characters
+MOST_DEPTH = 64  # of a schema or grammar: deeper ones are refused before native code sees them
+MOST_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
+_DRY = "the grammar allows nothing more, but the answer is not complete"
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
+)
+
+
+class Constraint:
+    """The state of one answer within its grammar. Cheap to copy, and it can be rolled back."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary_size: int) -> None:
+        self._matcher = matcher
+        self._size = vocabulary_size
+
+    def mask(self) -> TokenMask:
+        """Which tokens may come next. Raises InvalidRequest when the grammar has run dry."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return self._checked(np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_))
+
+    def _checked(self, mask: TokenMask) -> TokenMask:
+        self._check()
+        if not mask.any():
+            raise InvalidRequest(_DRY)
+        return mask
+
+    def accept(self, token: int) -> None:
+        """The token was chosen."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that must come next whatever the model thinks: no need to ask it."""
+        return [] if self.complete else self._matcher.compute_ff_tokens()
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow any more."""
+        return bool(self._matcher.is_stopped())
+
+    def rollback(self, count: int) -> None:
+        """Take the last `count` accepted tokens back."""
+        self._matcher.rollback(count)
+        self._check()
+
+    def clone(self) -> Constraint:
+        return Constraint(self._matcher.deep_copy(), self._size)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = _first_line(self._matcher.get_error())
+            raise InvalidRequest(_DRY if "NoExtension" in reason else f"the grammar failed: {reason}")
+
+
+class MaskMaker:
+    """Computes the masks of all answers of a step in one native call."""
+
+    def __init__(self, vocabulary_size: int) -> None:
+        self._size = vocabulary_size
+        self._executor = LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
+
+    def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
+        """What `Constraint.mask` would return, or raise, for each."""
+        words = allocate_token_bitmask(len(constraints), self._size)
+        matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
+        fill_next_token_bitmask_par(self._executor, matchers, words)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        found: list[TokenMask | InvalidRequest] = []
+        for constraint, line in zip(constraints, bits, strict=True):
+            try:
+                found.append(constraint._checked(line[: self._size]))
+            except InvalidRequest as error:
+                found.append(error)
+        return found
+
+
+class ConstraintCompiler:
+    """Makes constraints for one vocabulary; keeps the last grammars compiled."""
+
+    REMEMBERED = 64
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._size = vocabulary.size
+        wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
+        self._tokenizer = LLTokenizer(wrapper, eos_token=sorted(vocabulary.ends))
+        self._compiled: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
+
+    def compile(self, spec: ConstraintSpec) -> Constraint:
+        """A fresh constraint. Raises InvalidRequest for a grammar that is wrong or too complex."""
+        matcher = self._compiled.get(spec)
+        if matcher is None:
+            matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
+            if matcher.is_error():
+                field = FIELDS[spec.kind]
+                raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
+            _check_satisfiable(matcher, FIELDS[spec.kind])
+            self._compiled[spec] = matcher
+            if len(self._compiled) > self.REMEMBERED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(spec)
+        return Constraint(matcher.deep_copy(), self._size)
+
+
+FIELDS = {
+    ConstraintKind.JSON_SCHEMA: "response_format",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.CHOICE: "choice",
+    ConstraintKind.TOOLS: "tools",
+}
+
+
+def grammar_of(spec: ConstraintSpec) -> str:
+    """llguidance's own form of what a user wrote. Raises InvalidRequest."""
+    field = FIELDS[spec.kind]
+    if len(spec.source) > MOST_SOURCE:
+        raise InvalidRequest(
+            f"{field}: {len(spec.source)} characters, over the limit of {MOST_SOURCE}", field
+        )
+    if _depth(spec.source) > MOST_DEPTH:
+        raise InvalidRequest(f"{field}: nested deeper than {MOST_DEPTH}", field)
+    if (rules := _rules(spec)) > MOST_RULES:
+        raise InvalidRequest(f"{field}: {rules} rules or references, over the limit of {MOST_RULES}", field)
+    try:
+        match spec.kind:
+            case ConstraintKind.JSON_SCHEMA:
+                # Compact: otherwise a model may go on putting blanks between things for ever.
+                overrides = {"whitespace_flexible": False, "lenient": False}
+                return LLMatcher.grammar_from_json_schema(spec.source, overrides=overrides)  # type: ignore[arg-type]
+            case ConstraintKind.REGEX:
+                return LLMatcher.grammar_from_regex(spec.source)
+            case ConstraintKind.CHOICE:
+                choices = json.loads(spec.source)
+                return LLMatcher.grammar_from_regex("|".join(f"({_literal(choice)})" for choice in choices))
+            case ConstraintKind.TOOLS:
+                return LLMatcher.grammar_from_lark(spec.source)
+            case ConstraintKind.GRAMMAR:
+                lark = spec.source if is_lark_syntax(spec.source) else gbnf_to_lark(spec.source)
+                return LLMatcher.grammar_from_lark(lark)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # the converters raise whatever comes to their mind
+        raise InvalidRequest(f"{field}: {_first_line(str(error)) or type(error).__name__}", field) from None
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches just this text."""
+    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'<>@!])", r"\\\1", text)
+
+
+def _depth(source: str) -> int:
+    depth = deepest = 0
+    for character in source:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest
+
+
+def _rules(spec: ConstraintSpec) -> int:
+    """How many rules a grammar defines, or references a schema makes; never too few."""
+    if spec.kind is ConstraintKind.JSON_SCHEMA:
+        return spec.source.count('"$ref"') + spec.source.count('"$dynamicRef"')
+    if spec.kind is ConstraintKind.GRAMMAR:
+        bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
+        return bare.count("::=") + bare.replace("::=", "").count(":")
+    return 0
+
+
+def _check_satisfiable(matcher: LLMatcher, field: str) -> None:
+    """Raises InvalidRequest when nothing can be said at all: a circle of references, say."""
+    copy = matcher.deep_copy()
+    if not any(copy.compute_bitmask()) or copy.is_error():
+        raise InvalidRequest(f"{field}: there is no text that fits it", field)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+class _Tokenizer:
+    """A vocabulary as llguidance wants to see one."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.eos_token_id = min(vocabulary.ends)
+        self.bos_token_id = None
+        self.special_token_ids = [token for token in range(vocabulary.size) if vocabulary.is_control(token)]
+        special = set(self.special_token_ids)
+        # A control token must never be taken for its spelling: 0xFF begins no UTF-8 text.
+        self.tokens = [
+            b"\xff[%d]" % token if token in special else vocabulary.piece(token)
+            for token in range(vocabulary.size)
+        ]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+
+
+class ConstraintShop:
+    """One thread that compiles. It touches the vocabulary (read-only) and nothing else that is native."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="cllm-grammars")
+
+    @cached_property
+    def _compiler(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self._vocabulary)  # takes half a second: only where it is needed
+
+    @cached_property
+    def _masks(self) -> MaskMaker:
+        return MaskMaker(self._vocabulary.size)
+
+    def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
+        """For each, what may come next, or why nothing can. On the owner thread, once a step."""
+        return self._masks.masks(constraints) if constraints else []
+
+    def submit(self, spec: ConstraintSpec) -> Future[Constraint]:
+        """A fresh constraint, some time soon; fails with InvalidRequest."""
+        return self._thread.submit(lambda: self._compiler.compile(spec))

@@ -1,0 +1,145 @@
+"""Leaving out candidates that cannot matter changes no choice; threads change none either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cllm.backend.base import Row
+from cllm.backend.llama.batch_sampler import WORTH_A_THREAD, Candidates, Chooser, CommonCandidates, Cut, best
+from cllm.backend.llama.library import load
+from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.sampler import DryPrototypes, build_chain
+from cllm.types import SamplingParams, TokenMask
+
+SIZE = 50_000
+CUTTING: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 1000, "top_p": 1.0, "min_p": 0.0},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.05},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.9, "temperature": 2.0},
+    {"top_k": 40, "typical_p": 0.5},
+    {"top_k": 20, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+]
+LOOKING_AT_ALL: list[dict[str, Any]] = [
+    {"top_k": 0},
+    {"top_n_sigma": 1.0},
+    {"mirostat": 2},
+    {"repetition_penalty": 1.2},
+    {"logit_bias": ((5, 3.0),)},
+    {"dry_multiplier": 0.5},
+    {"temperature": 0.0},
+]
+
+
+def rows(seed: int, count: int, spread: float) -> npt.NDArray[np.float32]:
+    drawn = np.random.default_rng(seed).normal(scale=spread, size=(count, SIZE))
+    return drawn.astype(np.float32)
+
+
+def chain_of(api: Any, params: SamplingParams) -> Any:
+    dry: Any = DryPrototypes  # none of these chains asks for one
+    return build_chain(api, params, dry=dry, vocabulary_size=SIZE, context=512)
+
+
+@pytest.mark.parametrize("masked", ["free", "wide", "narrow", "one"])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("sampling", CUTTING, ids=str)
+def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, masked: str) -> None:
+    api = load().api
+    params = SamplingParams(**{"seed": 3, **sampling})
+    cut, nothing_cut = Cut(params), Cut(SamplingParams(temperature=0))
+    assert cut.exists
+    assert not nothing_cut.exists
+    with_cut, without = chain_of(api, params), chain_of(api, params)
+    candidates = Candidates(api, SIZE)
+    for number, logits in enumerate(rows(7, 12, spread)):
+        mask = mask_of(masked, number)
+        expected = candidates.choose(without, logits.copy(), nothing_cut, mask)
+        assert candidates.choose(with_cut, logits, cut, mask) == expected
+    api.llama_sampler_free(with_cut)
+    api.llama_sampler_free(without)
+
+
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_rows_that_are_cut_together_choose_what_each_chooses_alone(spread: float) -> None:
+    api = load().api
+    params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
+    params = [each for each in params if Cut(each).narrows(SIZE)]
+    assert len(params) == len(CUTTING) - 1
+    alone, together = Candidates(api, SIZE), CommonCandidates(api)
+    nothing_cut = Cut(SamplingParams(temperature=0))
+    chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
+    cuts = [Cut(each) for each in params]
+    for seed in range(5):
+        logits = rows(seed, len(params), spread)
+        logits[:, [0, 5, SIZE - 1]] = -np.inf  # as excluded ones are
+        if not together.cut(logits, cuts):
+            assert spread < 1  # where all are alike, nearly all reach any threshold
+            return
+        for number, (one, other) in enumerate(chains):
+            expected = alone.choose(one, logits[number].copy(), nothing_cut)
+            assert together.choose(other, number) == expected
+    for pair in chains:
+        for chain in pair:
+            api.llama_sampler_free(chain)
+
+
+def mask_of(kind: str, seed: int) -> TokenMask | None:
+    share = {"wide": 0.9, "narrow": 0.001}.get(kind)
+    if share is not None:
+        mask: TokenMask = np.random.default_rng(seed).random(SIZE) < share
+        return mask
+    return np.arange(SIZE) == seed if kind == "one" else None
+
+
+@pytest.mark.parametrize("sampling", LOOKING_AT_ALL, ids=str)
+def test_a_chain_that_looks_at_every_token_gets_every_token(sampling: dict[str, Any]) -> None:
+    cut = Cut(SamplingParams(**sampling))
+    assert not cut.exists
+
+
+def test_the_best_allowed_token_is_found_and_ties_go_to_the_lowest() -> None:
+    logits = np.array([1, 5, 5, 3, 3], np.float32)
+    assert best(logits, None) == 1
+    assert best(logits, np.array([True, False, True, True, True])) == 2
+    assert best(logits, np.array([True, False, False, True, True])) == 3
+    with pytest.raises(ValueError, match="no token is allowed"):
+        best(logits, np.zeros(5, np.bool_))
+
+
+def test_threads_choose_what_one_thread_chooses(backend: LlamaBackend) -> None:
+    count = 2 * WORTH_A_THREAD // SIZE
+    logits = rows(1, count, 3.0)
+    found = []
+    for threads in (1, 3):
+        chooser = Chooser(load().api, SIZE, threads)
+        samplers = [backend.create_sampler(SamplingParams(seed=seed)) for seed in range(count)]
+        batch = [Row(index, 0, (0,), 1, sampler) for index, sampler in enumerate(samplers)]
+        found.append([[chooser.choose(batch, logits.copy()) for _ in range(3)]])
+        for sampler in samplers:
+            sampler.close()
+        chooser.close()
+    assert found[0] == found[1]
+
+
+def test_drafts_are_taken_as_long_as_they_are_what_would_be_chosen(backend: LlamaBackend) -> None:
+    logits = rows(2, 4, 3.0)
+    for params in (SamplingParams(temperature=0), SamplingParams(seed=5)):
+        chooser = Chooser(load().api, SIZE, 1)
+        alone = backend.create_sampler(params)
+        expected = [
+            chooser.choose((Row(0, 0, (0,), 1, alone),), line[None].copy())[0].tokens[0] for line in logits
+        ]
+        for right in range(4):
+            sampler = backend.create_sampler(params)
+            drafts = [token if place < right else token + 1 for place, token in enumerate(expected[:3])]
+            (result,) = chooser.choose((Row(0, 0, (9, *drafts), 4, sampler),), logits.copy())
+            assert list(result.tokens) == expected[: right + 1]
+            sampler.close()
+        alone.close()
+        chooser.close()

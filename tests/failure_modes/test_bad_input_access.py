@@ -1,0 +1,233 @@
+"""FAULTS 8 and 9: who may come in, and by which name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import PATIENCE_S, Server, StartServer, cllm, wait_for
+from tests.failure_modes.harness import dial, refusal, unharmed
+
+OK = {"prompt": "x", "max_tokens": 1}
+
+# 8: keys ---------------------------------------------------------------------------------------------
+
+
+class Keyed:
+    """A server with a keys file, a user's key and an admin's."""
+
+    def __init__(self, start: StartServer, file: Path) -> None:
+        self.file = file
+        self.user, self.admin = self.new("canary-user"), self.new("boss", "--admin")
+        self.server = start("--api-keys", str(file))
+        self.server.client.headers["authorization"] = f"Bearer {self.admin}"
+
+    def new(self, name: str, *arguments: str) -> str:
+        done = cllm("keys", "new", name, "--file", str(self.file), *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def get(self, path: str, key: str | None, scheme: str = "Bearer") -> httpx.Response:
+        headers = {b"authorization": f"{scheme} {key}".strip().encode()} if key is not None else {}
+        return httpx.get(self.server.url + path, headers=headers, trust_env=False, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def keyed_server(start_for_module: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Keyed:
+    return Keyed(start_for_module, tmp_path_factory.mktemp("keys") / "keys.toml")
+
+
+@pytest.fixture
+def keyed(keyed_server: Keyed) -> Iterator[Keyed]:
+    yield keyed_server
+    unharmed(keyed_server.server)
+
+
+PRIVATE = ("/v1/models", "/model/info", "/ready", "/props", "/docs", "/openapi.json", "/generate", "/nothing")
+OPERATORS = ("/metrics", "/slots", "/debug/kv", "/debug/requests", "/debug/nothing", "/admin/reload")
+
+
+@pytest.mark.parametrize("path", PRIVATE + OPERATORS)
+def test_fault_08_without_a_right_key_401(keyed: Keyed, path: str) -> None:
+    wrong = [None, "", "x", keyed.user[:-1], keyed.user + "x", keyed.user.upper(), "é", f"{keyed.user} x"]
+    for key in wrong:
+        answer = keyed.get(path, key)
+        refusal(answer, 401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    refusal(keyed.get(path, keyed.user, "Basic"), 401)
+
+
+def test_fault_08_every_method_of_every_route_needs_a_key(keyed: Keyed) -> None:
+    """As the server itself describes them: a new route cannot be forgotten."""
+    routes = keyed.get("/openapi.json", keyed.user).json()["paths"]
+    assert "/v1/chat/completions" in routes and "/debug/kv" in routes
+    for path, methods in routes.items():
+        for method in {*methods, "options", "head"}:
+            answer = httpx.request(method, keyed.server.url + path, trust_env=False, timeout=PATIENCE_S)
+            assert answer.status_code == (401 if path != "/health" else answer.status_code), (method, path)
+
+
+def test_fault_08_health_needs_no_key(keyed: Keyed) -> None:
+    assert keyed.get("/health", None).status_code == 200
+    for path in ("/health/", "/health/x", "//health", "/Health"):
+        assert keyed.get(path, None).status_code == 401
+
+
+def test_fault_08_a_right_key_is_let_in(keyed: Keyed) -> None:
+    for key in (keyed.user, keyed.admin):
+        assert keyed.get("/v1/models", key).status_code == 200
+        assert keyed.get("/v1/models", key, "bearer").status_code == 200
+        headers = {"x-api-key": key}
+        answer = httpx.post(keyed.server.url + "/generate", json=OK, headers=headers, trust_env=False)
+        assert answer.status_code == 200
+    assert keyed.get("/nothing", keyed.user).status_code == 404
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+def test_fault_08_operators_routes_need_the_admin_key(keyed: Keyed, path: str) -> None:
+    assert "admin" in refusal(keyed.get(path, keyed.user), 403, "forbidden")
+    assert keyed.get(path, keyed.admin).status_code in (200, 404, 405)
+
+
+def test_fault_08_keys_are_hashed_at_rest_and_in_nobodys_log(keyed: Keyed) -> None:
+    text = keyed.file.read_text()
+    assert keyed.file.stat().st_mode & 0o777 == 0o600
+    for key in (keyed.user, keyed.admin):
+        assert len(key) >= 40 and key not in text and key not in keyed.server.log_text
+
+
+def test_fault_08_sighup_reads_the_keys_again(keyed: Keyed) -> None:
+    def hang_up(line: str) -> None:
+        before = keyed.server.log_text.count(line)
+        os.kill(keyed.server.process.pid, signal.SIGHUP)
+        wait_for(lambda: keyed.server.log_text.count(line) > before)
+
+    good = keyed.file.read_text()
+    late = keyed.new("late")
+    assert keyed.get("/v1/models", late).status_code == 401
+    hang_up("3 keys are in force")
+    assert keyed.get("/v1/models", late).status_code == 200
+    keyed.file.write_text(good + "\n[broken")
+    hang_up("the old keys stay")
+    assert keyed.get("/v1/models", late).status_code == 200
+    keyed.file.write_text(good)
+    hang_up("2 keys are in force")
+    assert keyed.get("/v1/models", late).status_code == 401
+    assert keyed.get("/v1/models", keyed.user).status_code == 200
+
+
+def test_fault_08_without_keys_operators_routes_are_for_loopback_only(start_for_module: StartServer) -> None:
+    """On an address others can reach it says so, loudly, and shows them nothing of its insides."""
+    open_server = start_for_module("--host", "0.0.0.0")
+    assert "ANYBODY" in open_server.log_text
+    for path in OPERATORS:
+        assert "loopback" in refusal(open_server.client.get(path), 403, "forbidden")
+    assert open_server.generate("x", 1)["generated_tokens"] == 1
+    assert open_server.client.get("/health", headers={"host": "any.name"}).status_code == 200
+
+
+# 9: Host and Origin ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:18081",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "[::2]:1",
+    ],
+)
+def test_fault_09_a_foreign_host(tiny: Server, host: str) -> None:
+    for path in ("/health", "/v1/models", "/debug/kv", "/nothing"):
+        refusal(tiny.client.get(path, headers={"host": host}), 403, "forbidden")
+    refusal(tiny.client.post("/generate", json=OK, headers={"host": host}), 403)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:18081", "localhost.", "127.0.0.1", "127.8.9.1:80", "[::1]:80", "[::1]"]
+)
+def test_fault_09_our_own_host(tiny: Server, host: str) -> None:
+    assert tiny.client.get("/health", headers={"host": host}).status_code == 200
+
+
+def test_fault_09_two_hosts_must_both_be_ours(tiny: Server) -> None:
+    with dial(tiny) as connection:
+        connection.sendall(b"GET /debug/kv HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert re.match(rb"HTTP/1.1 40[03] ", connection.recv(1000))
+
+
+def cors_of(answer: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in answer.headers.items() if name.startswith("access-control")}
+
+
+ASK = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+def test_fault_09_a_foreign_origin_gets_no_cors_headers(tiny: Server) -> None:
+    foreign = {"origin": "https://evil.example"}
+    for answer in (
+        tiny.client.post("/v1/completions", json=OK, headers=foreign),
+        tiny.client.get("/v1/models", headers=foreign),
+        tiny.client.options("/v1/completions", headers={**foreign, **ASK}),
+        tiny.client.get("/nothing", headers=foreign),
+    ):
+        assert cors_of(answer) == {}
+    assert tiny.client.options("/v1/completions", headers={**foreign, **ASK}).status_code == 405
+
+
+def test_fault_09_a_foreign_page_cannot_post_without_asking(tiny: Server) -> None:
+    """Of these types no browser asks first, so none of them may be read as JSON."""
+    for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
+        headers = {"origin": "https://evil.example", **kind}
+        answer = tiny.client.post("/generate", content=json.dumps(OK).encode(), headers=headers)
+        assert answer.status_code in (400, 415)
+
+
+def test_fault_09_hosts_and_origins_that_are_allowed(start_for_module: StartServer, tmp_path: Path) -> None:
+    allowed = {"--allowed-hosts": "Box.lan, *.example.org", "--cors-origins": "https://ui.example.org"}
+    server = start_for_module(
+        *[word for pair in allowed.items() for word in pair], CLLM_API_KEY="one-canary-key"
+    )
+    key = {"authorization": "Bearer one-canary-key"}
+    for host, status in (("box.lan:80", 200), ("a.example.org", 200), ("example.org", 403), ("x.lan", 403)):
+        assert server.client.get("/health", headers={"host": host}).status_code == status
+    ours, foreign = {"origin": "https://ui.example.org"}, {"origin": "https://evil.example"}
+    preflight = server.client.options("/v1/completions", headers={**ours, **ASK})
+    assert preflight.status_code == 200
+    assert cors_of(preflight)["access-control-allow-origin"] == "https://ui.example.org"
+    assert "authorization" in cors_of(preflight)["access-control-allow-headers"]
+    answer = server.client.post("/v1/completions", json=OK, headers={**ours, **key})
+    assert answer.status_code == 200 and "access-control-allow-origin" in cors_of(answer)
+    assert "access-control-allow-origin" in cors_of(server.client.get("/v1/models", headers=ours))
+    for answer in (
+        server.client.options("/v1/completions", headers={**foreign, **ASK}),
+        server.client.post("/v1/completions", json=OK, headers={**foreign, **key}),
+    ):
+        assert "access-control-allow-origin" not in cors_of(answer)
+    assert "one-canary-key" not in server.log_text
+    server.client.headers.update(key)
+    unharmed(server)  # the one key is an admin's
+
+
+def test_fault_09_what_listens_on_ipv6_loopback_is_loopback(start_for_module: StartServer) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    server = start_for_module("--host", "::1")
+    unharmed(server)
+    assert server.client.get("/health", headers={"host": "evil.example"}).status_code == 403

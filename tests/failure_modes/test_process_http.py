@@ -1,0 +1,146 @@
+"""FAULTS 48 and 50: the port is taken, the descriptors are gone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import PATIENCE_S, SERVE, Server, StartServer, children_of, environment, wait_for
+from tests.failure_modes.harness import dial, read_all, unharmed
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_fault_48_port_in_use(tiny_model: Path, host: str) -> None:
+    """One line, before a library is probed or a model loaded: the only process is the one that says it."""
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-c", *SERVE, str(tiny_model), "--host", host, "--port", str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(CLLM_LOG_LEVEL="debug"),
+        )
+        children: set[int] = set()
+        while process.poll() is None:
+            children |= set(children_of(process.pid))
+            time.sleep(0.02)
+        out, error = process.communicate()
+    assert process.returncode == 2 and out == "" and not children
+    (line,) = error.splitlines()
+    assert line.startswith("cllm: ") and str(port) in line and "in use" in line
+
+
+def test_fault_48_port_in_use_takes_a_second_of_computing(tiny_model: Path) -> None:
+    """Start to end, imports included; a second of the processor, which does not grow on a busy machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        port = str(listener.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", *SERVE, str(tiny_model), "--port", port],
+            capture_output=True,
+            env=environment(),
+            check=False,
+            timeout=PATIENCE_S,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+DESCRIPTORS = 120
+
+
+@pytest.fixture(scope="module")
+def narrow_server(start_for_module: StartServer) -> Server:
+    """Started with few descriptors, and no way to get more."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS})); "
+    return start_for_module(program=(limit + SERVE[0], *SERVE[1:]))
+
+
+@pytest.fixture
+def narrow(narrow_server: Server) -> Iterator[Server]:
+    yield narrow_server
+    unharmed(narrow_server)
+
+
+def fill(server: Server, stack: ExitStack, count: int) -> list[socket.socket]:
+    connections = [stack.enter_context(dial(server)) for _ in range(count)]
+    for connection in connections:
+        connection.settimeout(5)
+    return connections
+
+
+def serves(server: Server) -> bool:
+    """True when a new connection is taken and answered."""
+    try:
+        return httpx.get(server.url + "/health", trust_env=False, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_fault_50_more_connections_than_descriptors(narrow: Server) -> None:
+    """Those it has room for stay, the others are told 503 and closed; a stream that runs does not notice."""
+    assert "file descriptors allow" in narrow.log_text
+    alone = narrow.generate("go on", 100)["text"]
+    with narrow.open_stream("go on", 100) as events, ExitStack() as stack:
+        seen = [next(events)]
+        connections = fill(narrow, stack, 3 * DESCRIPTORS)
+        refused = [read_all(connection) for connection in connections[-DESCRIPTORS:]]
+        assert all(answer == b"" or answer.startswith(b"HTTP/1.1 503 ") for answer in refused)
+        assert any(b"too_many_connections" in answer and b"retry-after" in answer for answer in refused)
+        seen += list(events)
+    assert "".join(event["token"] for event in seen) == alone
+    assert narrow.process.poll() is None
+
+
+def test_fault_50_it_serves_again_when_they_have_gone(narrow: Server) -> None:
+    for _ in range(3):
+        with ExitStack() as stack:
+            fill(narrow, stack, 2 * DESCRIPTORS)
+        wait_for(lambda: serves(narrow))
+    assert narrow.generate("again", 3)["generated_tokens"] == 3
+
+
+def test_fault_50_the_children_can_still_be_replaced(narrow: Server) -> None:
+    """Descriptors are kept for them: with every connection taken, the text process dies and comes back."""
+    with narrow.open_stream("go on", 1, ignore_eos=True) as events:
+        list(events)
+    keep = httpx.Client(base_url=narrow.url, trust_env=False, timeout=PATIENCE_S)
+    with keep, ExitStack() as stack:
+        assert keep.get("/health").status_code == 200
+        fill(narrow, stack, 2 * DESCRIPTORS)
+        os.kill(narrow.child("text"), signal.SIGKILL)
+        answer = keep.post("/generate", json={"prompt": "still", "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+
+
+def test_fault_50_the_accept_loop_survives_when_there_is_no_descriptor_at_all(
+    start_for_module: StartServer,
+) -> None:
+    """Our own limit off, the system's hits: accepting fails, is logged or not, and goes on."""
+    limit = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90)); "
+        "import cllm.server.connection as c; c.SPARE_DESCRIPTORS = -1000; "
+    )
+    server = start_for_module(program=(limit + SERVE[0], *SERVE[1:]))
+    with ExitStack() as stack:
+        for _ in range(200):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", server.port))
+        time.sleep(1)
+        assert server.process.poll() is None
+    wait_for(lambda: serves(server))
+    unharmed(server)

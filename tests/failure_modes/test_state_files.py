@@ -1,0 +1,122 @@
+"""FAULTS 46 and 47: saved state that is corrupt, and a disk that is full."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import SERVE, Server, StartServer
+from tests.failure_modes.harness import refusal, unharmed
+
+PROMPT = "a long beginning that is worth keeping, " * 20
+
+
+def save(server: Server, name: str = "warm") -> httpx.Response:
+    return server.post("/admin/prefixes/save", {"name": name})
+
+
+def restore(server: Server, name: str = "warm") -> httpx.Response:
+    return server.post("/admin/prefixes/restore", {"name": name})
+
+
+def cached(server: Server) -> int:
+    """Ask with the long beginning: how many of its tokens were taken over."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    usage = server.post("/v1/completions", body).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def failures(server: Server) -> float:
+    return server.metrics()["cllm_state_file_failures_total"]
+
+
+def test_fault_46_a_saved_state_that_is_corrupt(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    server = start(str(tiny_model), "--threads", "1", "--state-dir", str(folder))
+    text = server.generate(PROMPT, 16)["text"]
+    done = save(server).json()
+    assert done["entries"] >= 1 and done["tokens"] > 64
+    server.stop()
+    # Another process, which knows nothing but the file.
+    server = start(str(tiny_model), "--threads", "1", "--state-dir", str(folder))
+    file = folder / "warm.prefixes"
+    good = file.read_bytes()
+    middle = len(good) // 2
+    damaged = {
+        "checksum": good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :],
+        "truncated": good[:-100],
+        "not a state file": b"\0" * len(good),
+    }
+    for number, (said, data) in enumerate(damaged.items(), 1):
+        file.write_bytes(data)
+        assert said in refusal(restore(server), 400, "state_file_invalid")
+        assert failures(server) == number
+        assert server.metrics()["cllm_prefix_ram_bytes"] == 0
+        unharmed(server)
+    file.write_bytes(good)
+    assert restore(server).json() == {**done, "skipped": 0}
+    assert cached(server) > 64
+    assert server.generate(PROMPT, 16)["text"] == text
+    refusal(restore(server, "another"), 404)
+    refusal(restore(server, "../warm"), 400)
+    unharmed(server)
+    # The same file is no good for another layout of the same model.
+    server.stop()
+    server = start(str(tiny_model), "--threads", "1", "--unified-kv", "--state-dir", str(folder))
+    assert "layout" in refusal(restore(server), 400, "state_file_invalid")
+    assert server.generate(PROMPT, 16)["text"] == text
+    server.stop()
+
+
+def test_fault_46_without_a_folder_it_says_how(tiny: Server) -> None:
+    assert "--state-dir" in refusal(save(tiny), 403)
+    assert "--state-dir" in refusal(restore(tiny), 403)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder that takes a few KiB, and what a server has to do first to be held to it."""
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    # Where mounting is not allowed: the limit on the size of files, which fails writes the same way.
+    yield (
+        folder,
+        "" if mounted else "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384)); ",
+    )
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_fault_47_disk_full(
+    start: StartServer, tiny_model: Path, tmp_path: Path, small_disk: tuple[Path, str]
+) -> None:
+    """Saving is answered with an error, a stream meanwhile goes on, nothing is left on the disk."""
+    folder, limit = small_disk
+    arguments = (str(tiny_model), "--threads", "1", "--state-dir", str(folder))
+    if limit:  # the log would hit the limit, too
+        server = start(*arguments, program=(limit + SERVE[0], *SERVE[1:]), CLLM_LOG_LEVEL="error")
+    else:
+        server = start(*arguments)
+    alone = server.generate("go on", 300)["text"]
+    server.generate(PROMPT, 16)
+    with server.open_stream("go on", 300) as events:
+        seen = [next(events)]
+        for number in range(1, 4):
+            said = refusal(save(server), 507, "storage_failed")
+            assert "no space left" in said or "too large" in said
+            assert failures(server) == number
+        seen += list(events)
+    assert "".join(event["token"] for event in seen) == alone
+    assert list(folder.iterdir()) == []
+    assert cached(server) > 64, "what is in RAM is not lost"
+    unharmed(server)
+    server.stop()

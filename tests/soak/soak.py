@@ -1,0 +1,121 @@
+"""`python -m tests.soak.soak --tiny MODEL`: what ten thousand requests leave behind in the server.
+
+The tree of server processes is looked at after every tenth of the requests, when it is idle; the first of
+these looks is the baseline.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.command import conclude, make_parser, run_command, serving
+from bench.load import run_load
+from bench.peers import RunningPeer, ServerSettings
+from bench.report import Table
+from bench.workloads import Definition, Group, make_plan
+from tests.soak import footprint
+from tests.soak.footprint import Footprint
+
+TENTHS = 10
+CLIENTS = 16
+MOST_GROWTH = 1.02
+SETTLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The server after `requests` requests; `seconds` and `errors` are of the last tenth."""
+
+    requests: int
+    seconds: float
+    errors: tuple[str, ...]
+    footprint: Footprint
+
+
+def run_soak(
+    tiny: Path,
+    requests: int = 10_000,
+    out: Path | None = None,
+    command: Sequence[str] | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Send `requests`, print a table; 0 if nothing grew and all were answered, else 1.
+
+    Raises SetupError if the server does not start, or ends.
+    """
+    with serving("soak", ServerSettings(model=tiny), command, logs) as server:
+        samples = [_tenth(server, number, max(1, requests // TENTHS)) for number in range(TENTHS)]
+    faults = find_faults(samples)
+    text = "\n".join([_table(samples).markdown(), "", *(faults or [_verdict(samples)])])
+    return conclude("soak", text, {"samples": samples, "faults": faults}, out, failed=bool(faults))
+
+
+def find_faults(samples: Sequence[Sample]) -> list[str]:
+    """What grew between the first sample and the last, and what was not answered."""
+    first, last = samples[0].footprint, samples[-1].footprint
+    faults = []
+    errors = [error for sample in samples for error in sample.errors]
+    if errors:
+        faults.append(f"FAIL: {len(errors)} requests were not answered in full; {'; '.join(errors[:3])}")
+    if last.rss_bytes > MOST_GROWTH * first.rss_bytes:
+        growth = last.rss_bytes / first.rss_bytes - 1
+        faults.append(f"FAIL: memory grew by {growth:.1%}, allowed are {MOST_GROWTH - 1:.0%}")
+    if last.file_descriptors > first.file_descriptors:
+        faults.append(f"FAIL: file descriptors grew: {first.file_descriptors} → {last.file_descriptors}")
+    if last.threads > first.threads:
+        faults.append(f"FAIL: threads grew: {first.threads} → {last.threads}")
+    if last.processes != first.processes:
+        faults.append(f"FAIL: processes changed: {first.processes} → {last.processes}")
+    return faults
+
+
+def _tenth(server: RunningPeer, number: int, count: int) -> Sample:
+    group = Group(count=count, prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
+    workload = Definition(name="soak", about="short requests of mixed sizes", groups=(group,))
+    load = run_load(server.address, server.peer.dialect, make_plan(workload, number))
+    time.sleep(SETTLE_S)
+    done = (number + 1) * count
+    rate = count / load.wall_s
+    print(f"{done} requests, {rate:.0f} a second, {len(load.errors)} errors", file=sys.stderr, flush=True)
+    return Sample(done, load.wall_s, load.errors, footprint.measure(server.pid))
+
+
+def _table(samples: Sequence[Sample]) -> Table:
+    columns = ("requests", "RSS, MiB", "against the first", "descriptors", "threads", "requests/s", "errors")
+    base = samples[0].footprint.rss_bytes
+    rows = [
+        (
+            f"{sample.requests}",
+            f"{sample.footprint.rss_bytes / 2**20:.1f}",
+            f"{sample.footprint.rss_bytes / base:.4f}",
+            f"{sample.footprint.file_descriptors}",
+            f"{sample.footprint.threads}",
+            f"{samples[0].requests / sample.seconds:.0f}",
+            f"{len(sample.errors)}",
+        )
+        for sample in samples
+    ]
+    return Table(columns, rows)
+
+
+def _verdict(samples: Sequence[Sample]) -> str:
+    first, last = samples[0], samples[-1]
+    ratio = last.footprint.rss_bytes / first.footprint.rss_bytes
+    return (
+        f"pass: RSS after {last.requests} requests is {ratio:.4f} × that after {first.requests}; "
+        "file descriptors and threads did not grow"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    shared = ("--tiny", "--out", "--logs", "--command")
+    parser = make_parser("soak", __doc__, *shared, requests=(10_000, "how many in all"))
+    return run_command(parser, arguments, run_soak)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The load generator against a small server: chats, open loops, late arrivals, chunks of several tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from bench.load import generate_load
+from bench.protocols import OpenAIDialect
+from bench.result import LoadResult
+from bench.wire import Address
+from bench.workloads import BenchRequest, GroupPlan, Plan, Session
+
+
+@dataclass
+class Endless:
+    """Answers as asked, two tokens to a chunk, and remembers what it was asked and when."""
+
+    chunk_s: float = 0.002
+    fails: Callable[[str], bool] = lambda path: False
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(next(line for line in head.splitlines() if "Length" in line).split()[1])
+        body = json.loads(await reader.readexactly(length))
+        path = head.split()[1]
+        self.asked.append((path, body))
+        self.at.append(asyncio.get_running_loop().time())
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        if self.fails(json.dumps(body)):
+            writer.write(b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\nno")
+        else:
+            await self._answer(path, body, writer)
+        self.running -= 1
+        await writer.drain()
+        writer.close()
+
+    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for number in range(body["max_tokens"] // 2):
+            text = f" a{number}"
+            choice = {"delta": {"content": text}} if "chat" in path else {"text": text}
+            _send(writer, {"choices": [choice]})
+            await asyncio.sleep(self.chunk_s)
+        usage = {"completion_tokens": body["max_tokens"], "prompt_tokens": 7}
+        _send(writer, {"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 3}}})
+        writer.write(b"data: [DONE]\n\n")
+
+
+def _send(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+    writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def run(server: Endless, *groups: GroupPlan) -> LoadResult:
+    async def main() -> LoadResult:
+        async with await asyncio.start_server(server.handle, "127.0.0.1", 0) as listening:
+            address = Address(*listening.sockets[0].getsockname()[:2])
+            return await generate_load(address, OpenAIDialect(), Plan("w", groups), 20)
+
+    return asyncio.run(main())
+
+
+def ask(*prompts: str, tokens: int = 8, at_s: float = 0.0) -> Session:
+    return Session(tuple(BenchRequest(prompt, tokens) for prompt in prompts), at_s)
+
+
+def test_a_chat_sends_all_that_was_said() -> None:
+    server = Endless()
+    load = run(server, GroupPlan("users", 1, (ask("one", "two", "three", tokens=4),)))
+    assert load.errors == () and len(load.completions) == 3
+    assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
+    said = [[message["content"] for message in body["messages"]] for _, body in server.asked]
+    assert said == [["one"], ["one", " a0 a1", "two"], ["one", " a0 a1", "two", " a0 a1", "three"]]
+    assert [message["role"] for message in server.asked[-1][1]["messages"]] == ["user", "assistant"] * 2 + [
+        "user"
+    ]
+
+
+def test_the_turns_after_a_failed_one_fail_and_are_not_sent() -> None:
+    server = Endless(fails=lambda body: "two" in body)
+    load = run(server, GroupPlan("users", 1, (ask("one", "two", "three"), ask("four", "five"))))
+    assert len(server.asked) == 4 and len(load.completions) == 5
+    assert [each.error is None for each in load.completions] == [True, False, False, True, True]
+
+
+def test_clients_are_as_many_as_asked_for_and_results_in_order() -> None:
+    server = Endless()
+    load = run(server, GroupPlan("g", 3, tuple(ask(str(number)) for number in range(9))))
+    assert server.most_running == 3 and load.errors == ()
+    assert [each.index for each in load.completions] == list(range(9))
+
+
+def test_chunks_and_tokens_are_counted_apart() -> None:
+    (one,) = run(Endless(), GroupPlan("g", 1, (ask("p", tokens=8),))).completions
+    assert len(one.chunks_s) == 4 and one.generated_tokens == 8 and one.tokens_per_chunk == 2
+    assert (one.prompt_tokens, one.cached_tokens) == (7, 3)
+    assert one.first_token_s is not None and 0 < one.first_token_s <= one.total_s
+
+
+def test_an_open_loop_does_not_wait_for_answers_and_counts_from_when_it_was_due() -> None:
+    server = Endless(chunk_s=0.05)
+    sessions = tuple(ask("p", tokens=8, at_s=0.02 * number) for number in range(5))
+    load = run(server, GroupPlan("g", 0, sessions))
+    assert server.most_running == 5
+    assert [each.started_s for each in load.completions] == pytest.approx(
+        [0.02 * n for n in range(5)], abs=1e-6
+    )
+    for number, sent in enumerate(server.at):
+        assert sent - server.at[0] >= 0.02 * number - 0.019
+
+
+def test_a_late_group_waits_until_all_others_run() -> None:
+    server = Endless(chunk_s=0.005)
+    streams = GroupPlan("streams", 3, tuple(ask(str(number), tokens=80) for number in range(3)))
+    late = GroupPlan("late", 1, (ask("late", tokens=2),), after_chunks=6)
+    load = run(server, streams, late)
+    assert load.errors == ()
+    *others, last = load.completions
+    assert last.late and not any(each.late for each in others)
+    for each in others:
+        assert len([at for at in each.chunks_s if at < last.started_s]) >= 3  # the head is a packet too
+        assert each.chunks_s[-1] > last.started_s
+
+
+def test_a_late_group_is_not_forgotten_when_the_others_fail() -> None:
+    server = Endless(fails=lambda body: "bad" in body)
+    late = GroupPlan("late", 1, (ask("late"),), after_chunks=6)
+    load = run(server, GroupPlan("streams", 2, (ask("bad"), ask("bad"))), late)
+    assert [each.error is None for each in load.completions] == [False, False, True]
+
+
+def test_an_answer_of_the_wrong_length_is_an_error_unless_the_peer_cannot_know() -> None:
+    group = GroupPlan("g", 1, (ask("p", tokens=8),))
+
+    async def main(exact: bool) -> LoadResult:
+        async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n')
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(short, "127.0.0.1", 0) as listening:
+            address = Address(*listening.sockets[0].getsockname()[:2])
+            return await generate_load(address, OpenAIDialect(exact=exact), Plan("w", (group,)), 20)
+
+    assert "1 tokens instead of 8" in asyncio.run(main(True)).errors[0]
+    assert asyncio.run(main(False)).errors == ()

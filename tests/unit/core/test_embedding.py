@@ -1,0 +1,494 @@
+"""Calls for vectors on the fake backend: what comes out, who takes turns, and who pays for a failure."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from cllm.backend.base import Batch, RowResult, StepResult, StepStatus
+from cllm.config import EngineConfig
+from cllm.core.engine_core import StepLoop
+from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import BlockingStream
+from cllm.frontend.request_queue import EMBED_WINDOW
+from cllm.testing import END_TOKEN, FakeBackend, expected_text, expected_vector
+from cllm.text.embeddings import to_vector
+from cllm.types import Delta, EmbedLimits, FinishReason, Request, SamplingParams, Usage
+from cllm.workers.executor import ThreadHost
+from cllm.workers.messages import Cancel, Report, StepReport, Submit
+from cllm.workers.tokenizer import Refused, TextWorker, TokenizePairs, TokenizeTexts, TokenLists
+from tests.unit.frontend.test_engine_client import ScriptedHost
+
+UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
+
+
+class Spied(FakeBackend):
+    """Remembers the batches it was given."""
+
+    batches: list[Batch]
+
+    def forward(self, batch: Batch) -> StepResult:
+        self.__dict__.setdefault("batches", []).append(batch)
+        return super().forward(batch)
+
+    @property
+    def kinds(self) -> str:
+        """The batches in order: e for vectors, g for tokens."""
+        return "".join(batch.kind.value[0] for batch in self.batches)
+
+
+class Life:
+    """A loop driven by hand, and what it told whom."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.backend = backend
+        self.loop = StepLoop(backend, EngineConfig(), self._take)
+        self.requests: dict[str, Request] = {}
+        self.deltas: dict[str, list[Delta]] = defaultdict(list)
+
+    def _take(self, report: Report) -> None:
+        assert isinstance(report, StepReport)
+        for delta in report.deltas:
+            before = self.deltas[delta.request_id]
+            assert not before or before[-1].finish_reason is None, "law 4: a delta after the last one"
+            before.append(delta)
+
+    def embed(self, *inputs: bytes | tuple[int, ...]) -> str:
+        name = f"e{len(self.requests)}"
+        return self._add(Request(id=name, prompt=(), max_tokens=0, embed=tuple(map(tuple, inputs))))
+
+    def generate(self, prompt: bytes, max_tokens: int) -> str:
+        sampling = SamplingParams(ignore_eos=True)
+        name = f"g{len(self.requests)}"
+        return self._add(Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens, sampling=sampling))
+
+    def _add(self, request: Request) -> str:
+        self.requests[request.id] = request
+        self.loop._handle(Submit(request))
+        return request.id
+
+    def cancel(self, name: str) -> None:
+        self.loop._handle(Cancel(name))
+
+    def run(self, most_steps: int = 2000) -> None:
+        for _ in range(most_steps):
+            self.loop.step()
+            if self.loop.idle:
+                break
+        assert self.loop.idle, "it did not come to rest"
+        self.loop.scheduler.check_idle()
+        self.loop.embedding.check_idle()
+        assert self.backend.embedding_memory == []
+        assert set(self.deltas) == set(self.requests)
+        for name in self.requests:
+            self.last(name)
+
+    def last(self, name: str) -> Delta:
+        ends = [delta for delta in self.deltas[name] if delta.finish_reason is not None]
+        assert len(ends) == 1, f"{name} has {len(ends)} terminal deltas"
+        return ends[0]
+
+    def check(self, name: str) -> None:
+        """It ended well, with what a model alone would say."""
+        request, last = self.requests[name], self.last(name)
+        assert last.error is None
+        if request.embed:
+            assert last.finish_reason is FinishReason.STOP
+            assert last.vectors == tuple(map(expected_vector, request.embed))
+            assert last.usage is not None and last.usage.prompt_tokens == sum(map(len, request.embed))
+        else:
+            text = "".join(delta.text for delta in self.deltas[name])
+            assert text == expected_text(request.prompt, request.max_tokens, ends=False)
+
+    def error(self, name: str) -> str:
+        failure = self.last(name).error
+        assert failure is not None
+        return failure.code
+
+
+def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
+    source = random.Random(seed)
+    return [bytes(source.randrange(97, 123) for _ in range(length)) for _ in range(count)]
+
+
+def test_every_input_becomes_its_own_vector_in_order() -> None:
+    life = Life(Spied(batch_tokens=64))
+    name = life.embed(*texts(11, 10), b"x", b"y" * 63)
+    life.run()
+    life.check(name)
+
+
+def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
+    backend = Spied(batch_tokens=64)
+    life = Life(backend)
+    life.embed(*texts(8, 10))
+    life.embed(*texts(3, 40))
+    life.run()
+    assert all(len(batch.rows) <= 4 and batch.token_count <= 64 for batch in backend.batches)
+    assert len(backend.batches) <= 5, "11 inputs of 200 tokens need no more"
+
+
+@pytest.mark.parametrize("length", [65, 128, 129, 256])
+def test_a_long_input_is_computed_over_several_steps(length: int) -> None:
+    backend = Spied(batch_tokens=64)
+    life = Life(backend)
+    name = life.embed(b"before", *texts(1, length), b"after")
+    life.run()
+    life.check(name)
+    assert max(batch.token_count for batch in backend.batches) <= 64
+
+
+def test_an_input_that_cannot_be_cut_is_a_step_of_its_own() -> None:
+    backend = Spied(batch_tokens=64, embed=UNCHUNKED)
+    life = Life(backend)
+    name = life.embed(b"before", *texts(1, 200), b"after")
+    life.run()
+    life.check(name)
+    assert [batch.token_count for batch in backend.batches if len(batch.rows) == 1].count(200) == 1
+
+
+def test_vectors_and_tokens_take_turns() -> None:
+    backend = Spied(sequences=4)
+    life = Life(backend)
+    streams = [life.generate(prompt, 30) for prompt in texts(3, 20)]
+    call = life.embed(*texts(60, 20))
+    life.run()
+    for name in (*streams, call):
+        life.check(name)
+    assert "gege" in backend.kinds
+    together = backend.kinds[: backend.kinds.rindex("g")]
+    assert "ee" not in together, "two batches of vectors between two steps of tokens"
+
+
+def test_the_smallest_batches_beside_many_streams_come_to_an_end() -> None:
+    limits = EmbedLimits(tokens=10, batch_tokens=1, rows=2, chunked=True)
+    life = Life(Spied(sequences=8, embed=limits))
+    names = [life.generate(prompt, 30) for prompt in texts(8, 5)]
+    names.append(life.embed(b"0123456789", b"x"))
+    life.run()
+    for name in names:
+        life.check(name)
+
+
+def test_a_stream_alone_and_a_call_alone_never_wait_for_the_other() -> None:
+    backend = Spied()
+    life = Life(backend)
+    life.generate(b"only me", 5)
+    life.run()
+    assert set(backend.kinds) == {"g"} and not backend.embedding_open, "nobody pays who does not embed"
+    backend.batches.clear()
+    life.embed(*texts(9))
+    life.run()
+    assert set(backend.kinds) == {"e"}
+
+
+def test_a_short_call_does_not_wait_for_a_long_one() -> None:
+    life = Life(Spied(batch_tokens=64))
+    long = life.embed(*texts(100, 30))
+    life.loop.step()
+    short = life.embed(b"me first")
+    for _ in range(3):
+        life.loop.step()
+    life.check(short)
+    assert long not in life.deltas
+    life.run()
+    life.check(long)
+
+
+def test_a_call_with_large_inputs_is_not_passed_over_for_ever() -> None:
+    life = Life(Spied(batch_tokens=64))
+    for seed in range(3):
+        life.embed(*texts(400, 30, seed))
+    large = life.embed(b"z" * 60)
+    for _ in range(8):
+        life.loop.step()
+    life.check(large)
+
+
+def test_one_refused_input_ends_its_own_call_only() -> None:
+    life = Life(Spied(sequences=4))
+    bad = life.embed(b"good", (65, END_TOKEN), b"good")  # the fake refuses to read the end token
+    good = life.embed(*texts(5))
+    stream = life.generate(b"and a stream", 10)
+    life.run()
+    assert life.error(bad) == "bad_batch"
+    life.check(good)
+    life.check(stream)
+
+
+def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
+    class Blurred(Spied):
+        """Gives no vector for one input."""
+
+        def forward(self, batch: Batch) -> StepResult:
+            result = super().forward(batch)
+            rows = (
+                RowResult(error="not finite") if tuple(row.tokens) == tuple(b"bad") else outcome
+                for row, outcome in zip(batch.rows, result.rows, strict=True)
+            )
+            return result._replace(rows=tuple(rows))
+
+    life = Life(Blurred())
+    bad, good = life.embed(b"fine", b"bad", b"fine too"), life.embed(b"one", b"two")
+    life.run()
+    failure = life.last(bad).error
+    assert failure is not None and failure.message == "input 1: not finite"
+    life.check(good)
+
+
+def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:
+    life = Life(Spied())
+    other = life.embed(*texts(3))
+    long = life.embed(*texts(2, 250))
+    while not life.backend.embedding_memory:
+        life.loop.step()
+    life.cancel(long)
+    life.cancel(long)
+    assert life.backend.embedding_memory == []
+    life.run()
+    assert life.last(long).finish_reason is FinishReason.CANCELLED and life.last(long).vectors == ()
+    life.check(other)
+    again = life.embed(*texts(1, 250))
+    life.run()
+    life.check(again)
+
+
+@pytest.mark.parametrize("status", [StepStatus.ABORTED, StepStatus.FAILED])
+@pytest.mark.parametrize("at", range(6))
+def test_a_failed_step_only_costs_time(status: StepStatus, at: int) -> None:
+    numbers = iter(range(1000))
+    backend = Spied(fail=lambda _, name: status if name == "embed" and next(numbers) == at else None)
+    life = Life(backend)
+    names = [life.embed(*texts(5, 40)), life.embed(*texts(2, 200)), life.generate(b"a stream", 12)]
+    life.run()
+    for name in names:
+        life.check(name)
+
+
+def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told() -> None:
+    backend = FakeBackend(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
+    life = Life(backend)
+    for request in ({"embed": ((1, 2),)}, {"embed": ((3,),)}, {"prompt": (1,), "max_tokens": 9}):
+        name = f"r{len(life.requests)}"
+        life.requests[name] = Request(**{"id": name, "prompt": (), "max_tokens": 0, **request})  # type: ignore[arg-type]
+        life.loop.inbox.put(Submit(life.requests[name]))
+    with pytest.raises(EngineDied, match="two steps in a row"):
+        life.loop.run()
+    assert {life.error(name) for name in life.requests} == {"engine_died"}
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_whatever_native_call_raises_everybody_ends_once(number: int) -> None:
+    def fail(call: int, name: str) -> Exception | None:
+        return RuntimeError("injected") if call == number and name != "truncate" else None
+
+    life = Life(FakeBackend(fail=fail))
+    names = [life.embed(*texts(3, 40)), life.embed(*texts(1, 200)), life.generate(b"a stream", 6)]
+    life.run()
+    failed = [name for name in names if life.last(name).error is not None]
+    assert len(failed) <= 1, "one call failed: at most one request suffers"
+    for name in set(names) - set(failed):
+        life.check(name)
+
+
+def test_memory_that_is_not_there_is_told_to_the_caller_and_tried_again() -> None:
+    short_of_memory = [True]
+
+    def fail(_: int, name: str) -> Exception | None:
+        return NotEnoughMemory("too little") if name == "open_embedding" and short_of_memory[0] else None
+
+    life = Life(FakeBackend(fail=fail))
+    stream = life.generate(b"a stream", 6)
+    refused = life.embed(b"x")
+    life.run()
+    assert life.error(refused) == "not_enough_memory"
+    life.check(stream)
+    short_of_memory[0] = False
+    later = life.embed(b"x")
+    life.run()
+    life.check(later)
+
+
+def test_a_model_without_a_voice_refuses_to_generate() -> None:
+    life = Life(FakeBackend(generates=False))
+    mute, vectors = life.generate(b"say something", 5), life.embed(b"x")
+    life.run()
+    assert life.error(mute) == "invalid_request"
+    life.check(vectors)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_lives(seed: int) -> None:
+    source = random.Random(seed)
+    failures = (StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.NO_ROOM)
+
+    def fail(_: int, name: str) -> StepStatus | None:
+        return source.choice(failures) if name == "embed" and source.random() < 0.1 else None
+
+    limits = source.choice([None, UNCHUNKED])
+    life = Life(Spied(sequences=2, fail=fail, embed=limits))
+    for _ in range(80):
+        match source.randrange(6):
+            case 0:
+                sizes = [source.choice([1, 5, 30, 64, 65, 250]) for _ in range(source.randrange(1, 9))]
+                life.embed(*(texts(1, size, source.randrange(99))[0] for size in sizes))
+            case 1:
+                life.generate(texts(1, source.randrange(1, 90), 7)[0], source.randrange(1, 20))
+            case 2 if life.requests:
+                life.cancel(source.choice(list(life.requests)))
+            case _:
+                life.loop.step()
+    life.run()
+    for name in life.requests:
+        last = life.last(name)
+        if last.finish_reason is FinishReason.STOP or (not last.error and name.startswith("g")):
+            if last.finish_reason is not FinishReason.CANCELLED:
+                life.check(name)
+        else:
+            assert last.finish_reason is FinishReason.CANCELLED or life.error(name) == "bad_batch"
+
+
+# The parent's side ---------------------------------------------------------------------------------
+
+
+def call(name: str, *inputs: bytes) -> Request:
+    return Request(id=name, prompt=(), max_tokens=0, embed=tuple(map(tuple, inputs)))
+
+
+def done(name: str) -> Delta:
+    usage = Usage(prompt_tokens=1, completion_tokens=0)
+    return Delta(request_id=name, finish_reason=FinishReason.STOP, usage=usage, vectors=(b"1234",))
+
+
+@pytest.fixture
+def scripted() -> tuple[Engine, ScriptedHost]:
+    host = ScriptedHost()
+    engine = Engine(host, queue_size=100)
+    engine.start()
+    return engine, host
+
+
+def test_inputs_that_cannot_fit_are_refused_with_both_numbers(scripted: tuple[Engine, ScriptedHost]) -> None:
+    engine, _ = scripted
+    with pytest.raises(ContextLengthExceeded, match=r"input 1 has 257 tokens.*256") as refusal:
+        engine.submit(call("long", b"short", b"x" * 257), BlockingStream)
+    assert (refusal.value.prompt_tokens, refusal.value.limit, refusal.value.field) == (257, 256, "input")
+    with pytest.raises(InvalidRequest, match="input 0 is empty"):
+        engine.submit(call("empty", b""), BlockingStream)
+    engine.submit(call("fits", b"x" * 256), BlockingStream)
+
+
+def test_calls_for_vectors_do_not_take_the_places_of_streams(scripted: tuple[Engine, ScriptedHost]) -> None:
+    engine, host = scripted
+    for number in range(EMBED_WINDOW + 4):
+        engine.submit(call(f"e{number}", b"x"), BlockingStream)
+    assert len(host.submitted()) == EMBED_WINDOW
+    for number in range(6):
+        engine.submit(Request(id=f"g{number}", prompt=(1,), max_tokens=1), BlockingStream)
+    assert host.submitted()[EMBED_WINDOW:] == ["g0", "g1", "g2", "g3"]
+    host.say(done("e0"))
+    assert host.submitted()[-1] == f"e{EMBED_WINDOW}"
+
+
+def test_a_call_survives_the_engines_death(scripted: tuple[Engine, ScriptedHost]) -> None:
+    engine, host = scripted
+    stream = engine.submit(call("e0", b"x"), BlockingStream)
+    host.die()
+    assert host.submitted() == ["e0"], "nothing was sent yet, so it is replayed"
+    host.say(done("e0"))
+    (delta,) = list(stream)
+    assert delta.vectors == (b"1234",)
+    assert engine.tickets == ()
+    poison = engine.submit(call("poison", b"xyz"), BlockingStream)
+    for _ in range(3):
+        host.die()
+    (delta,) = list(poison)
+    assert delta.error is not None and delta.error.code == "poison_request"
+    assert delta.usage is not None and delta.usage.prompt_tokens == 3
+
+
+def with_engine(backend: FakeBackend, use: Callable[[Engine], None]) -> None:
+    engine = Engine(ThreadHost(lambda _: backend, EngineConfig()))
+    engine.start()
+    engine.wait_ready(10)
+    try:
+        use(engine)
+    finally:
+        engine.stop()
+
+
+def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
+    def use(engine: Engine) -> None:
+        def client(number: int) -> None:
+            inputs = texts(1 + number % 7, 5 + 11 * number, number)
+            (delta,) = list(engine.submit(call(f"e{number}", *inputs), BlockingStream))
+            assert delta.vectors == tuple(map(expected_vector, inputs))
+
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(client, range(20)))
+
+    with_engine(FakeBackend(), use)
+
+
+def test_a_model_without_a_voice_refuses_at_once() -> None:
+    def use(engine: Engine) -> None:
+        with pytest.raises(InvalidRequest, match="generates no text") as refusal:
+            engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingStream)
+        assert refusal.value.field == "model"
+        (delta,) = list(engine.submit(call("e", b"x"), BlockingStream))
+        assert delta.vectors == (expected_vector(b"x"),)
+
+    with_engine(FakeBackend(generates=False, embed=UNCHUNKED), use)
+
+
+def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
+    backend = FakeBackend(step_s=0.05)  # a second or so for all of it
+
+    def use(engine: Engine) -> None:
+        calls = backend.calls
+        stream = engine.submit(call("e", *texts(200, 60)), BlockingStream)
+        while backend.calls == calls:
+            time.sleep(0.005)
+        engine.cancel("e")
+        (delta,) = list(stream)
+        assert delta.finish_reason is FinishReason.CANCELLED
+        assert engine.inspect().result(10).leases == ()
+
+    with_engine(backend, use)
+
+
+# Text and numbers ----------------------------------------------------------------------------------
+
+
+def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
+    worker = TextWorker(FakeBackend().vocabulary, None)
+    answer = worker.perform(TokenizeTexts(("ab", "<|x|>"), most=5))
+    assert answer == TokenLists((tuple(b"ab"), tuple(b"<|x|>")))
+    refused = worker.perform(TokenizeTexts(("ab", "abcdef"), most=5))
+    assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
+    assert "input 1 has 6 tokens" in refused.message and "at most 5" in refused.message
+    refused = worker.perform(TokenizeTexts(("abcdef",), most=5, field="content"))
+    assert isinstance(refused, Refused) and refused.field == "content" and "content 0" in refused.message
+    pairs = worker.perform(TokenizePairs("q", ("a", "bc"), most=4))
+    assert pairs == TokenLists(((113, 257, 97), (113, 257, 98, 99)))
+    refused = worker.perform(TokenizePairs("q", ("abc",), most=4))
+    assert isinstance(refused, Refused) and refused.field == "documents"
+
+
+def test_vectors_are_cut_then_scaled() -> None:
+    data = struct.pack("<4f", 3.0, 4.0, 12.0, 0.0)
+    np.testing.assert_allclose(to_vector(data), np.array([3, 4, 12, 0]) / 13, rtol=1e-6)
+    np.testing.assert_allclose(to_vector(data, 2), [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(to_vector(data, norm=-1), [3, 4, 12, 0])
+    np.testing.assert_allclose(to_vector(data, norm=1), np.array([3, 4, 12, 0]) / 19, rtol=1e-6)
+    assert to_vector(data, norm=0).max() == 32760
+    assert to_vector(bytes(16)).tolist() == [0, 0, 0, 0]
+    assert to_vector(data).dtype == np.dtype("<f4")

@@ -1,0 +1,72 @@
+"""Holes between ids: filled where a row is cheaper than another pass over the weights."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.backend.base import Row, count_ubatches
+from cllm.core.step_cost import StepClock, StepCost, fill_holes
+
+DEAR_PASS = StepCost(ubatch=10e-3, prefill_token=1e-3, row=1e-3, attended=0.0)
+CHEAP_PASS = StepCost(ubatch=1e-3, prefill_token=1e-3, row=2e-3, attended=0.0)
+
+
+class Known(StepClock):
+    """A clock that has made up its mind."""
+
+    def __init__(self, cost: StepCost | None) -> None:
+        super().__init__()
+        self._cost = cost
+
+
+def rows(lengths: dict[int, int]) -> list[Row]:
+    return [Row(i, 0, (65,) * count, 0, None) for i, count in sorted(lengths.items())]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cost", "fillers"),
+    [
+        ({0: 1, 1: 1, 2: 1}, DEAR_PASS, ()),
+        ({0: 1, 2: 1}, DEAR_PASS, (1,)),
+        ({0: 1, 2: 1}, CHEAP_PASS, ()),
+        ({0: 1, 2: 1}, None, ()),  # nothing is measured yet
+        ({0: 1, 2: 1, 5: 1}, DEAR_PASS, (1, 3, 4)),
+        ({0: 1, 31: 1}, DEAR_PASS, ()),  # 30 rows for one pass
+        ({3: 1, 5: 1}, DEAR_PASS, (4,)),  # what is below the lowest is no hole
+        ({0: 1, 2: 1, 3: 40}, DEAR_PASS, (1,)),
+        ({0: 40, 2: 40}, DEAR_PASS, ()),  # two passes without, three with
+    ],
+)
+def test_hand_worked_cases(lengths: dict[int, int], cost: StepCost | None, fillers: tuple[int, ...]) -> None:
+    empty = set(range(32)) - set(lengths)
+    assert fill_holes(rows(lengths), empty, Known(cost), 128) == fillers
+
+
+def test_who_is_not_empty_does_not_fill() -> None:
+    assert fill_holes(rows({0: 1, 2: 1, 4: 1}), {3}, Known(DEAR_PASS), 128) == (3,)
+
+
+def test_a_full_batch_has_no_room_for_fillers() -> None:
+    assert fill_holes(rows({0: 1, 2: 127}), {1}, Known(DEAR_PASS), 128) == ()
+
+
+@given(
+    lengths=st.dictionaries(st.integers(0, 12), st.sampled_from([1, 1, 1, 5, 9]), min_size=1),
+    busy=st.sets(st.integers(0, 12)),
+    ubatch=st.floats(0, 1),
+    row=st.floats(0, 1),
+)
+def test_filling_never_costs_more_than_it_saves(
+    lengths: dict[int, int], busy: set[int], ubatch: float, row: float
+) -> None:
+    cost = StepCost(ubatch, 0.0, row, 0.0)
+    empty = set(range(13)) - set(lengths) - busy
+    fillers = fill_holes(rows(lengths), empty, Known(cost), 64)
+    assert set(fillers) <= empty and list(fillers) == sorted(fillers)
+    assert all(min(lengths) < filler < max(lengths) for filler in fillers)
+    assert sum(lengths.values()) + len(fillers) <= 64 or not fillers
+    before = count_ubatches(rows(lengths), 64, unified=False)
+    after = count_ubatches(rows({**lengths, **dict.fromkeys(fillers, 1)}), 64, unified=False)
+    assert after * ubatch + len(fillers) * row <= before * ubatch + 1e-9

@@ -1,0 +1,82 @@
+"""The index over token sequences, against looking at every one of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.core.kv_cache.host_cache import RadixIndex
+
+# Few different tokens, so that sequences begin alike; one that needs all of its four bytes.
+TOKENS = st.lists(st.sampled_from([1, 2, 256, 151_935]), max_size=12).map(tuple)
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    length = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length
+
+
+@given(
+    lives=st.lists(st.tuples(st.sampled_from(["insert", "insert", "remove"]), TOKENS), max_size=30),
+    asked=st.lists(TOKENS, min_size=1, max_size=5),
+    at_least=st.integers(0, 6),
+)
+def test_it_finds_what_a_look_at_everything_finds(
+    lives: list[tuple[str, tuple[int, ...]]], asked: list[tuple[int, ...]], at_least: int
+) -> None:
+    index: RadixIndex[int] = RadixIndex()
+    stored: dict[tuple[int, ...], int] = {}
+    for number, (action, tokens) in enumerate(lives):
+        if action == "insert":
+            index.insert(tokens, number)
+            stored[tokens] = number
+        else:
+            index.remove(tokens)
+            stored.pop(tokens, None)
+        assert bool(index) == bool(stored)
+    for tokens in (*asked, *stored):
+        wanted = sorted(
+            (common(tokens, other), value)
+            for other, value in stored.items()
+            if common(tokens, other) >= at_least
+        )
+        assert sorted(index.matches(tokens, at_least)) == wanted
+
+
+@given(sequences=st.lists(TOKENS.filter(bool), max_size=20, unique=True))
+def test_nothing_is_left_of_what_was_removed(sequences: list[tuple[int, ...]]) -> None:
+    index: RadixIndex[str] = RadixIndex()
+    for tokens in sequences:
+        index.insert(tokens, "x")
+    for tokens in sequences:
+        index.remove(tokens)
+    assert not index
+    assert index._root.children == {}
+
+
+@given(sequences=st.lists(TOKENS.filter(bool), max_size=20, unique=True))
+def test_every_inner_node_is_needed(sequences: list[tuple[int, ...]]) -> None:
+    index: RadixIndex[str] = RadixIndex()
+    for tokens in sequences:
+        index.insert(tokens, "x")
+    for tokens in sequences[::2]:
+        index.remove(tokens)
+    left = list(index._root.children.values())
+    while left:
+        node = left.pop()
+        assert node.value is not None or len(node.children) > 1
+        left += node.children.values()
+
+
+def test_a_long_history_is_split_where_it_parts() -> None:
+    index: RadixIndex[str] = RadixIndex()
+    system = tuple(range(1000))
+    index.insert((*system, 7, 8), "first")
+    index.insert((*system, 9), "second")
+    assert sorted(index.matches((*system, 7, 1))) == [(1000, "second"), (1001, "first")]
+    assert sorted(index.matches(system[:600])) == [(600, "first"), (600, "second")]
+    assert index.matches((5, *system)) == []

@@ -1,0 +1,160 @@
+"""The laws of DESIGN section 2, checked after every step of random lives: arrivals, cancels, failures."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.core.kv_cache import prefix_cache as prefix
+from cllm.testing import FakeBackend
+from cllm.types import FinishReason
+from tests.unit.core.engine_sim import (
+    FATES,
+    FORWARD_FAILURES,
+    Fate,
+    Life,
+    fail_each_call_in_turn,
+    small_backend,
+)
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "WORTH_COPYING", 4)
+    monkeypatch.setattr(prefix, "WORTH_RESTORING", 4)
+
+
+def of_a_family(value: int, most: int) -> bytes:
+    """A prompt of one of three families with a common beginning, so that prefixes are shared."""
+    letters = random.Random(value % 3).choices(range(97, 123), k=96)
+    prompt = bytes([*letters, *b"%d" % value][-1 - value % most :])
+    return bytes(letters[: len(prompt) // 2]) + prompt[len(prompt) // 2 :]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(fate=FATES, trimmable=st.booleans())
+def test_the_laws_hold_through_any_life(fate: Fate, trimmable: bool) -> None:
+    life = Life(fate.backend(trimmable=trimmable), fate.park_mb, fate.cache_mb)
+    tier = life.loop.scheduler.prefixes.tier
+    tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
+    tier.parked_limit = min(tier.parked_limit, 400)
+    tier.limit = max(tier.cached_limit, tier.parked_limit)
+    fate.befall(life, of_a_family)
+
+
+def a_busy_life(backend: FakeBackend, cache_mb: int) -> Life:
+    life = Life(backend, cache_mb=cache_mb)
+    for number in range(6):
+        life.add(b"prompt %d " % number * (1 + number % 3), 12, ignore_eos=True)
+    if cache_mb:  # these find what the first have left behind
+        for number in range(3):
+            life.add(b"prompt %d " % number * (1 + number % 3) + b"more", 6, ignore_eos=True)
+    return life
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("trimmable", [False, True])
+@pytest.mark.parametrize("status", [None, *FORWARD_FAILURES])
+@pytest.mark.parametrize("cache_mb", [0, 1])
+def test_one_failure_at_every_native_call_in_turn(
+    cache_mb: int, status: StepStatus | None, trimmable: bool, unified: bool
+) -> None:
+    fail_each_call_in_turn(
+        lambda fail: a_busy_life(small_backend(unified=unified, trimmable=trimmable, fail=fail), cache_mb),
+        status,
+    )
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_the_busy_life_finds_what_was_left_behind(unified: bool) -> None:
+    life = a_busy_life(small_backend(unified=unified, trimmable=True), cache_mb=1)
+    life.run()
+    cached = [life.deltas[name][-1].usage for name in ("r6", "r7", "r8")]
+    assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
+
+
+def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:
+    backend = FakeBackend(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    life = Life(backend)
+    names = [life.add(b"abc", 5) for _ in range(6)]
+    life.run()
+    assert life.died
+    assert [life.outcome(name) for name in names] == [FinishReason.ERROR] * 6
+
+
+def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
+    backend = FakeBackend(sequences=4, batch_tokens=256)
+    life = Life(backend)
+    names = [life.add(b"prompt %d" % number, 8, ignore_eos=True) for number in range(4)]
+    original = backend.forward
+
+    def refuse_third(batch: Batch) -> StepResult:
+        if any(row.sequence_id == 2 for row in batch.rows):
+            return StepResult(StepStatus.BAD_BATCH, code=-1)
+        return original(batch)
+
+    backend.forward = refuse_third  # type: ignore[method-assign]
+    life.run()
+    outcomes = [life.outcome(name) for name in names]
+    assert outcomes == [FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+    assert life.deltas["r2"][-1].error is not None
+    assert life.deltas["r2"][-1].error.code == "bad_batch"
+
+
+def test_a_sequence_whose_memory_was_tampered_with_fails_alone() -> None:
+    life = Life(FakeBackend(sequences=2))
+    names = [life.add(b"prompt %d" % number, 20, ignore_eos=True) for number in range(2)]
+    life.step()
+    life.step()
+    life.backend.memory[0].pop()
+    life.loop.step()
+    life.run()
+    assert [life.outcome(name) for name in names] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert life.deltas["r0"][-1].error is not None
+    assert life.deltas["r0"][-1].error.code == "position_mismatch"
+    assert life.text("r1") == life.expected("r1")
+
+
+def test_kv_pressure_parks_the_youngest_and_everybody_completes() -> None:
+    for park_mb in (0, 1):
+        backend = FakeBackend(sequences=4, cells=64, unified=True, request_tokens=60)
+        life = Life(backend, park_mb)
+        names = [life.add(b"prompt %d" % number, 40, ignore_eos=True) for number in range(4)]
+        life.run()
+        assert [life.outcome(name) for name in names] == [FinishReason.LENGTH] * 4
+        life.check_end()
+
+
+def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
+    life = Life(FakeBackend(sequences=4))
+    usages = []
+    for _ in range(300):
+        name = life.add(b"the same prompt", 16, ignore_eos=True)
+        life.run()
+        usages.append(life.deltas[name][-1].usage)
+    assert len(set(usages)) == 1
+
+
+def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
+    backend = FakeBackend(sequences=4, cells=4096, batch_tokens=64)
+    life = Life(backend)
+    names = [life.add(b"x" * 500, 4, seed, ignore_eos=True) for seed in range(4)]
+    life.run()
+    life.check_end()
+    usages = [life.deltas[name][-1].usage for name in names]
+    assert [usage.cached_tokens for usage in usages if usage] == [0, 499, 499, 499]
+    assert [usage.decoded_tokens for usage in usages if usage] == [503, 4, 4, 4]
+
+
+def test_a_prompt_that_goes_another_way_keeps_what_is_common() -> None:
+    life = Life(FakeBackend(sequences=2, cells=4096, batch_tokens=64))
+    first = life.add(b"x" * 300 + b"a" * 100, 40, ignore_eos=True)
+    second = life.add(b"x" * 300 + b"b" * 100, 40, ignore_eos=True)
+    life.run()
+    life.check_end()
+    usages = [life.deltas[name][-1].usage for name in (first, second)]
+    assert [usage.cached_tokens for usage in usages if usage] == [0, 300]

@@ -1,0 +1,89 @@
+"""Law 2: an id exists only inside a lease, and its KV is gone before anybody else gets it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.core.sequence import SequenceLease, SequencePool
+from cllm.errors import IntegrityError
+
+
+def test_ids_are_leased_lowest_first_and_never_shared() -> None:
+    pool = SequencePool(3, lambda _: 0)
+    leases = [pool.lease(str(number)) for number in range(3)]
+    assert [lease.sequence_id for lease in leases if lease] == [0, 1, 2]
+    assert pool.lease("one too many") is None
+    assert leases[1] is not None
+    leases[1].release()
+    again = pool.lease("next")
+    assert again is not None and again.sequence_id == 1
+
+
+def test_kv_is_cleared_before_the_id_is_free() -> None:
+    free_when_cleared: list[int] = []
+
+    def clear(_: int) -> int:
+        free_when_cleared.append(pool.free_count)
+        return 7
+
+    pool = SequencePool(1, clear)
+    lease = pool.lease("a")
+    assert lease is not None
+    lease.release()
+    assert free_when_cleared == [0]
+    assert pool.free_count == 1 and pool.cleared_cells_total == 7
+
+
+def test_a_second_release_is_a_bug_and_says_so() -> None:
+    pool = SequencePool(1, lambda _: 0)
+    lease = pool.lease("a")
+    assert lease is not None
+    lease.release()
+    other = pool.lease("b")
+    with pytest.raises(IntegrityError):
+        lease.release()
+    assert pool.leases == (other,)
+
+
+def test_an_id_that_cannot_be_cleared_is_retired() -> None:
+    def clear(_: int) -> int:
+        raise RuntimeError("no")
+
+    pool = SequencePool(1, clear)
+    lease = pool.lease("a")
+    assert lease is not None
+    lease.release()
+    assert pool.retired == {0} and pool.lease("b") is None and not pool.leases
+
+
+def test_the_log_tells_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    lease = SequencePool(4, lambda _: 41).lease("r1")
+    assert lease is not None
+    lease.release()
+    assert [record.message for record in caplog.records] == [
+        "leased seq 0 for request r1",
+        "cleared KV of seq 0 (41 cells)",
+    ]
+
+
+@given(st.lists(st.integers(-1, 5), max_size=60))
+def test_under_any_order_of_leases_and_releases_the_sums_hold(actions: list[int]) -> None:
+    pool = SequencePool(4, lambda _: 1)
+    held: list[SequenceLease] = []
+    for number, action in enumerate(actions):
+        if action < 0:
+            free_before = pool.free_count
+            lease = pool.lease(str(number))
+            assert (lease is None) == (free_before == 0)
+            if lease is not None:
+                assert lease.sequence_id not in {other.sequence_id for other in held}
+                held.append(lease)
+        elif action < len(held):
+            held.pop(action).release()
+        assert pool.free_count + len(pool.leases) == 4
+        assert pool.leased_total - pool.released_total == len(held)

@@ -1,0 +1,273 @@
+"""The parent's side: ledger, refusals, and what a dead engine means for whom (laws 4, 6, 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from cllm.backend.base import StepStatus
+from cllm.config import EngineConfig
+from cllm.errors import (
+    ContextLengthExceeded,
+    EngineDied,
+    InvalidRequest,
+    ModelFileError,
+    QueueFull,
+    ShuttingDown,
+)
+from cllm.frontend.engine_client import Engine, Health
+from cllm.frontend.output_stream import AsyncStream, BlockingStream
+from cllm.testing import FakeBackend, expected_text
+from cllm.types import Delta, FinishReason, Request, Usage
+from cllm.workers.executor import Receive, ThreadHost
+from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
+from cllm.workers.tokenizer_client import TextHost
+
+
+def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
+    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens)
+
+
+class ScriptedHost:
+    """A host whose engine does what the test says."""
+
+    restartable = True
+
+    def __init__(self) -> None:
+        backend = FakeBackend(sequences=2)
+        self.ready = Ready(backend.facts, backend.limits)
+        self.sent: list[Command] = []
+        self.starts = 0
+        self.stopped = False
+        self.receive: Receive | None = None
+
+    @property
+    def text(self) -> TextHost:
+        raise NotImplementedError
+
+    def start(self, receive: Receive) -> None:
+        self.starts += 1
+        self.sent.clear()
+        self.receive = receive
+        receive(self.ready)
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def submitted(self) -> list[str]:
+        return [command.request.id for command in self.sent if isinstance(command, Submit)]
+
+    def say(self, *deltas: Delta) -> None:
+        assert self.receive is not None
+        self.receive(StepReport(deltas, StepStats()))
+
+    def die(self) -> None:
+        assert self.receive is not None
+        starts = self.starts
+        self.receive(Died("engine_died", "killed by the test"))
+        deadline = time.monotonic() + 20
+        while self.starts == starts and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def host() -> ScriptedHost:
+    return ScriptedHost()
+
+
+@pytest.fixture
+def engine(host: ScriptedHost) -> Iterator[Engine]:
+    engine = Engine(host, queue_size=10)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def token(name: str, text: str = "x") -> Delta:
+    return Delta(request_id=name, text=text, tokens=(1,))
+
+
+def last(name: str) -> Delta:
+    usage = Usage(prompt_tokens=5, completion_tokens=1)
+    return Delta(request_id=name, finish_reason=FinishReason.STOP, usage=usage)
+
+
+def read(stream: BlockingStream) -> Delta:
+    """The terminal delta; iteration ends with it."""
+    return list(stream)[-1]
+
+
+def test_the_engine_gets_a_few_more_than_it_can_run_and_the_rest_wait(
+    engine: Engine, host: ScriptedHost
+) -> None:
+    for number in range(8):
+        engine.submit(request(f"r{number}"), BlockingStream)
+    assert host.submitted() == ["r0", "r1", "r2", "r3"]
+    host.say(last("r1"))
+    assert host.submitted()[-1] == "r4"
+
+
+def test_a_full_queue_refuses_at_once_with_a_time_to_come_back(engine: Engine) -> None:
+    for number in range(14):
+        engine.submit(request(f"r{number}"), BlockingStream)
+    with pytest.raises(QueueFull) as refusal:
+        engine.submit(request("one too many"), BlockingStream)
+    assert refusal.value.retry_after_s >= 1
+
+
+def test_prompts_that_cannot_fit_are_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(ContextLengthExceeded, match=r"2048.*2048") as refusal:
+        engine.submit(request("long", b"x" * 2048), BlockingStream)
+    assert (refusal.value.prompt_tokens, refusal.value.limit) == (2048, 2048)
+    with pytest.raises(InvalidRequest, match="empty"):
+        engine.submit(request("empty", b""), BlockingStream)
+
+
+def test_a_cancel_in_the_queue_never_reaches_the_engine(engine: Engine, host: ScriptedHost) -> None:
+    streams = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(6)]
+    engine.cancel("r5")
+    assert read(streams[5]).finish_reason is FinishReason.CANCELLED
+    assert "r5" not in host.submitted() and Cancel("r5") not in host.sent
+    engine.cancel("r0")
+    assert Cancel("r0") in host.sent
+
+
+def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
+    engine: Engine, host: ScriptedHost
+) -> None:
+    streams = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(6)]
+    host.say(token("r0"))
+    engine.cancel("r1")
+    host.die()
+    assert read(streams[0]).error is not None and read(streams[1]).finish_reason is FinishReason.CANCELLED
+    assert host.submitted() == ["r2", "r3", "r4", "r5"]
+    for number in range(2, 6):
+        host.say(token(f"r{number}"), last(f"r{number}"))
+        assert read(streams[number]).finish_reason is FinishReason.STOP
+    assert engine.tickets == () and engine.health is Health.READY
+
+
+def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
+    engine: Engine, host: ScriptedHost
+) -> None:
+    poison = engine.submit(request("poison"), BlockingStream)
+    others = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(2)]
+    host.die()
+    assert host.submitted() == ["poison", "r0", "r1"], "once together"
+    host.die()
+    assert host.submitted() == ["poison"], "once alone"
+    host.die()
+    failure = read(poison).error
+    assert failure is not None and failure.code == "poison_request"
+    for number, stream in enumerate(others):
+        assert host.submitted()[-1] == f"r{number}"
+        host.say(last(f"r{number}"))
+        assert read(stream).finish_reason is FinishReason.STOP
+
+
+def test_reports_of_a_dead_engine_are_ignored(engine: Engine, host: ScriptedHost) -> None:
+    stream = engine.submit(request("r0"), BlockingStream)
+    stale = host.receive
+    host.die()
+    assert stale is not None
+    stale(StepReport((last("r0"),), StepStats()))
+    assert not stream.finished
+    host.say(last("r0"))
+    assert stream.finished
+
+
+def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
+    engine: Engine, host: ScriptedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "RESTARTS_IN_A_ROW", 1)
+    stream = engine.submit(request("r0"), BlockingStream)
+    host.die()
+    host.restartable = False
+    assert host.receive is not None
+    host.receive(Died("engine_died", "again"))
+    assert engine.health is Health.FAILED
+    assert read(stream).finish_reason is FinishReason.ERROR
+    with pytest.raises(EngineDied):
+        engine.submit(request("later"), BlockingStream)
+
+
+def test_what_keeps_the_model_from_loading_reaches_whoever_waits() -> None:
+    def no_model(_: object) -> FakeBackend:
+        raise ModelFileError("no such file")
+
+    engine = Engine(ThreadHost(no_model, EngineConfig()))
+    engine.start()
+    with pytest.raises(ModelFileError, match="no such file"):
+        engine.wait_ready(5)
+    engine.stop()
+
+
+def test_draining_refuses_the_new_and_lets_the_old_finish(engine: Engine, host: ScriptedHost) -> None:
+    stream = engine.submit(request("r0"), BlockingStream)
+    engine.drain()
+    with pytest.raises(ShuttingDown):
+        engine.submit(request("r1"), BlockingStream)
+    host.say(last("r0"))
+    assert read(stream).finish_reason is FinishReason.STOP
+
+
+def test_stopping_ends_everybody_exactly_once(engine: Engine, host: ScriptedHost) -> None:
+    streams = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(9)]
+    engine.stop()
+    engine.stop()
+    assert [read(stream).finish_reason for stream in streams] == [FinishReason.ERROR] * 9
+    assert host.stopped and engine.tickets == ()
+
+
+def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
+    engine = Engine(ThreadHost(lambda _: FakeBackend(sequences=4), EngineConfig()))
+    engine.start()
+    engine.wait_ready(5)
+
+    def client(number: int) -> None:
+        for turn in range(5):
+            prompt = f"client {number} turn {turn}".encode()
+            stream = engine.submit(request(f"{number}/{turn}", prompt, 20), BlockingStream)
+            assert "".join(delta.text for delta in stream) == expected_text(prompt, 20)
+
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(client, range(20)))
+    snapshot = engine.inspect().result(5)
+    assert (snapshot.leases, snapshot.cells_used, snapshot.leased_total) == ((), 0, 100)
+    engine.stop()
+
+
+def test_a_dying_thread_engine_ends_its_requests() -> None:
+    backend = FakeBackend(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    engine = Engine(ThreadHost(lambda _: backend, EngineConfig()))
+    engine.start()
+    engine.wait_ready(5)
+    stream = engine.submit(request("r0"), BlockingStream)
+    assert read(stream).finish_reason is FinishReason.ERROR
+    engine.stop()
+
+
+def test_a_slow_reader_gets_one_merged_delta() -> None:
+    async def read_late() -> list[Delta]:
+        stream = AsyncStream("r0")
+        for number in range(50):
+            stream.push(token("r0", str(number % 10)))
+        stream.push(last("r0"))
+        return [delta async for delta in stream]
+
+    (delta,) = asyncio.run(read_late())
+    assert delta.text == "0123456789" * 5 and len(delta.tokens) == 50
+    assert delta.finish_reason is FinishReason.STOP
+
+
+def test_inspecting_an_engine_that_is_not_there_fails_at_once(engine: Engine) -> None:
+    engine.stop()
+    future: Future[object] = engine.inspect()  # type: ignore[assignment]
+    assert future.exception(0) is not None

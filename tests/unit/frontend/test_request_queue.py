@@ -1,0 +1,326 @@
+"""Who comes in, and in which order: bounds, limits of tenants, fair shares, priorities (law 6)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.errors import InvalidRequest, QueueFull, RateLimited
+from cllm.frontend import request_queue as admission
+from cllm.frontend import request_queue as ticket
+from cllm.frontend import tenants
+from cllm.frontend.output_stream import Stream
+from cllm.frontend.request_queue import Admission, FairQueue, Place, Ticket
+from cllm.frontend.tenants import DrainRate, Tenant, TenantLimits, TokenBucket
+from cllm.types import Limits, Request
+
+
+class Clock:
+    """Stands in for the `time` module: it goes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (admission, tenants, ticket):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+class Silent(Stream):
+    def _wake(self) -> None:
+        pass
+
+
+def limits(sequences: int = 4, *, cells: int = 100_000, unified: bool = False) -> Limits:
+    return Limits(
+        sequences=sequences,
+        cells=cells,
+        sequence_cells=cells,
+        request_tokens=cells,
+        batch_tokens=512,
+        unified=unified,
+    )
+
+
+class Line:
+    """An admission with short words for it."""
+
+    def __init__(self, *, queue_size: int = 10_000, queue_tokens: int = 0, sequences: int = 4) -> None:
+        self.admission = Admission(queue_size, queue_tokens)
+        self.limits = limits(sequences)
+        self._count = 0
+
+    def ask(self, tenant: str = "", tokens: int = 10, priority: int = 0) -> Ticket:
+        self._count += 1
+        name = f"{tenant}{self._count}"
+        request = Request(id=name, prompt=(1,) * tokens, max_tokens=100, tenant=tenant, priority=priority)
+        return self.admission.admit(request, Silent(name), self.limits)
+
+    def feed(self) -> list[Ticket]:
+        return self.admission.next_for_engine(self.limits)
+
+    def inside(self) -> list[Ticket]:
+        return [each for each in self.admission.tickets if each.place is Place.ENGINE]
+
+    def finish(self, one: Ticket, generated: int = 0) -> None:
+        self.admission.generated(one, generated, one.arrived)
+        self.admission.close(one)
+
+
+# Bounds --------------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_bounded_by_tokens_too(clock: Clock) -> None:
+    line = Line(queue_tokens=100)
+    line.ask(tokens=500)  # larger than the queue, but nobody else waits
+    with pytest.raises(QueueFull, match="500 prompt tokens are waiting and the queue holds 100"):
+        line.ask(tokens=1)
+    line.feed()
+    line.ask(tokens=60)
+    line.feed()  # goes straight through: the bound is on those who wait
+    for _ in range(4):
+        line.ask(tokens=50)
+        line.feed()
+    assert line.admission.waiting_tokens == 0
+    line.ask(tokens=60)
+    line.ask(tokens=40)
+    with pytest.raises(QueueFull):
+        line.ask(tokens=1)
+
+
+def test_the_time_to_come_back_is_how_long_the_queue_takes_to_drain(clock: Clock) -> None:
+    rate = DrainRate()
+    assert rate.seconds_for(100, 10_000) == 1.0, "nothing is known yet"
+    for _ in range(11):
+        rate.note(50)
+        clock.now += 0.5
+    # 11 requests and 550 tokens in 5.5 s
+    assert rate.seconds_for(10, 0) == pytest.approx(5.0)
+    assert rate.seconds_for(10, 1000) == pytest.approx(10.0)
+    assert rate.seconds_for(10_000, 0) == 60.0
+    clock.now += 3600
+    assert rate.seconds_for(10, 1000) == 1.0, "an hour ago says nothing about now"
+
+
+def test_in_a_common_pool_those_inside_are_counted_by_what_they_hold(clock: Clock) -> None:
+    line = Line()
+    line.limits = limits(8, cells=100, unified=True)
+    for _ in range(6):
+        line.ask(tokens=30)
+    assert len(line.feed()) == 4, "three fit, and one is at the door; the others wait where order can change"
+    line.finish(line.inside()[0])
+    assert len(line.feed()) == 1
+
+
+# Limits of tenants ---------------------------------------------------------------------------------
+
+
+def test_requests_per_second(clock: Clock) -> None:
+    line = Line()
+    line.admission.set_tenants({"a": TenantLimits(requests_per_s=2)})
+    line.ask("a")
+    line.ask("a")
+    with pytest.raises(RateLimited, match="2 requests a second") as refusal:
+        line.ask("a")
+    line.ask("b")  # somebody else is not concerned
+    clock.now += refusal.value.retry_after_s - 0.01
+    with pytest.raises(RateLimited):
+        line.ask("a")
+    clock.now += 0.02
+    line.ask("a")
+
+
+def test_tokens_per_second_count_the_prompt_and_what_is_generated(clock: Clock) -> None:
+    line = Line()
+    line.admission.set_tenants({"a": TenantLimits(tokens_per_s=100)})
+    one = line.ask("a", tokens=300)
+    line.feed()
+    line.finish(one, generated=200)  # 500 had, 100 were saved up: 4 s to pay back
+    with pytest.raises(RateLimited, match="100 tokens a second") as refusal:
+        line.ask("a")
+    assert refusal.value.retry_after_s == pytest.approx(4.0)
+    clock.now += 4.01
+    line.ask("a")
+
+
+def test_concurrent_requests_are_those_that_wait_and_those_that_run(clock: Clock) -> None:
+    line = Line(sequences=1)
+    line.admission.set_tenants({"a": TenantLimits(concurrent=2)})
+    first = line.ask("a")
+    line.feed()
+    second = line.ask("a")
+    with pytest.raises(RateLimited, match="2 requests at the same time"):
+        line.ask("a")
+    line.admission.close(second)
+    line.ask("a")
+    line.finish(first)
+    line.ask("a")
+
+
+def test_a_priority_above_what_a_key_may_use_names_both(clock: Clock) -> None:
+    line = Line()
+    line.admission.set_tenants({"a": TenantLimits(max_priority=5)})
+    line.ask("a", priority=5)
+    with pytest.raises(InvalidRequest, match=r"priority is 6.*at most 5") as refusal:
+        line.ask("a", priority=6)
+    assert refusal.value.field == "priority"
+
+
+def test_a_refused_request_costs_its_tenant_nothing(clock: Clock) -> None:
+    line = Line(queue_size=1, sequences=1)
+    line.admission.set_tenants({"a": TenantLimits(requests_per_s=1)})
+    line.ask("b")
+    with pytest.raises(QueueFull):
+        line.ask("a")
+    line.feed()
+    line.ask("a")  # its one request of this second is still there
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 50)), max_size=30), st.floats(0.1, 100))
+def test_a_bucket_gives_no_more_than_its_rate(steps: list[tuple[float, float]], rate: float) -> None:
+    bucket, now, taken = TokenBucket(rate, 0.0), 0.0, 0.0
+    for pause, amount in steps:
+        now += pause
+        if bucket.seconds_until(0.0, now) == 0:
+            taken_before = taken
+            bucket.take(amount, now)
+            taken += amount
+            assert taken_before <= max(1.0, rate) + rate * now + 1e-6
+
+
+# Order ---------------------------------------------------------------------------------------------
+
+
+def serve(line: Line, source: random.Random, rounds: int, top_up: dict[str, int]) -> Counter[str]:
+    """Let the engine work with everybody always waiting; tokens had, by tenant."""
+    had: Counter[str] = Counter()
+    for _ in range(rounds):
+        for name, tokens in top_up.items():
+            tenant = line.admission.tenants.find(name)
+            while tenant.waiting < 3:
+                line.ask(name, tokens=source.randint(1, 2 * tokens))
+        line.feed()
+        done = source.choice(line.inside())
+        generated = source.randint(0, 60)
+        had[done.tenant.name] += len(done.request.prompt) + generated
+        line.finish(done, generated)
+    return had
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), weight=st.sampled_from([1.0, 2.0, 4.0]), factor=st.sampled_from([1, 10]))
+def test_shares_of_tokens_are_as_the_weights_whatever_is_sent(seed: int, weight: float, factor: int) -> None:
+    line = Line()
+    line.admission.set_tenants({"big": TenantLimits(weight=1), "small": TenantLimits(weight=weight)})
+    had = serve(line, random.Random(seed), 800, {"big": 20 * factor, "small": 20})
+    assert had["small"] / had["big"] == pytest.approx(weight, rel=0.25)
+
+
+def test_whoever_was_idle_has_no_credit(clock: Clock) -> None:
+    line = Line(sequences=1)
+    line.admission.set_tenants({"a": TenantLimits(), "b": TenantLimits()})
+    line.finish(_run(line, "b"), 0)
+    for _ in range(50):
+        line.finish(_run(line, "a"), 100)
+    clock.now += 60
+    a, b = line.admission.tenants.find("a"), line.admission.tenants.find("b")
+    starts = line.admission.tenants.start_tag
+    assert starts(a) == starts(b), "what a had while it was alone is no debt, b's absence no credit"
+
+
+def _run(line: Line, tenant: str) -> Ticket:
+    line.ask(tenant)
+    (sent,) = line.feed()
+    return sent
+
+
+def test_a_small_tenant_passes_the_line_of_a_big_one(clock: Clock) -> None:
+    line = Line(sequences=2)
+    for _ in range(20):
+        line.ask("big")
+    line.feed()
+    for one in line.inside():
+        line.admission.generated(one, 5, clock.now)
+    mine = line.ask("small")
+    assert line.admission.position(mine) == 2, "one of the big one's, then this"
+    order: list[Ticket] = []
+    while mine.place is Place.QUEUED:
+        line.finish(line.inside()[0])
+        order += line.feed()
+    assert order == [mine]
+
+
+def test_the_places_a_tenant_used_are_kept_for_it_for_a_moment(clock: Clock) -> None:
+    line = Line(sequences=4)
+    for _ in range(20):
+        line.ask("big")
+    line.feed()
+    mine = line.ask("small")
+    while mine.place is Place.QUEUED:
+        line.finish(line.inside()[0], 10)
+        line.feed()
+    while len(line.inside()) > 4:
+        line.finish(next(each for each in line.inside() if each is not mine), 10)
+    line.finish(mine)
+    assert line.feed() == [], "its place is kept"
+    again = line.ask("small")
+    assert line.feed() == [again], "so its next request does not wait"
+    line.finish(again)
+    clock.now += 2 * Tenant.HOLD_S + 0.1
+    assert [each.tenant.name for each in line.feed()] == ["big"] * 3, (
+        "alone again: everything, and a few more"
+    )
+
+
+def test_higher_priority_goes_first_and_nobody_starves(clock: Clock) -> None:
+    line = Line(sequences=1)
+    for _ in range(3):  # a lone tenant's engine gets a few more than it can run
+        line.ask()
+    line.feed()
+    starving, middle, first = line.ask(priority=-3), line.ask(priority=0), line.ask(priority=5)
+    assert [line.admission.position(each) for each in (first, middle, starving)] == [1, 2, 3]
+    for expected in (first, middle):
+        line.finish(line.inside()[0])
+        line.ask(priority=0)
+        assert line.feed() == [expected]
+    for _ in range(40):  # a new one of priority 0 every 0.2 s, for 8 s
+        clock.now += 0.2
+        line.ask(priority=0)
+        line.finish(line.inside()[0])
+        line.feed()
+        if starving.place is Place.ENGINE:
+            break
+    assert starving.place is Place.ENGINE
+    assert clock.now - 1000 == pytest.approx(3 * FairQueue.AGEING_S, abs=1.0)
+
+
+def test_without_tenants_and_priorities_it_is_first_come_first_served(clock: Clock) -> None:
+    line = Line(sequences=2)
+    tickets = []
+    for _ in range(10):
+        clock.now += 0.01
+        tickets.append(line.ask())
+    order = line.feed()
+    while line.inside():
+        line.finish(line.inside()[0], 3)
+        order += line.feed()
+    assert order == tickets
+
+
+def test_accounts_of_unknown_tenants_do_not_pile_up(clock: Clock) -> None:
+    line = Line()
+    for number in range(2000):
+        clock.now += 1
+        line.finish(_run(line, f"t{number}"), 5)
+    assert len(line.admission.tenants._tenants) <= 257

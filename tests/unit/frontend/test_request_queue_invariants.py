@@ -1,0 +1,141 @@
+"""Random lives of the ledger: tenants, priorities, cancels, deadlines, deaths; the laws hold throughout."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cllm.errors import QueueFull, RateLimited
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import BlockingStream
+from cllm.frontend.request_queue import Place, window
+from cllm.frontend.tenants import TenantLimits
+from cllm.types import Request
+from tests.unit.frontend.test_engine_client import ScriptedHost, last, token
+
+SEQUENCES = 2
+QUEUE_SIZE, QUEUE_TOKENS = 12, 200
+TENANTS = {"heavy": TenantLimits(weight=3.0), "few": TenantLimits(concurrent=3)}
+numbers = st.integers(0, 10**6)
+
+
+class Lives(RuleBasedStateMachine):
+    """Clients keep their own account of who was accepted and who has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = ScriptedHost()
+        self.engine = Engine(self.host, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
+        self.engine.set_tenants(TENANTS)
+        self.engine.start()
+        self.streams: dict[str, BlockingStream] = {}
+        self.owners: dict[str, str] = {}
+
+    @rule(
+        tenant=st.sampled_from(["", "heavy", "few", "other"]),
+        priority=st.integers(-2, 2),
+        tokens=st.integers(1, 90),
+        timed=st.booleans(),
+    )
+    def ask(self, tenant: str, priority: int, tokens: int, timed: bool) -> None:
+        name = f"r{len(self.streams)}"
+        request = Request(
+            id=name,
+            prompt=(1,) * tokens,
+            max_tokens=10,
+            tenant=tenant,
+            priority=priority,
+            timeout_s=3600.0 if timed else None,
+        )
+        waiting = [each for each in self.engine.tickets if each.place is Place.QUEUED]
+        waiting_tokens = sum(len(each.request.prompt) for each in waiting)
+        try:
+            self.streams[name] = self.engine.submit(request, BlockingStream)
+            self.owners[name] = tenant
+        except QueueFull as refusal:
+            assert len(waiting) == QUEUE_SIZE or waiting_tokens + tokens > QUEUE_TOKENS
+            assert 1 <= refusal.retry_after_s <= 60
+        except RateLimited:
+            assert tenant == "few" and self.living()["few"] == 3
+
+    def inside(self) -> list[str]:
+        return [each.request.id for each in self.engine.tickets if each.place is Place.ENGINE]
+
+    def living(self) -> Counter[str]:
+        return Counter(self.owners[name] for name, stream in self.streams.items() if not stream.finished)
+
+    @precondition(lambda self: self.inside())
+    @rule(number=numbers)
+    def a_token_comes(self, number: int) -> None:
+        self.host.say(token(self.inside()[number % len(self.inside())]))
+
+    @precondition(lambda self: self.inside())
+    @rule(number=numbers)
+    def one_is_done(self, number: int) -> None:
+        self.host.say(last(self.inside()[number % len(self.inside())]))
+
+    @precondition(lambda self: self.streams)
+    @rule(number=numbers)
+    def a_client_leaves(self, number: int) -> None:
+        self.engine.cancel(f"r{number % len(self.streams)}")
+
+    @precondition(lambda self: self.streams)
+    @rule(number=numbers)
+    def time_is_up(self, number: int) -> None:
+        ticket = self.engine._admission.find(f"r{number % len(self.streams)}")
+        if ticket is not None and ticket.request.timeout_s is not None:
+            cancelled = ticket.cancelled
+            self.engine._expire(ticket.request.id)
+            assert cancelled or ticket.place is Place.DONE
+
+    @precondition(lambda self: self.engine._restarts == 0)
+    @rule()
+    def the_engine_dies(self) -> None:
+        self.host.die()
+
+    @invariant()
+    def everybody_is_somewhere_exactly_once(self) -> None:
+        tickets = [each.request.id for each in self.engine.tickets]
+        assert len(tickets) == len(set(tickets))
+        assert set(tickets) == {name for name, stream in self.streams.items() if not stream.finished}
+
+    @invariant()
+    def bounds_are_kept(self) -> None:
+        tickets = self.engine.tickets
+        queued = [each for each in tickets if each.place is Place.QUEUED]
+        replayed = [each for each in queued if each.deaths]
+        assert len(queued) - len(replayed) <= QUEUE_SIZE
+        assert len(tickets) - len(queued) <= window(SEQUENCES)
+        assert self.living()["few"] <= 3
+        admission = self.engine._admission
+        assert admission.waiting_count == len(queued)
+        assert admission.waiting_tokens == sum(len(each.request.prompt) for each in queued)
+        for tenant in admission.tenants._tenants.values():
+            mine = [each for each in tickets if each.tenant is tenant]
+            assert tenant.waiting == sum(each.place is Place.QUEUED for each in mine)
+            assert tenant.running == len(mine) - tenant.waiting
+
+    @invariant()
+    def the_engine_is_fed(self) -> None:
+        """Whoever waits, waits for somebody: nobody is forgotten in an empty house."""
+        if any(each.place is Place.QUEUED for each in self.engine.tickets):
+            assert self.inside()
+
+    def teardown(self) -> None:
+        """Nobody starves: with the engine at work, everybody ends."""
+        for _ in range(len(self.streams) + 1):
+            if inside := self.inside():
+                self.host.say(last(inside[0]))
+        assert self.engine.tickets == ()
+        for stream in self.streams.values():
+            assert [delta.finish_reason is not None for delta in stream][-1]
+        self.engine.stop()
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,85 @@
+"""Hand-made answers for the renderers: whatever a `ReplyReader` may say, in whatever steps."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import strategies as st
+
+from cllm.chat.conversation import Step
+from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
+from cllm.types import Delta, Failure, FinishReason, TokenLogprob, Usage
+
+USAGE = Usage(prompt_tokens=12, completion_tokens=7, cached_tokens=5)
+ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def step(
+    *events: ReplyEvent,
+    end: FinishReason | None = None,
+    stop: str | None = None,
+    tokens: int = 1,
+    logprobs: tuple[TokenLogprob, ...] = (),
+) -> Step:
+    usage = USAGE if end is not None else None
+    delta = Delta(
+        request_id="x",
+        tokens=tuple(range(tokens)),
+        logprobs=logprobs,
+        finish_reason=end,
+        usage=usage,
+        stop=stop,
+    )
+    return list(events), delta
+
+
+def failed(code: str, message: str) -> Step:
+    failure = Failure(code, message)
+    return [], Delta(request_id="x", finish_reason=FinishReason.ERROR, error=failure)
+
+
+def logprob(text: str) -> TokenLogprob:
+    return TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.5)), (text.encode(), text.encode(), b"?"))
+
+
+_texts = st.sampled_from(["a", " ", "\n\n", "日本😀", "{", '{"a": 1}', "</think>", "<tool_call>"])
+_names = st.sampled_from(["look", "add"])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[Step]:
+    """The steps of one finished answer."""
+    events: list[ReplyEvent] = []
+    calls = 0
+    for kind in draw(st.lists(st.sampled_from(["think", "say", "call"]), max_size=5)):
+        texts = draw(st.lists(_texts, min_size=1, max_size=3))
+        if kind == "think":
+            events += [ReasoningText(text) for text in texts]
+        elif kind == "say":
+            events += [AnswerText(text) for text in texts]
+        else:
+            events.append(CallBegun(calls, draw(_names)))
+            events += [CallArguments(calls, text) for text in texts[1:]]
+            calls += 1
+    steps: list[Step] = []
+    while events:
+        taken = draw(st.integers(1, len(events)))
+        steps.append(step(*events[:taken], logprobs=(logprob("t"),)))
+        if draw(st.booleans()):
+            steps.append(step(logprobs=(logprob("t"),)))  # its text is held back
+        events = events[taken:]
+    end = draw(st.sampled_from(ENDS))
+    together = draw(st.booleans())
+    if steps and together:
+        last, delta = steps.pop()
+        return [*steps, (last, msgspec.structs.replace(delta, finish_reason=end, usage=USAGE))]
+    return [*steps, step(end=end)]
+
+
+def said(steps: list[Step]) -> str:
+    """Every text of an answer, in order."""
+    return "".join(
+        event.text
+        for events, _ in steps
+        for event in events
+        if isinstance(event, AnswerText | ReasoningText | CallArguments)
+    )

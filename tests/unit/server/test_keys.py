@@ -1,0 +1,133 @@
+"""Keys: only hashes are kept, every key is compared, a wrong file is told and changes nothing."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.errors import ConfigError
+from cllm.server.keys import KeyRing, add_key, digest, read_keys
+from cllm.server.middleware import is_loopback
+from cllm.types import Tenant
+
+
+def test_a_new_key_is_found_and_only_its_hash_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    old_mask = os.umask(0)
+    try:
+        user, boss = add_key(file, "alice", admin=False), add_key(file, "boss", admin=True)
+    finally:
+        os.umask(old_mask)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert user not in file.read_text() and user != boss
+    ring = KeyRing(str(file), "")
+    assert ring.find(user) == Tenant(name="alice") and ring.find(boss) == Tenant(name="boss", admin=True)
+    for wrong in ("", "x", user[:-1], user + " ", user.lower(), "sha256:" + digest(user).hex(), "\ud800"):
+        assert ring.find(wrong) is None
+
+
+def test_limits_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    key = add_key(file, "alice", admin=False)
+    limits = "weight = 2.5\nrequests_per_s = 3\ntokens_per_s = 1e3\nconcurrent = 4\nmax_priority = 0\n"
+    file.write_text(file.read_text().rstrip() + "\n" + limits)
+    assert KeyRing(str(file), "").find(key) == Tenant(
+        name="alice", weight=2.5, requests_per_s=3, tokens_per_s=1000, concurrent=4, max_priority=0
+    )
+
+
+def test_every_key_is_compared_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No early end, and only by the comparison that takes the same time for all."""
+    file = tmp_path / "keys.toml"
+    keys = [add_key(file, f"user{number}", admin=False) for number in range(5)]
+    ring, compared = KeyRing(str(file), ""), 0
+
+    def counting(one: Any, other: Any) -> bool:
+        nonlocal compared
+        compared += 1
+        return bool(real(one, other))
+
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    for key in (keys[0], keys[4], "wrong"):
+        compared = 0
+        ring.find(key)
+        assert compared == 5
+
+
+HASH = "sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[alice",
+        "[alice]\n",
+        '[alice]\nhash = "plain"\n',
+        f'[alice]\nhash = "{HASH}"\nrole = "wizard"\n',
+        f'[alice]\nhash = "{HASH}"\nweight = 0\n',
+        f'[alice]\nhash = "{HASH}"\nwibble = 1\n',
+        f'[alice]\nhash = "{HASH}"\n[bob]\nhash = "{HASH}"\n',
+        f'["a b"]\nhash = "{HASH}"\n',
+    ],
+)
+def test_a_wrong_file_is_told(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="keys file"):
+        read_keys(file)
+
+
+def test_reloading_a_wrong_file_keeps_the_old_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.toml"
+    key = add_key(file, "alice", admin=False)
+    ring = KeyRing(str(file), "")
+    file.write_text("[broken")
+    assert not ring.reload()
+    assert ring.find(key) is not None and "old keys stay" in caplog.text
+    file.unlink()
+    assert not ring.reload()
+    assert ring.find(key) is not None and ring.closed
+    other = add_key(file, "bob", admin=False)
+    assert ring.reload() and ring.find(key) is None and ring.find(other) is not None
+    assert [tenant.name for tenant in ring.tenants] == ["bob"]
+
+
+@pytest.mark.parametrize("name", ["alice", "", "a b", "x" * 65, "a]\n[b", "../x"])
+def test_a_name_that_is_taken_or_none(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "keys.toml"
+    add_key(file, "alice", admin=False)
+    before = file.read_text()
+    with pytest.raises(ConfigError):
+        add_key(file, name, admin=False)
+    assert file.read_text() == before
+
+
+def test_single_keys_are_the_owners() -> None:
+    assert KeyRing("", " one ").find("one") == Tenant(name="default", admin=True)
+    ring = KeyRing("", "one,two")
+    assert {tenant.name for key in ("one", "two") if (tenant := ring.find(key))} == {"key1", "key2"}
+    assert not KeyRing("", "").closed and not KeyRing("", " , ").closed
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.1.1", False),
+        ("localhost.example", False),
+        ("", False),
+    ],
+)
+def test_what_is_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback

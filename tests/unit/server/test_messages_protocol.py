@@ -1,0 +1,127 @@
+"""`/v1/messages`: every event is what Anthropic's SDK says it is, and they add up to the whole message."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given, settings
+from pydantic import TypeAdapter
+
+from cllm.chat.conversation import Step
+from cllm.server.protocol.messages import MessageAnswer
+from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
+from cllm.types import FinishReason
+from tests.unit.server.answers import answers, failed, step
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+
+
+def rendered(steps: list[Step]) -> list[dict[str, Any]]:
+    answer = MessageAnswer("msg_1", "m", 12)
+    return [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+
+
+def whole(steps: list[Step]) -> dict[str, Any]:
+    return MessageAnswer("msg_1", "m", 12).whole(steps)
+
+
+@settings(deadline=None)
+@given(answers())
+def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
+    start, ping, *events, delta, stop = rendered(steps)
+    assert start["message"]["content"] == [] and ping == {"type": "ping"}
+    assert delta["type"] == "message_delta" and stop == {"type": "message_stop"}
+    for event in (start, *events, delta, stop):
+        EVENTS.validate_python(event)
+    blocks: list[dict[str, Any]] = []
+    texts: list[str] = []
+    open_block: int | None = None
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert open_block is None and event["index"] == len(blocks)
+            open_block = event["index"]
+            blocks.append(event["content_block"])
+            texts.append("")
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == open_block
+            texts[-1] += event["delta"][FIELDS[event["delta"]["type"]]]
+        else:
+            assert event == {"type": "content_block_stop", "index": open_block}
+            open_block = None
+    assert open_block is None
+    message = whole(steps)
+    Message.model_validate(message)
+    assert [block["type"] for block in message["content"]] == [block["type"] for block in blocks]
+    for block, text in zip(message["content"], texts, strict=True):
+        if block["type"] != "tool_use":
+            assert block[block["type"]] == text
+    assert {**delta["delta"], "usage": delta["usage"]} == {
+        key: message[key] for key in ("stop_reason", "stop_sequence", "usage")
+    }
+
+
+def test_the_events_of_an_answer_in_order() -> None:
+    call: list[ReplyEvent] = [CallBegun(0, "look"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
+    steps = [step(ReasoningText("hm")), step(AnswerText("Hello")), step(*call, end=FinishReason.STOP)]
+    start, _, *events = rendered(steps)
+    begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert begun[:2] == [
+        {"type": "thinking", "thinking": "", "signature": ""},
+        {"type": "text", "text": ""},
+    ]
+    assert (begun[2]["type"], begun[2]["name"], begun[2]["input"]) == ("tool_use", "look", {})
+    assert [event["type"].removeprefix("content_block_") for event in events] == [
+        *["start", "delta", "stop"] * 2,
+        *["start", "delta", "delta", "stop", "message_delta", "message_stop"],
+    ]
+    assert start["message"]["usage"]["input_tokens"] == 12
+    message = whole(steps)
+    assert message["content"][2]["input"] == {"a": 1} and message["stop_reason"] == "tool_use"
+    assert message["usage"] == {
+        "input_tokens": 7,
+        "output_tokens": 7,
+        "cache_read_input_tokens": 5,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (step(AnswerText("a"), end=FinishReason.STOP), "end_turn"),
+        (step(AnswerText("a"), end=FinishReason.LENGTH), "max_tokens"),
+        (step(AnswerText("a"), end=FinishReason.STOP, stop="END"), "stop_sequence"),
+        (step(CallBegun(0, "look"), end=FinishReason.STOP), "tool_use"),
+        (step(CallBegun(0, "look"), end=FinishReason.LENGTH), "max_tokens"),
+    ],
+)
+def test_why_it_stopped(last: Step, reason: str) -> None:
+    message = whole([last])
+    assert message["stop_reason"] == reason
+    assert message["stop_sequence"] == ("END" if reason == "stop_sequence" else None)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": 1', "[1]", "1", '"x"', "null", "[" * 100_000])
+def test_arguments_that_are_no_object_are_none(arguments: str) -> None:
+    events: list[ReplyEvent] = [CallBegun(0, "look"), *([CallArguments(0, arguments)] if arguments else [])]
+    (block,) = whole([step(*events, end=FinishReason.LENGTH)])["content"]
+    assert block["input"] == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("engine_died", "api_error"),
+        ("shutting_down", "overloaded_error"),
+        ("queue_full", "rate_limit_error"),
+        ("invalid_request", "invalid_request_error"),
+    ],
+)
+def test_a_failure_is_told_and_ends_the_stream(code: str, kind: str) -> None:
+    *_, last = rendered([step(AnswerText("a")), failed(code, "it broke")])
+    assert last == {"type": "error", "error": {"type": kind, "message": "it broke"}}
+    assert json.dumps(last)

@@ -1,0 +1,163 @@
+"""The description of the API is complete: every field, every body, every answer; and its page is our own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from cllm.config import EngineConfig, ServerConfig
+from cllm.frontend.engine_client import Engine
+from cllm.server.app import create_app
+from cllm.testing import FakeBackend
+from cllm.workers.executor import ThreadHost
+
+KEY = "a-key-of-the-owner"
+
+
+def get(path: str, api_key: str = "") -> httpx.Response:
+    """Ask an app that has no model: the description needs none."""
+    engine = Engine(ThreadHost(lambda _: FakeBackend(), EngineConfig()))
+    app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+    headers = {"x-api-key": api_key} if api_key else {}
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+DESCRIPTION: dict[str, Any] = get("/openapi.json").json()
+SCHEMAS: dict[str, Any] = DESCRIPTION["components"]["schemas"]
+ROUTES = [
+    (method.upper(), path, route)
+    for path, methods in DESCRIPTION["paths"].items()
+    for method, route in methods.items()
+]
+each_route = pytest.mark.parametrize(
+    ("method", "path", "route"), ROUTES, ids=[f"{method} {path}" for method, path, _ in ROUTES]
+)
+
+
+each_schema = pytest.mark.parametrize("name", sorted(SCHEMAS))
+
+
+def body_of(route: dict[str, Any]) -> dict[str, Any] | None:
+    if "requestBody" not in route:
+        return None
+    reference = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    return dict(SCHEMAS[reference.rpartition("/")[2]])
+
+
+def test_names_are_for_people() -> None:
+    assert not [name for name in SCHEMAS if "__" in name], "two bodies have the same name"
+
+
+@each_schema
+def test_every_field_is_typed_described_and_has_an_example(name: str) -> None:
+    for field, schema in SCHEMAS[name]["properties"].items():
+        assert schema.get("description"), f"{field}: no description"
+        assert {"type", "anyOf", "$ref", "const", "enum"} & schema.keys(), f"{field}: no type"
+        told = schema.get("examples") or schema.get("enum") or schema.get("const")
+        assert told or schema.get("default") not in (None, [], {}, ""), f"{field}: no example"
+        for example in schema.get("examples", ()):
+            jsonschema.validate(example, {**schema, "components": DESCRIPTION["components"]})
+
+
+@each_schema
+def test_every_number_has_a_lower_limit(name: str) -> None:
+    for field, schema in SCHEMAS[name]["properties"].items():
+        for kind in (schema, *schema.get("anyOf", ())):
+            if kind.get("type") in ("integer", "number"):
+                assert {"minimum", "exclusiveMinimum"} & kind.keys(), field
+
+
+@each_route
+def test_every_route_has_a_summary_and_an_example_of_each_answer(
+    method: str, path: str, route: dict[str, Any]
+) -> None:
+    assert len(route["summary"]) > 8 and not route["summary"].endswith(".")
+    assert "422" not in route["responses"], "what is wrong with a body is told with 400"
+    for status, answer in route["responses"].items():
+        assert answer["description"]
+        assert answer["content"], f"no example of {status}: add it to cllm/server/answers.py"
+        for content in answer["content"].values():
+            assert content["example"]
+    if method == "POST":
+        assert {"200", "400", "401", "403", "408", "413", "415", "431", "500", "503"} <= route[
+            "responses"
+        ].keys()
+
+
+@each_route
+def test_every_body_has_an_example_that_is_valid(method: str, path: str, route: dict[str, Any]) -> None:
+    if (body := body_of(route)) is not None:
+        jsonschema.validate(body["example"], {**body, "components": DESCRIPTION["components"]})
+
+
+@each_route
+def test_errors_are_shown_in_the_shape_of_their_route(method: str, path: str, route: dict[str, Any]) -> None:
+    for status, answer in route["responses"].items():
+        if int(status) >= 400:
+            example = answer["content"]["application/json"]["example"]
+            if path.startswith("/v1/messages"):
+                assert example["type"] == "error" and example["error"].keys() == {"type", "message"}
+            elif path.startswith("/v1/"):
+                assert example["error"].keys() == {"message", "type", "param", "code"}
+            else:
+                assert example.keys() == {"success", "error", "message"}
+
+
+def test_what_goes_through_the_queue_can_be_refused_there() -> None:
+    """Every body with a `timeout`, and every call for vectors."""
+    for method, path, route in ROUTES:
+        body = body_of(route) or {}
+        counts = path.endswith(("/count_tokens", "/input_tokens"))
+        queued = ("timeout" in body.get("properties", ()) and not counts) or "vectors" in route["tags"]
+        assert ({"429", "504"} <= route["responses"].keys()) == queued, f"{method} {path}"
+        assert ("headers" in route["responses"]["200"]) == queued
+
+
+def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
+    answers = {path: route["responses"] for _, path, route in ROUTES}
+    assert {"409", "403"} <= answers["/admin/reload"].keys()
+    assert {"507", "403"} <= answers["/admin/prefixes/save"].keys()
+    assert {"404", "507", "403"} <= answers["/admin/prefixes/restore"].keys()
+    others = [answers[path] for path in answers if not path.startswith("/admin/")]
+    assert not any({"409", "507"} & told.keys() for told in others)
+    assert "--state-dir" in answers["/admin/prefixes/save"]["403"]["description"]
+    assert "--state-dir" not in answers["/debug/kv"]["403"]["description"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_which_key_a_route_needs_is_told(closed: bool) -> None:
+    described = get("/openapi.json", KEY if closed else "").json()
+    assert set(described["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+    for path, methods in described["paths"].items():
+        for route in methods.values():
+            roles = ["admin"] if path.startswith(("/admin", "/debug", "/metrics", "/slots")) else []
+            needed: list[dict[str, list[str]]] = [{"bearer": roles}, {"x-api-key": roles}]
+            expected = [] if path == "/health" else needed + [{}] * (not closed)
+            assert route["security"] == expected, path
+            assert ("admin's API key" in route["description"]) == bool(roles), path
+
+
+def test_tags_are_described_and_used() -> None:
+    used = {tag for _, _, route in ROUTES for tag in route["tags"]}
+    assert used == {tag["name"] for tag in DESCRIPTION["tags"]}
+    assert all(tag["description"] for tag in DESCRIPTION["tags"])
+
+
+def test_the_page_needs_nobody_else() -> None:
+    page = get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(https?:)?//[a-z]", page.text), "an address of somebody else"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "http" not in policy
+    assert get("/redoc").status_code == 404

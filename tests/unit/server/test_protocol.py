@@ -1,0 +1,309 @@
+"""What clients of `/v1/responses` and `/v1/messages` send, in neutral words; and that /docs explains it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cllm.errors import InvalidRequest
+from cllm.server.errors import describe_validation, error_body
+from cllm.server.protocol import messages as blocks
+from cllm.server.protocol import messages as messages
+from cllm.server.protocol import responses as responses_items
+from cllm.server.protocol import responses as responses_schema
+from cllm.server.protocol.base import Body
+from cllm.server.protocol.chat import ChatBody
+from cllm.server.protocol.completions import CompletionBody
+from cllm.server.protocol.messages import CountBody, MessagesBody
+from cllm.server.protocol.responses import ResponsesBody
+
+USER = [{"role": "user", "content": "x"}]
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+BODIES = [
+    kind
+    for module in (blocks, messages, responses_items, responses_schema)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Body) and kind.__module__ == module.__name__
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda kind: kind.__name__)
+def test_every_field_is_described(body: type[Body]) -> None:
+    own = [body.model_fields[name] for name in vars(body)["__annotations__"] if name in body.model_fields]
+    assert own or issubclass(body, CountBody)
+    assert all(field.description for field in own)
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_a_null_says_what_leaving_the_field_out_says(body: type[Body]) -> None:
+    given = body.model_json_schema()["example"]
+    left_out = set(body.model_fields) - set(given) - {"max_tokens"}
+    assert body.model_validate({**given, **dict.fromkeys(left_out)}) == body.model_validate(given)
+
+
+def test_no_limit_on_a_completion_is_a_null_that_means_something() -> None:
+    assert CompletionBody.model_validate({"prompt": "x", "max_tokens": None}).max_tokens is None
+    assert CompletionBody.model_validate({"prompt": "x"}).max_tokens == 16
+
+
+@pytest.mark.parametrize("body", [ResponsesBody, CountBody, MessagesBody])
+def test_the_example_is_valid(body: type[Body]) -> None:
+    body.model_validate(body.model_json_schema()["example"])
+
+
+def responses(**fields: Any) -> ResponsesBody:
+    return ResponsesBody.model_validate({"input": "x", **fields})
+
+
+def test_items_become_messages() -> None:
+    body = responses(
+        instructions="Be brief.",
+        input=[
+            {"role": "developer", "content": "In English."},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "type": "reasoning",
+                "id": "r",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "hm"}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Let me see."}],
+            },
+            {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "nothing"},
+        ],
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    assert body.to_conversation().messages == (
+        {"role": "system", "content": "Be brief.\nIn English."},
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "nothing"},
+    )
+
+
+OTHER = {**TOOL, "name": "other"}
+ALLOWED = {"type": "allowed_tools", "tools": [{"type": "function", "name": "other"}]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "forced", "parallel"),
+    [
+        ("auto", ["look", "other"], False, True),
+        ("none", [], False, True),
+        ("required", ["look", "other"], True, True),
+        ({"type": "function", "name": "other"}, ["other"], True, False),
+        ({**ALLOWED, "mode": "auto"}, ["other"], False, True),
+        ({**ALLOWED, "mode": "required"}, ["other"], True, True),
+    ],
+)
+def test_which_tools_may_be_called(choice: Any, names: list[str], forced: bool, parallel: bool) -> None:
+    conversation = responses(tools=[TOOL, OTHER], tool_choice=choice).to_conversation()
+    assert [tool.name for tool in conversation.tools] == names
+    assert (conversation.forced, conversation.parallel) == (forced, parallel)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "forced", "parallel"),
+    [
+        (None, ["look", "other"], False, True),
+        ({"type": "none"}, [], False, True),
+        ({"type": "any"}, ["look", "other"], True, True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ["look", "other"], False, False),
+        ({"type": "tool", "name": "look"}, ["look"], True, False),
+    ],
+)
+def test_which_tools_may_be_used(choice: Any, names: list[str], forced: bool, parallel: bool) -> None:
+    tools: list[Any] = [{"name": name, "input_schema": {}} for name in ("look", "other")]
+    body = CountBody.model_validate(
+        {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+    )
+    conversation = body.conversation()
+    assert [tool.name for tool in conversation.tools] == names
+    assert (conversation.forced, conversation.parallel) == (forced, parallel)
+
+
+def test_blocks_become_messages() -> None:
+    body = CountBody.model_validate(
+        {
+            "system": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "messages": [
+                {"role": "user", "content": "c"},
+                {"role": "user", "content": [{"type": "text", "text": "d"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "s"},
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "text", "text": "e"},
+                        {"type": "tool_use", "id": "1", "name": "look", "input": {"ä": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "1", "content": "f", "is_error": True},
+                        {"type": "text", "text": "g"},
+                    ],
+                },
+                {"role": "assistant", "content": "It"},
+            ],
+        }
+    )
+    conversation = body.conversation()
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"ä": 1}'}}
+    assert conversation.messages == (
+        {"role": "system", "content": "a\nb"},
+        {"role": "user", "content": "c\nd"},
+        {"role": "assistant", "content": "e", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "Error: f"},
+        {"role": "user", "content": "g"},
+        {"role": "assistant", "content": "It"},
+    )
+    assert conversation.prefill == "It"
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "think"),
+    [
+        ({}, {}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"enable_thinking": True}, True),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, False),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}, True),
+    ],
+)
+def test_thinking_is_the_templates_business(fields: Any, options: Any, think: bool) -> None:
+    body = CountBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+    conversation = body.conversation()
+    assert (conversation.options, conversation.think) == (options, think)
+
+
+@pytest.mark.parametrize(
+    ("effort", "options", "think"),
+    [
+        (None, {}, True),
+        ("high", {"reasoning_effort": "high", "enable_thinking": True}, True),
+        ("none", {"reasoning_effort": "none", "enable_thinking": False}, False),
+    ],
+)
+def test_so_is_effort(effort: str | None, options: Any, think: bool) -> None:
+    conversation = responses(reasoning={"effort": effort}).to_conversation()
+    assert (conversation.options, conversation.think) == (options, think)
+
+
+def test_null_is_as_good_as_nothing() -> None:
+    body = responses(temperature=None, tools=None, tool_choice=None, stream=None, text=None, top_p=None)
+    assert body == responses()
+    with pytest.raises(ValidationError, match="required"):
+        MessagesBody.model_validate({"messages": [{"role": "user", "content": "x"}], "max_tokens": None})
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
+def test_errors_have_anthropics_names_on_its_routes_alone(status: int, kind: str) -> None:
+    told = {"type": "error", "error": {"type": kind, "message": "no"}}
+    assert error_body("/v1/messages", status, "x", "no") == told
+    assert error_body("/v1/messages/count_tokens", status, "x", "no", "field") == told
+    for path in ("/v1/responses", "/v1/messages_else"):
+        assert set(error_body(path, status, "x", "no")) == {"error"}
+    assert set(error_body("/generate", status, "x", "no")) == {"success", "error", "message"}
+
+
+LONE: Any = {"type": "object", "description": "\ud83d"}
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (ResponsesBody, {"input": "x", "tools": [{**TOOL, "parameters": LONE}]}),
+        (ResponsesBody, {"input": "x", "chat_template_kwargs": LONE}),
+        (ResponsesBody, {"input": "x", "text": {"format": {"type": "json_schema", "schema": LONE}}}),
+        (CountBody, {"messages": USER, "tools": [{"name": "x", "input_schema": LONE}]}),
+        (CountBody, {"messages": USER, "output_config": {"format": {"type": "json_schema", "schema": LONE}}}),
+        (
+            CountBody,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "x", "input": LONE}],
+                    }
+                ]
+            },
+        ),
+        (
+            ChatBody,
+            {
+                "messages": USER,
+                "tools": [{"type": "function", "function": {"name": "x", "parameters": LONE}}],
+            },
+        ),
+        (ChatBody, {"messages": USER, "chat_template_kwargs": LONE}),
+    ],
+)
+def test_a_lone_surrogate_is_found_wherever_it_is(body: type[Body], fields: Any) -> None:
+    with pytest.raises(ValidationError, match="surrogate"):
+        body.model_validate(fields)
+
+
+@pytest.mark.parametrize("content", [[], [{"type": "redacted_thinking", "data": "x"}]])
+def test_nothing_cannot_be_answered(content: list[Any]) -> None:
+    body = CountBody.model_validate({"messages": [{"role": "assistant", "content": content}]})
+    with pytest.raises(InvalidRequest, match="messages: "):
+        body.conversation()
+    with pytest.raises(InvalidRequest, match="input: "):
+        responses(input=[{"type": "reasoning", "summary": []}]).to_conversation()
+
+
+def test_only_one_form_of_the_answer_can_be_asked_for() -> None:
+    schema = {"type": "object"}
+    body = responses(text={"format": {"type": "json_schema", "name": "x", "schema": schema}}, regex="x")
+    with pytest.raises(ValueError, match="only one"):
+        body.constraint()
+    plain: Any = {"messages": [{"role": "user", "content": "x"}], "choice": ["a"]}
+    output = {"format": {"type": "json_schema", "schema": schema}}
+    with pytest.raises(ValueError, match="only one"):
+        CountBody.model_validate({**plain, "output_config": output}).constraint()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "field"),
+    [
+        ({"tool_choice": "required"}, "tool_choice: required needs tools", "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "name": "x"}},
+            "tool_choice: 'x' is not among the tools",
+            "tool_choice",
+        ),
+        ({"input": [{"type": "message"}]}, "input: 'role' is missing in it", "input"),
+        ({"stop": [5]}, "stop: Input should be a valid string", "stop"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong(fields: Any, message: str, field: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        responses(**fields)
+    errors: list[Any] = [{**error, "loc": ("body", *error["loc"])} for error in refusal.value.errors()]
+    assert describe_validation(errors) == (message, field)

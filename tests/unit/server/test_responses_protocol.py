@@ -1,0 +1,130 @@
+"""`/v1/responses`: every event is what OpenAI's SDK says it is, and they add up to the whole response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from cllm.chat.conversation import Step
+from cllm.server.protocol.responses import ResponsesBody
+from cllm.server.protocol.responses_output import ResponseAnswer, echo
+from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText
+from cllm.types import FinishReason
+from tests.unit.server.answers import answers, failed, logprob, step
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+BODY = ResponsesBody.model_validate({"input": "x", "tools": [TOOL], "metadata": {"a": "b"}})
+
+
+def rendered(steps: list[Step], top: int | None = None) -> list[dict[str, Any]]:
+    answer = ResponseAnswer("resp_1", echo(BODY, "m"), top)
+    return [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+
+
+def whole(steps: list[Step], top: int | None = None) -> dict[str, Any]:
+    return ResponseAnswer("resp_1", echo(BODY, "m"), top).whole(steps)
+
+
+def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in output]
+
+
+@settings(deadline=None)
+@given(answers())
+def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
+    events = rendered(steps)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items: list[dict[str, Any]] = []
+    open_item: int | None = None
+    for event in events:
+        EVENTS.validate_python(event)
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert open_item is None and event["output_index"] == len(items)
+            open_item = event["output_index"]
+            items.append({**event["item"], "text": ""})
+        elif kind == "response.output_item.done":
+            assert event["output_index"] == open_item
+            open_item = None
+            done = event["item"]
+            text = done["arguments"] if done["type"] == "function_call" else done["content"][0]["text"]
+            assert text == items[-1]["text"], "the deltas add up to what is done"
+            items[-1] = done
+        elif "output_index" in event:
+            assert event["output_index"] == open_item and event["item_id"] == items[-1]["id"]
+            if kind.endswith(".delta"):
+                items[-1]["text"] += event["delta"]
+    assert open_item is None
+    final = events[-1]["response"]
+    Response.model_validate(final)
+    assert final["output"] == items
+    assert without_ids(whole(steps)["output"]) == without_ids(items)
+
+
+def test_the_events_of_an_answer_in_order() -> None:
+    steps = [
+        step(ReasoningText("hm"), tokens=3),
+        step(AnswerText("Hel")),
+        step(AnswerText("lo")),
+        step(CallBegun(0, "look"), CallArguments(0, "{}"), end=FinishReason.STOP),
+    ]
+    events = rendered(steps)
+    part = ["response.output_item.added", "response.content_part.added"]
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        *part,
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        *part,
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    response = Response.model_validate(events[-1]["response"])
+    assert response.output_text == "Hello" and response.status == "completed"
+    assert response.metadata == {"a": "b"} and response.usage is not None
+    assert response.usage.input_tokens_details.cached_tokens == 5
+    assert response.usage.output_tokens_details.reasoning_tokens == 3
+    assert response.usage.total_tokens == 19
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+
+
+def test_an_answer_cut_off_is_incomplete() -> None:
+    response = whole([step(AnswerText("on and"), end=FinishReason.LENGTH)])
+    assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    events = rendered([step(AnswerText("on and"), end=FinishReason.LENGTH)])
+    assert events[-1]["type"] == "response.incomplete"
+
+
+def test_a_failure_is_told_and_ends_the_stream() -> None:
+    *_, error, last = rendered([step(AnswerText("a")), failed("engine_died", "the engine died")])
+    assert (error["type"], error["code"], error["message"]) == ("error", "engine_died", "the engine died")
+    assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "the engine died"}
+    EVENTS.validate_python(error)
+    EVENTS.validate_python(last)
+
+
+@pytest.mark.parametrize(("top", "told"), [(None, None), (0, 0), (1, 1)])
+def test_logprobs_only_where_they_are_asked_for(top: int | None, told: int | None) -> None:
+    steps = [step(AnswerText("a"), logprobs=(logprob("a"),)), step(end=FinishReason.STOP)]
+    (part,) = whole(steps, top)["output"][0]["content"]
+    deltas = [event for event in rendered(steps, top) if event["type"] == "response.output_text.delta"]
+    assert part["logprobs"] == deltas[0]["logprobs"]
+    assert [len(entry["top_logprobs"]) for entry in part["logprobs"]] == ([] if told is None else [told])

@@ -1,0 +1,187 @@
+"""Fields that say how a request is computed, `X-Queue-Position` and tenants' limits, through the routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from cllm.config import EngineConfig, ServerConfig
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.tenants import TenantLimits
+from cllm.server.app import create_app
+from cllm.testing import FakeBackend
+from cllm.types import Request
+from cllm.workers.executor import ThreadHost
+from cllm.workers.messages import Submit
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"prompt": "hello", "max_tokens": 3}),
+    ("/generate_stream", {"prompt": "hello", "max_tokens": 3}),
+    ("/completion", {"prompt": "hello", "n_predict": 3}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 3}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "stream": True, "n": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 3}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}),
+]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+Asked = Callable[[httpx.AsyncClient, Engine, list[Request]], Coroutine[Any, Any, None]]
+
+
+class TemplateBackend(FakeBackend):
+    """The fake, with a chat template."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._facts = type(self._facts)(
+            **{
+                name: getattr(self._facts, name)
+                for name in self._facts.__struct_fields__
+                if name != "chat_template"
+            },
+            chat_template=TEMPLATE,
+        )
+
+
+class SpyHost(ThreadHost):
+    """The engine in a thread; what goes into it is written down."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lambda _: TemplateBackend(**options), EngineConfig())
+        self.requests: list[Request] = []
+
+    def send(self, command: Any) -> None:
+        if isinstance(command, Submit):
+            self.requests.append(command.request)
+        super().send(command)
+
+
+@asynccontextmanager
+async def served(
+    api_key: str = "", **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Engine, list[Request]]]:
+    host = SpyHost(**options)
+    engine = Engine(host, queue_size=2)
+    engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+    engine.start()
+    try:
+        await asyncio.wrap_future(engine.loaded)
+        app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client:
+            yield client, engine, host.requests
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
+
+
+def with_server(test: Asked, **options: Any) -> None:
+    async def run() -> None:
+        async with served(**options) as (client, engine, requests):
+            await test(client, engine, requests)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, Any]) -> None:
+    async def asked(client: httpx.AsyncClient, _: Engine, requests: list[Request]) -> None:
+        fields = {"timeout": 30, "priority": -7, "cache_prompt": False, "speculate": False}
+        answer = await client.post(path, json={**body, **fields})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-queue-position"] == "0"
+        assert requests
+        for request in requests:
+            assert (request.timeout_s, request.priority, request.reuse) == (30.0, -7, False)
+            assert not request.speculate
+        requests.clear()
+        await client.post(path, json=body)
+        assert (requests[0].timeout_s, requests[0].priority, requests[0].reuse) == (None, 0, True)
+        assert requests[0].speculate
+
+    with_server(asked)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"timeout": 0}, {"timeout": -1}, {"timeout": 1e9}, {"timeout": "5"}, {"priority": 101},
+     {"priority": -101}, {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}, {"speculate": 0}],
+)  # fmt: skip
+def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any]) -> None:
+    async def asked(client: httpx.AsyncClient, _: Engine, requests: list[Request]) -> None:
+        for path, body in ROUTES:
+            answer = await client.post(path, json={**body, **wrong})
+            assert answer.status_code == 400, answer.text
+            assert next(iter(wrong)) in answer.text
+        assert requests == []
+
+    with_server(asked)
+
+
+def test_guesses_are_counted_and_can_be_declined() -> None:
+    """The fake's text repeats nothing, so guesses are kept in silence; what is counted is what was told."""
+
+    async def asked(client: httpx.AsyncClient, _: Engine, __: list[Request]) -> None:
+        body = {"prompt": "abcd" * 8, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+        async def counted(name: str) -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(f"cllm_{name}_total"))
+
+        assert (await client.post("/generate", json={**body, "speculate": False})).status_code == 200
+        assert await counted("drafted_tokens") == await counted("accepted_tokens") == 0
+        answer = (await client.post("/generate", json=body)).json()["data"]
+        assert await counted("drafted_tokens") == answer["usage"]["drafted_tokens"]
+        assert await counted("accepted_tokens") == answer["usage"]["accepted_tokens"]
+
+    with_server(asked)
+
+
+def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
+    async def asked(client: httpx.AsyncClient, engine: Engine, _: list[Request]) -> None:
+        engine.set_tenants({"": TenantLimits(requests_per_s=0.1)})  # as if the keys' file had been read again
+        assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
+        answer = await client.post("/v1/completions", json=ROUTES[3][1])
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 8 <= int(answer.headers["retry-after"]) <= 10
+        engine.set_tenants({})
+        assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
+
+    with_server(asked)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/embedding", "content")])
+def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> None:
+    async def asked(client: httpx.AsyncClient, engine: Engine, requests: list[Request]) -> None:
+        engine.set_tenants({"default": TenantLimits(requests_per_s=0.1)})
+        key = {"Authorization": "Bearer secret"}
+        assert (await client.post(path, json={field: "hello"})).status_code == 401
+        assert (await client.post(path, json={field: "hello"}, headers=key)).status_code == 200
+        assert [request.tenant for request in requests] == ["default"]
+        assert (await client.post(path, json={field: "hello"}, headers=key)).status_code == 429
+
+    with_server(asked, api_key="secret")
+
+
+def test_who_waits_is_told_the_place_and_who_cannot_is_refused_before_any_text_work() -> None:
+    async def asked(client: httpx.AsyncClient, engine: Engine, _: list[Request]) -> None:
+        body = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True}
+        running = [asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(3)]
+        while len(engine.tickets) < 3:
+            await asyncio.sleep(0.01)
+        waiting = []
+        for count in (4, 5):
+            waiting.append(asyncio.ensure_future(client.post("/generate_stream", json=body)))
+            while len(engine.tickets) < count:
+                await asyncio.sleep(0.01)
+        for path, refused in ROUTES[:4]:
+            answer = await client.post(path, json=refused)
+            assert answer.status_code == 429 and "2 requests are waiting" in answer.text
+        assert [(await each).headers["x-queue-position"] for each in (*running, *waiting)] == list("00012")
+
+    with_server(asked, sequences=1, step_s=0.01)

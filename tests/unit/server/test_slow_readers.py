@@ -1,0 +1,94 @@
+"""FAULTS 34 without a kernel's help: what waits for a reader is bounded, in bytes and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cllm.config import EngineConfig
+from cllm.frontend.engine_client import Engine
+from cllm.frontend.output_stream import AsyncStream, BlockingStream
+from cllm.server.routes.generate import events
+from cllm.server.sse import EventStream
+from cllm.testing import FakeBackend, expected_text
+from cllm.types import FinishReason, Request, SamplingParams
+from cllm.workers.executor import ThreadHost
+
+ENDLESS = SamplingParams(ignore_eos=True)
+
+
+def ask(name: str, max_tokens: int) -> Request:
+    return Request(id=name, prompt=tuple(name.encode()), max_tokens=max_tokens, sampling=ENDLESS)
+
+
+def running(**options: Any) -> Engine:
+    return Engine(ThreadHost(lambda _: FakeBackend(**options), EngineConfig()))
+
+
+def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AsyncStream, "unread_limit", 9000)
+
+    async def run() -> None:
+        engine = running(sequences=2, cells=8192, step_s=0.0005)
+        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        engine.start()
+        await asyncio.wrap_future(engine.loaded)
+        never_read = engine.submit(ask("never read", 4000), AsyncStream)
+        other = engine.submit(ask("other", 300), AsyncStream)
+        text = "".join([delta.text async for delta in other])
+        assert text == expected_text(b"other", 300, ends=False)
+        while not never_read.finished:
+            await asyncio.sleep(0.01)
+        left = [delta async for delta in never_read]
+        assert left[-1].error is not None and left[-1].error.code == "slow_reader"
+        assert sum(len(delta.text) for delta in left) < 1100, "nine bytes for each token"
+        assert engine.metrics.slow_readers._value.get() == 1
+        snapshot = await asyncio.wrap_future(engine.inspect())
+        assert (snapshot.leases, snapshot.cells_used) == ((), 0)
+        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
+
+    asyncio.run(run())
+
+
+def test_a_thread_that_reads_late_gets_everything() -> None:
+    engine = running(sequences=2, cells=8192)
+    engine.start()
+    engine.wait_ready(5)
+    streams = [engine.submit(ask(f"r{number}", 1000), BlockingStream) for number in range(4)]
+    for stream in streams:
+        assert sum(len(delta.tokens) for delta in stream) == 1000
+    engine.stop()
+
+
+def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
+    async def run() -> None:
+        engine = running(step_s=0.002)
+        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        engine.start()
+        await asyncio.wrap_future(engine.loaded)
+        stream = engine.submit(ask("stuck", 1000), AsyncStream)
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) > 3:
+                await asyncio.Event().wait()  # as uvicorn does while the socket takes no more
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        state = SimpleNamespace(state=SimpleNamespace(slow_reader_s=0.3))
+        response = EventStream(engine, [stream], events(stream))
+        async with asyncio.timeout(30):
+            await response({"type": "http", "app": state}, receive, send)
+        assert len(sent) == 4
+        assert engine.metrics.slow_readers._value.get() == 1
+        async with asyncio.timeout(30):
+            last = [delta async for delta in stream][-1]
+        assert last.finish_reason is FinishReason.CANCELLED
+        await asyncio.get_running_loop().run_in_executor(None, engine.stop)
+
+    asyncio.run(run())

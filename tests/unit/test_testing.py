@@ -1,0 +1,57 @@
+"""The scripted model: it says what it is told, and stop strings cut it as plain text would be cut."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from cllm.config import EngineConfig
+from cllm.core.engine_core import StepLoop
+from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedBackend, say
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.prompt import PromptBuilder
+from cllm.types import Delta, FinishReason, Request
+from cllm.workers.messages import Report, StepReport
+from tests.unit.text.test_detokenizer import oracle, woven
+
+
+def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[Delta]:
+    """The deltas of one request, beside another that says something else."""
+    reports: list[Report] = []
+    loop = StepLoop(ScriptedBackend(sequences=2, cells=4096), EngineConfig(draft_tokens=0), reports.append)
+    other = list(say("something else").encode())
+    for number, tokens in enumerate((prompt, other)):
+        stops = stop if number == 0 else ()
+        loop.scheduler.add(Request(id=str(number), prompt=tuple(tokens), max_tokens=500, stop=stops))
+    while not loop.scheduler.idle:
+        loop.step()
+    loop.scheduler.check_idle()
+    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.deltas]
+    assert "".join(delta.text for delta in deltas if delta.request_id == "1") == "something else"
+    return [delta for delta in deltas if delta.request_id == "0"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(woven())
+def test_one_byte_a_token_the_text_is_the_oracles(case: tuple[str, list[str], list[int]]) -> None:
+    text, stops, _ = case
+    deltas = answer(list(say(text).encode()), tuple(stops))
+    expected, stopped_by = oracle(text, stops)
+    assert "".join(delta.text for delta in deltas) == expected
+    assert deltas[-1].stop == stopped_by and deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_in_a_conversation_the_last_script_counts() -> None:
+    prompts = PromptBuilder(FakeVocabulary(), ChatTemplate(CHAT_TEMPLATE))
+    messages = [
+        {"role": "user", "content": say("first")},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": say("second, é")},
+    ]
+    deltas = answer(prompts.from_messages(messages).tokens)
+    assert "".join(delta.text for delta in deltas) == "second, é"
+
+
+def test_a_failing_script_fails_alone_after_its_text() -> None:
+    deltas = answer(list(say("so far", fails=True).encode()))
+    assert "".join(delta.text for delta in deltas) == "so far"
+    assert deltas[-1].finish_reason is FinishReason.ERROR and deltas[-1].error is not None

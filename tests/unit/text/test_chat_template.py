@@ -1,0 +1,101 @@
+"""Templates within bounds: those that are published work, those that are hostile end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cllm.errors import InvalidRequest
+from cllm.text.chat_template import MOST_ADDED, ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def render(source: str, **variables: object) -> str:
+    return ChatTemplate(source).render(**{"messages": MESSAGES, **variables})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[0].role ~ ':' ~ messages[0]['content'] }}", "user:hello"),
+        ("{{ 'a' + 'b' * 3 }}{{ 7 % 4 }}{{ 2 ** 10 }}", "abbb31024"),
+        ("{{ messages | tojson }}", json.dumps(MESSAGES)),
+        ("{{ messages | tojson(indent=2, ensure_ascii=False) }}", json.dumps(MESSAGES, indent=2)),
+        ("{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m }}{% endfor %}.", "."),
+        (
+            "{% set n = namespace(n=0) %}{% for i in range(5) %}{% set n.n = n.n + i %}{% endfor %}{{ n.n }}",
+            "10",
+        ),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('a') }}{{ f(x='b') }}", "<a><b>"),
+        ("{{ messages | map(attribute='role') | join(',') | upper }}", "USER"),
+        ("{{ 'x' if tools is defined and tools else 'y' }}", "y"),
+        ("{{- '  a  ' | trim -}}  {{ 'a-b'.split('-')[1] }}", "ab"),
+        ("{% if true %}\n  kept\n{% endif %}\n", "  kept\n"),
+    ],
+)
+def test_what_published_templates_do(source: str, expected: str) -> None:
+    assert render(source) == expected
+
+
+def test_the_bound_grows_with_what_the_messages_hold() -> None:
+    long = "x" * (3 * MOST_ADDED)
+    assert render("{{ messages[0].content }}!", messages=[{"content": long}]) == long + "!"
+    with pytest.raises(InvalidRequest, match="more than"):
+        render("{% for i in range(99999) %}{{ messages[0].content * 9 }}{% endfor %}")
+
+
+def test_an_endless_template_is_stopped_by_the_clock() -> None:
+    began = time.thread_time()
+    with pytest.raises(InvalidRequest, match=r"computes for more than 0\.75 s"):
+        render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    assert time.thread_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ lipsum(n=99999) }}",
+        "{{ 'x' | center(10 ** 9) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ messages | tojson(indent=10 ** 9) }}",
+        "{{ ([0] * 10 ** 6) * 10 ** 6 }}",
+        "{{ raise_exception('no') }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% extends 'x' %}",
+        "x" * (MOST_ADDED + 1),
+    ],
+    ids=lambda source: source[:30],
+)
+def test_what_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the model's chat template ") as error:
+        render(source)
+    assert error.value.field == "messages" and "\n" not in str(error.value)
+
+
+def test_nothing_is_worked_out_while_compiling() -> None:
+    """A constant expression is computed under the clock, or it would hang the start."""
+    template = ChatTemplate("{% if false %}{{ (9 ** 999) ** 999 }}{{ 'x' * 10 ** 12 }}{% endif %}ok")
+    assert template.render(messages=MESSAGES) == "ok"
+
+
+def test_the_guard_ends_a_process_that_no_count_can_stop() -> None:
+    source = (
+        "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(70) %}{% set ns.a = [ns.a, ns.a] %}"
+        "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
+    )
+    code = (
+        "from cllm.text.chat_template import ChatTemplate, deadly_guard\n"
+        "print(ChatTemplate('{{ 1 + 1 }}', deadly_guard).render(), flush=True)\n"
+        f"ChatTemplate({source!r}, deadly_guard).render()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.stdout == b"2\n" and done.returncode == -signal.SIGPROF

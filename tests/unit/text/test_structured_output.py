@@ -1,0 +1,149 @@
+"""Constrained answers: whatever the model wants, what comes out fits its grammar, or it is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.config import EngineConfig
+from cllm.core.engine_core import StepLoop
+from cllm.errors import InvalidRequest
+from cllm.testing import FakeBackend, FakeVocabulary
+from cllm.text.structured_output import ConstraintCompiler
+from cllm.types import ConstraintKind, ConstraintSpec, Delta, FinishReason, Request, SamplingParams
+from cllm.workers.messages import Report, StepReport
+from cllm.workers.tokenizer import CheckConstraint, Refused, TextWorker
+
+COMPILER = ConstraintCompiler(FakeVocabulary())
+
+
+def spec(kind: str, source: str) -> ConstraintSpec:
+    return ConstraintSpec(ConstraintKind(kind), source)
+
+
+def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list[list[Delta]]:
+    """The deltas of one request per constraint, computed together."""
+    reports: list[Report] = []
+    loop = StepLoop(FakeBackend(sequences=4, cells=4096), EngineConfig(), reports.append)
+    for number, constraint in enumerate(specs):
+        loop.scheduler.add(
+            Request(
+                id=str(number),
+                prompt=tuple(b"prompt %d" % number),
+                max_tokens=max_tokens,
+                sampling=SamplingParams(seed=seed),
+                constraint=constraint,
+            )
+        )
+    while not loop.scheduler.idle:
+        loop.step()
+    loop.scheduler.check_idle()
+    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.deltas]
+    return [[delta for delta in deltas if delta.request_id == str(number)] for number in range(len(specs))]
+
+
+def text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+SCHEMAS = st.recursive(
+    st.sampled_from(
+        [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": "integer", "minimum": -5, "maximum": 90},
+            {"type": "string", "maxLength": 6},
+            {"type": "string", "pattern": "^[a-f]{2,4}$"},
+            {"enum": ["red", "green", 7]},
+            {"const": "fixed"},
+        ]
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 3}, inner),
+        st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner),
+        st.dictionaries(st.sampled_from(["a", "bb", "c c"]), inner, min_size=1, max_size=3).map(
+            lambda properties: {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(schema=SCHEMAS, seed=st.integers(0, 50))
+def test_an_answer_validates_against_its_schema(schema: dict[str, Any], seed: int) -> None:
+    (deltas,) = answer(spec("json_schema", json.dumps(schema)), seed=seed)
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    jsonschema.validate(json.loads(text(deltas)), schema)
+
+
+def test_each_kind_is_honoured_beside_the_others() -> None:
+    regex, choice, gbnf, lark = answer(
+        spec("regex", r"[0-9]{3}-[0-9]{4}"),
+        spec("choice", json.dumps(["red", "gr-een (x)", "blue+"])),
+        spec("grammar", 'root ::= "maybe" | "never"'),
+        spec("grammar", 'start: "a"~3 "!"'),
+    )
+    assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", text(regex))
+    assert text(choice) in ["red", "gr-een (x)", "blue+"]
+    assert text(gbnf) in ["maybe", "never"]
+    assert text(lark) == "aaa!"
+
+
+def test_forced_tokens_are_not_computed_one_by_one() -> None:
+    (deltas,) = answer(spec("choice", json.dumps(["a long text that leaves the model no choice at all"])))
+    usage = deltas[-1].usage
+    assert usage is not None and usage.completion_tokens == 50
+    assert usage.steps < 10
+
+
+def test_max_tokens_ends_a_constrained_answer_with_length() -> None:
+    (deltas,) = answer(spec("regex", "[a-z]{100}"), max_tokens=10)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH and len(text(deltas)) == 10
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        spec("regex", "("),
+        spec("grammar", "start: nothing_of_the_kind"),
+        spec("grammar", "(" * 60_000),
+        spec("json_schema", '{"type": "foo"}'),
+        spec("json_schema", '{"$ref": "#/nowhere"}'),
+        spec("json_schema", "[" * 10_000),
+        spec("regex", "x" * 300_000),
+    ],
+    ids=lambda bad: bad.source[:12],
+)
+def test_what_cannot_be_honoured_is_refused(bad: ConstraintSpec) -> None:
+    with pytest.raises(InvalidRequest):
+        COMPILER.compile(bad)
+    refused = TextWorker(FakeVocabulary(), None).perform(CheckConstraint(bad))
+    assert isinstance(refused, Refused) and "\n" not in refused.message
+
+
+def test_a_bad_grammar_that_reaches_the_engine_fails_alone() -> None:
+    bad, good = answer(spec("regex", "("), spec("regex", "ok"))
+    assert bad[-1].error is not None and bad[-1].error.code == "invalid_request"
+    assert text(good) == "ok"
+
+
+def test_a_constraint_can_be_cloned_and_rolled_back() -> None:
+    constraint = COMPILER.compile(spec("regex", "abc|abd"))
+    constraint.accept(ord("a"))
+    copy = constraint.clone()
+    constraint.accept(ord("b"))
+    constraint.rollback(1)
+    assert (constraint.mask() == copy.mask()).all()
+    assert copy.mask().nonzero()[0].tolist() == [ord("b")]

@@ -1,0 +1,130 @@
+"""Calls read character by character: what comes out is what a JSON parser would have found."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.text.output_parser import CallReader
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+LEAVES = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | TEXT
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=8
+)
+OBJECTS = st.dictionaries(TEXT, VALUES, max_size=4)
+STYLES = st.fixed_dictionaries(
+    {"ensure_ascii": st.booleans(), "indent": st.sampled_from([None, 0, 2])},
+    optional={"separators": st.sampled_from([(",", ":"), (", ", ": "), (" , ", " : ")])},
+)
+
+
+def cuts(data: st.DataObject, text: str) -> list[str]:
+    """The text in random pieces."""
+    places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def read(reader: CallReader, pieces: list[str]) -> tuple[str, str]:
+    """What the reader takes for arguments, and what is left over."""
+    arguments = rest = ""
+    for piece in pieces:
+        rest += reader.feed(piece) if not reader.done and not reader.failed else piece
+        arguments += reader.take_arguments()
+    return arguments, rest
+
+
+@given(data=st.data(), name=TEXT, arguments=OBJECTS, style=STYLES, rest=TEXT)
+def test_a_call_is_read_as_a_parser_would(
+    data: st.DataObject, name: str, arguments: dict[str, Any], style: dict[str, Any], rest: str
+) -> None:
+    name_key = data.draw(st.sampled_from(["name", "function"]))
+    arguments_key = data.draw(st.sampled_from(["arguments", "parameters", "args"]))
+    others = data.draw(st.dictionaries(st.sampled_from(["id", "type", "x y"]), VALUES, max_size=2))
+    items = data.draw(st.permutations([(name_key, name), (arguments_key, arguments), *others.items()]))
+    source = json.dumps(dict(items), **style)
+    reader = CallReader()
+    found, left = read(reader, cuts(data, source + rest))
+    assert reader.done and not reader.failed
+    assert reader.name == name
+    assert json.loads(found) == arguments
+    assert left == rest and reader.raw == source
+
+
+@given(data=st.data(), arguments=OBJECTS, style=STYLES, rest=TEXT)
+def test_arguments_alone_are_read_where_the_name_is_known(
+    data: st.DataObject, arguments: dict[str, Any], style: dict[str, Any], rest: str
+) -> None:
+    reader = CallReader("known")
+    found, left = read(reader, cuts(data, json.dumps(arguments, **style) + rest))
+    assert reader.done and json.loads(found) == arguments and left == rest
+
+
+@given(data=st.data(), arguments=OBJECTS)
+def test_arguments_written_as_a_string_of_json_are_unpacked(
+    data: st.DataObject, arguments: dict[str, Any]
+) -> None:
+    source = json.dumps({"name": "f", "arguments": json.dumps(arguments)})
+    found, _ = read(CallReader(), cuts(data, source))
+    assert json.loads(found) == arguments
+
+
+@given(data=st.data(), text=st.text(st.sampled_from('{}[]",:\\ nametru1'), max_size=40))
+def test_pieces_never_matter(data: st.DataObject, text: str) -> None:
+    whole, pieces = CallReader(), CallReader()
+    assert read(whole, [text]) == read(pieces, cuts(data, text))
+    assert (whole.name, whole.done, whole.failed, whole.raw) == (
+        pieces.name,
+        pieces.done,
+        pieces.failed,
+        pieces.raw,
+    )
+    assert not (whole.done and whole.failed)
+
+
+def test_arguments_come_while_they_are_written_and_never_before_the_name() -> None:
+    reader = CallReader()
+    reader.feed('{"arguments": {"a": ')
+    assert reader.take_arguments() == "", "no name yet"
+    reader.feed('1}, "name": "f"')
+    assert (reader.name, reader.take_arguments()) == ("f", '{"a": 1}')
+    reader = CallReader()
+    taken = []
+    for character in '{"name": "f", "arguments": {"ab": [1]}}':
+        reader.feed(character)
+        taken.append(reader.take_arguments())
+    assert [piece for piece in taken if piece] == list('{"ab": [1]}')
+
+
+@pytest.mark.parametrize("bad", ["[", "x", '{"name" "f"}', "{name: 1}", '{"a": 1} x'[:0] + "}", "{1: 2}"])
+def test_what_is_no_object_fails(bad: str) -> None:
+    reader = CallReader()
+    reader.feed(bad)
+    assert reader.failed and not reader.done
+
+
+def test_a_name_that_is_no_text_is_no_name() -> None:
+    reader = CallReader()
+    reader.feed('{"name": 1, "arguments": {}}')
+    assert reader.done and reader.name is None
+
+
+def test_long_arguments_take_time_in_proportion() -> None:
+    def seconds(length: int) -> float:
+        source = json.dumps({"name": "f", "arguments": {"text": "x" * length}})
+        reader, found = CallReader(), []
+        started = time.process_time()
+        for begin in range(0, len(source), 4):
+            reader.feed(source[begin : begin + 4])
+            found.append(reader.take_arguments())
+        taken = time.process_time() - started
+        assert json.loads("".join(found)) == {"text": "x" * length}
+        return taken
+
+    short, long = min(seconds(20_000) for _ in range(3)), seconds(400_000)
+    assert long < 60 * short, "twenty times the text; four hundred times the work if it were quadratic"

@@ -1,0 +1,42 @@
+"""A tokenizer worker that crashes on request: `python -m tests.unit.workers.crashing_worker FD …`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+
+from cllm.workers.channel import Channel
+from cllm.workers.tokenizer import (
+    Chat,
+    CheckConstraint,
+    Numbered,
+    NumberedAnswer,
+    RenderChat,
+    Text,
+    TokenizeText,
+)
+
+
+def main() -> None:
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel.receive()  # the configuration
+    while (frame := channel.receive()) is not None:
+        numbered = msgspec.msgpack.decode(frame, type=Numbered)
+        time.sleep(0.02)  # so that the others are here too when it dies
+        match numbered.task:
+            case TokenizeText(text="die") | CheckConstraint():
+                os.kill(os.getpid(), signal.SIGKILL)
+            case TokenizeText(text="hang"):
+                time.sleep(600)
+            case RenderChat(Chat(({"content": "endless"},))):
+                os.kill(os.getpid(), signal.SIGPROF)
+            case TokenizeText(text=text):
+                channel.send(msgspec.msgpack.encode(NumberedAnswer(numbered.number, Text(text))))
+
+
+main()
