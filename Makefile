@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 # Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-RECIPE := pyproject.toml scripts/setup.sh $(addprefix cllm/backend/llama/,build.py cpu.py recipe.py source.py toolchain.py)
+RECIPE := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py source.py toolchain.py)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -25,7 +25,7 @@ check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 
 bench: .venv/ready-bench ## all workloads beside llama-server (built the first time, ten minutes); ARGS=--quick: a look
 	.venv/bin/cllm build --with-server
-	.venv/bin/cllm bench --out build/bench $(ARGS)
+	.venv/bin/python -m bench.cli --out build/bench $(ARGS)
 
 seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a table
 	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)

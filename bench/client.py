@@ -38,7 +38,7 @@ class StepTime:
     total_s: float
     compute_s: float
     sample_s: float
-    move_s: float = 0.0  # saving and restoring KV states
+    transfer_s: float = 0.0  # saving and restoring KV states
 
     @classmethod
     def read(cls, metrics: str) -> StepTime:
@@ -55,7 +55,7 @@ class StepTime:
                 total_s=totals["cllm_step_seconds_total"],
                 compute_s=totals["cllm_step_compute_seconds_total"],
                 sample_s=totals["cllm_step_sample_seconds_total"],
-                move_s=totals.get(MOVES, 0.0),
+                transfer_s=totals.get(MOVES, 0.0),
             )
         except KeyError as error:
             raise BadAnswer(f"/metrics has no {error}") from error
@@ -67,12 +67,12 @@ class StepTime:
     @property
     def python_share(self) -> float:
         """The part of a step outside the native decode and the moves of KV states, sampling included."""
-        return 1 - (self.compute_s + self.move_s) / self.total_s if self.total_s else 0.0
+        return 1 - (self.compute_s + self.transfer_s) / self.total_s if self.total_s else 0.0
 
     @property
     def move_share(self) -> float:
         """The part of a step that saved and restored KV states."""
-        return self.move_s / self.total_s if self.total_s else 0.0
+        return self.transfer_s / self.total_s if self.total_s else 0.0
 
     @property
     def sample_share(self) -> float:

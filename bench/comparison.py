@@ -14,7 +14,7 @@ from bench.result import LoadResult
 from bench.workloads import BarLine, Definition
 from bench.workloads.definition import BUSY, QUIET
 
-MOST_WAITING_CORES = 0.05  # more would spoil the other's figures
+MAX_WAITING_CORES = 0.05  # more would spoil the other's figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Comparison:
     rounds: tuple[Round, ...]
     references: tuple[ReferenceRound, ...] = ()
     libraries: Mapping[str, str] = field(default_factory=dict)  # digest by peer
-    facts: Mapping[str, str] = field(default_factory=dict)  # of the machine and the run
+    info: Mapping[str, str] = field(default_factory=dict)  # of the machine and the run
     failures: tuple[str, ...] = ()  # workloads that could not be run, and why
     quick: bool = False
 
@@ -117,7 +117,7 @@ class Comparison:
         bars = self._sound()
         for definition in self.definitions:
             if self.peers(definition.name):
-                bars.extend(self._judge(definition.name, line) for line in definition.bars)
+                bars.extend(self._blame(definition.name, line) for line in definition.bars)
         return bars
 
     def _sound(self) -> list[Bar]:
@@ -127,11 +127,11 @@ class Comparison:
         bars = [Bar("", "every request answered in full", measured, failed == 0, str(failed or ""))]
         shares = [each.waiting_cpu_s / each.load.wall_s for each in self.rounds]
         if shares and len({each.peer for each in self.rounds}) > 1:
-            what = f"a server that waits uses ≤ {MOST_WAITING_CORES} cores"
-            bars.append(Bar("", what, f"{max(shares):.3f}", *_margin(max(shares), None, MOST_WAITING_CORES)))
+            what = f"a server that waits uses ≤ {MAX_WAITING_CORES} cores"
+            bars.append(Bar("", what, f"{max(shares):.3f}", *_margin(max(shares), None, MAX_WAITING_CORES)))
         return bars
 
-    def _judge(self, workload: str, line: BarLine) -> Bar:
+    def _blame(self, workload: str, line: BarLine) -> Bar:
         figure = FIGURES[line.figure]
         bound = f"≥ {line.at_least:g}" if line.at_least is not None else f"≤ {line.at_most:g}"
         if line.against == "limit":

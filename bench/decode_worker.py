@@ -11,34 +11,34 @@ import sys
 import time
 
 from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 
 STREAMS = 8
 
 
-def decode(backend: LlamaBackend, streams: int, prompt_tokens: int, count: int) -> tuple[float, float]:
+def decode(runner: LlamaRunner, streams: int, prompt_tokens: int, count: int) -> tuple[float, float]:
     """Seconds to compute the prompts, one stream after the other, and to generate `count` tokens in each."""
-    sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
-    chunk = backend.limits.batch_tokens
+    sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
+    chunk = runner.limits.batch_tokens
     started = time.perf_counter()
     pending: list[list[int]] = []
     for stream in range(streams):
         prompt = [100 + (number * 7 + stream) % 100 for number in range(prompt_tokens)]
         for begin in range(0, prompt_tokens, chunk):
             row = Row(stream, begin, prompt[begin : begin + chunk], 1, sampler)
-            result = backend.forward(Batch((row,)))
+            result = runner.forward(Batch((row,)))
         pending.append(list(result.rows[0].tokens))
     prompts_done = time.perf_counter()
     for step in range(count - 1):
         rows = (Row(stream, prompt_tokens + step, pending[stream], 1, sampler) for stream in range(streams))
-        result = backend.forward(Batch(tuple(rows)))
+        result = runner.forward(Batch(tuple(rows)))
         assert result.status is StepStatus.DONE
         pending = [list(outcome.tokens) for outcome in result.rows]
     finished = time.perf_counter()
     for stream in range(streams):
-        backend.truncate(stream, 0)
+        runner.truncate(stream, 0)
     return prompts_done - started, finished - prompts_done
 
 
@@ -51,12 +51,12 @@ def main(model: str, threads: str, streams: str = str(STREAMS), cells: str = "10
         threads=int(threads),
         poll=0,
     )
-    backend = LlamaBackend(config)
+    runner = LlamaRunner(config)
     print("ready", flush=True)
     for line in sys.stdin:
         asked, prompt_tokens, count = map(int, line.split())
-        print(*decode(backend, asked, prompt_tokens, count), flush=True)
-    backend.close()
+        print(*decode(runner, asked, prompt_tokens, count), flush=True)
+    runner.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from bench.result import Completion, LoadResult
 
 NAN = float("nan")
 END_REQUESTS = 3  # at either end of a series: one request alone is too noisy
-LEAST_CHUNKS = 8  # of each stream in the time in which all generate, or it is not told
+MIN_CHUNKS = 8  # of each stream in the time in which all generate, or it is not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _step_seconds(load: LoadResult) -> float:
     paces = []
     for each in load.answered:
         inside = [at for at in each.chunks_s if window[0] <= at <= window[1]]
-        if len(inside) < LEAST_CHUNKS:
+        if len(inside) < MIN_CHUNKS:
             return NAN
         paces.append((inside[-1] - inside[0]) / ((len(inside) - 1) * each.tokens_per_chunk))
     return float(np.mean(paces))

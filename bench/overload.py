@@ -18,14 +18,14 @@ from bench.command import conclude, make_parser, run_command, serving
 from bench.figures import percentile
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings
-from bench.protocols import Dialect, Post
+from bench.protocols import Post, ToolFormat
 from bench.report import Table
 from bench.wire import Address, Response, post
 from bench.workloads.plan import BenchRequest, single_requests
 from bench.workloads.text import words
 
 OVERLOAD = 3.0
-LEAST_GOODPUT = 0.9
+MIN_GOODPUT = 0.9
 REFUSED_WITHIN_S = 0.05
 QUEUE_SIZE = 16
 PROMPT_WORDS, GENERATED = 31, 32
@@ -74,10 +74,8 @@ class Overload:
 
     def faults(self) -> list[str]:
         found = [f"FAIL: {len(self.errors)} requests went wrong: {self.errors[0]}"] if self.errors else []
-        if self.goodput < LEAST_GOODPUT:
-            found.append(
-                f"FAIL: goodput is {self.goodput:.2f} of that at capacity, the bar is {LEAST_GOODPUT}"
-            )
+        if self.goodput < MIN_GOODPUT:
+            found.append(f"FAIL: goodput is {self.goodput:.2f} of that at capacity, the bar is {MIN_GOODPUT}")
         wrong = [each for each in self.refusals if each.status != 429 or not each.retry_after]
         if wrong:
             found.append(
@@ -105,17 +103,17 @@ def requests(count: int, start: int) -> list[BenchRequest]:
 
 def run_overload(server: RunningPeer, seconds: float, parallel: int) -> Overload:
     """Measure one running server. Never raises for what it does."""
-    dialect = server.peer.dialect
+    tool_format = server.peer.tool_format
     clients = parallel + QUEUE_SIZE // 2
     warm_up = single_requests("warm-up", requests(2 * parallel, 0), parallel)
-    rate = _rate(run_load(server.address, dialect, warm_up).wall_s, 2 * parallel)
+    rate = _rate(run_load(server.address, tool_format, warm_up).wall_s, 2 * parallel)
     count = max(4 * clients, int(rate * seconds))
-    load = run_load(server.address, dialect, single_requests("capacity", requests(count, 1000), clients))
+    load = run_load(server.address, tool_format, single_requests("capacity", requests(count, 1000), clients))
     good = [each for each in load.completions if each.error is None]
     capacity = _rate(load.wall_s, len(good))
     sent = requests(max(8, int(OVERLOAD * capacity * seconds)), 100_000)
     started = time.perf_counter()
-    outcomes = asyncio.run(_open_loop(server.address, dialect, sent, OVERLOAD * capacity))
+    outcomes = asyncio.run(_open_loop(server.address, tool_format, sent, OVERLOAD * capacity))
     wall_s = time.perf_counter() - started
     return Overload(
         capacity_per_s=capacity,
@@ -134,11 +132,11 @@ def _rate(wall_s: float, count: int) -> float:
 
 
 async def _open_loop(
-    address: Address, dialect: Dialect, asked: Sequence[BenchRequest], rate: float
+    address: Address, tool_format: ToolFormat, asked: Sequence[BenchRequest], rate: float
 ) -> list[Answer | Refusal | str]:
     """Send at `rate` with random (exponential) gaps, come what may; wait for all of them at the end."""
     gaps = random.Random("overload")
-    posts = [dialect.post(request) for request in asked]
+    posts = [tool_format.post(request) for request in asked]
 
     async def one(message: Post) -> Response | str:
         try:
@@ -152,10 +150,10 @@ async def _open_loop(
         due += gaps.expovariate(rate)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.ensure_future(one(message)))
-    return [read(response, dialect) for response in await asyncio.gather(*tasks)]
+    return [read(response, tool_format) for response in await asyncio.gather(*tasks)]
 
 
-def read(response: Response | str, dialect: Dialect) -> Answer | Refusal | str:
+def read(response: Response | str, tool_format: ToolFormat) -> Answer | Refusal | str:
     """What became of one request; text says what went wrong."""
     if isinstance(response, str):
         return response
@@ -168,7 +166,7 @@ def read(response: Response | str, dialect: Dialect) -> Answer | Refusal | str:
     first: float | None = None
     generated = 0
     for event in response.events():
-        piece = dialect.read(event.payload)
+        piece = tool_format.read(event.payload)
         if piece.error is not None:
             return piece.error
         if piece.text and first is None:
@@ -189,7 +187,7 @@ def table(found: Overload) -> Table:
             f"{len(found.answered)}, {len(found.refusals)}, {len(found.errors)}",
             "",
         ),
-        ("goodput, of that at capacity", f"{found.goodput:.3f}", f"≥ {LEAST_GOODPUT}"),
+        ("goodput, of that at capacity", f"{found.goodput:.3f}", f"≥ {MIN_GOODPUT}"),
         ("refusal, p50", f"{1000 * percentile(slowest, 50):.1f} ms", ""),
         (
             "refusal, slowest",

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from bench.protocols import CllmDialect, Dialect, OpenAIDialect
+from bench.protocols import CllmDialect, OpenAIDialect, ToolFormat
 from bench.wire import Address
 from cllm.errors import SetupError
 
@@ -57,7 +57,7 @@ class Peer:
 
     name: str
     command: tuple[str, ...]
-    dialect: Dialect
+    tool_format: ToolFormat
     ready_path: str
     family: str = ""
     address: Address | None = None
@@ -77,7 +77,7 @@ class RunningPeer:
 def cllm_peer(
     settings: ServerSettings,
     command: Sequence[str] | None = None,
-    dialect: Dialect | None = None,
+    tool_format: ToolFormat | None = None,
     flags: Sequence[str] = (),
 ) -> Peer:
     """`cllm serve` with more `flags`; `command` replaces the `cllm` beside this interpreter."""
@@ -89,7 +89,7 @@ def cllm_peer(
         "--log-level": settings.log_level,
     }
     arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options), *flags]
-    return Peer(CLLM, tuple(arguments), dialect or CllmDialect(), "/ready", CLLM)
+    return Peer(CLLM, tuple(arguments), tool_format or CllmDialect(), "/ready", CLLM)
 
 
 def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool = False) -> Peer:
@@ -130,8 +130,8 @@ def example_server_peer(settings: ServerSettings, python: Path | None = None) ->
     command = (str(python or sys.executable), "-m", "llama_cpp.server", *_flat(options))
     ours = python is None and settings.library is not None
     environment = (("LLAMA_CPP_LIB_PATH", str(settings.library)),) if ours else ()
-    dialect = OpenAIDialect(exact=False)
-    return Peer(EXAMPLE_SERVER, command, dialect, "/v1/models", environment=environment)
+    tool_format = OpenAIDialect(exact=False)
+    return Peer(EXAMPLE_SERVER, command, tool_format, "/v1/models", environment=environment)
 
 
 def url_peer(url: str, name: str = "", model: str = "") -> Peer:
@@ -142,8 +142,8 @@ def url_peer(url: str, name: str = "", model: str = "") -> Peer:
     if parts.path.rstrip("/") not in ("", "/v1"):
         raise SetupError(f"a peer's routes are at /v1, not below {parts.path!r}")
     address = Address(parts.hostname, parts.port or 80)
-    dialect = OpenAIDialect(model or _served_model(address), exact=False)
-    return Peer(name or parts.netloc, (), dialect, "/v1/models", address=address)
+    tool_format = OpenAIDialect(model or _served_model(address), exact=False)
+    return Peer(name or parts.netloc, (), tool_format, "/v1/models", address=address)
 
 
 def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:

@@ -19,7 +19,7 @@ from cllm.errors import SetupError
 COLOURS = ("#d1495b", "#30638e", "#66a182", "#8d6a9f", "#edae49", "#4a4a4a")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _PANEL_INCHES = (6.2, 3.9)
-_LEAST_GAP_MS = 0.5  # less is two pieces in one packet
+_MIN_GAP_MS = 0.5  # less is two pieces in one packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _gaps(axis: Any, comparison: Comparison, workload: str) -> None:
         if arrivals:
             axis.axvline(0, color="#4a4a4a", linewidth=1, linestyle="--")
     axis.set_yscale("log")
-    axis.set_ylim(bottom=max(axis.get_ylim()[0], _LEAST_GAP_MS))
+    axis.set_ylim(bottom=max(axis.get_ylim()[0], _MIN_GAP_MS))
     _plain_numbers(axis.yaxis)
     axis.set_xlabel("time since the late prompt was sent, s" if arrivals else "time in the round, s")
     axis.set_ylabel("gap, ms")

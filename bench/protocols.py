@@ -28,7 +28,7 @@ class Post(NamedTuple):
     body: bytes
 
 
-class Dialect(Protocol):
+class ToolFormat(Protocol):
     """One server's way to stream an answer. `exact` if it generates as many tokens as it is asked for."""
 
     @property

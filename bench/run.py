@@ -79,7 +79,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class _Bench:
+class SamplerScratch:
     """A run under way: collects what it measures."""
 
     options: Options
@@ -123,10 +123,12 @@ class _Bench:
                 BenchRequest(words(f"warm-up {number}", 32), 8) for number in range(definition.parallel)
             ]
             run_load(
-                server.address, server.peer.dialect, single_requests("warm-up", requests, definition.parallel)
+                server.address,
+                server.peer.tool_format,
+                single_requests("warm-up", requests, definition.parallel),
             )
             if definition.fill:
-                run_load(server.address, server.peer.dialect, make_fill(definition, self.tokens_per_word))
+                run_load(server.address, server.peer.tool_format, make_fill(definition, self.tokens_per_word))
 
     def _round(
         self,
@@ -172,7 +174,7 @@ def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
     Raises SetupError for peers that cannot be what they are said to be; a workload whose servers do not
     start is reported as missing, and the others are run.
     """
-    bench = _Bench(options)
+    bench = SamplerScratch(options)
     if not options.peers:
         bench.show(NO_PEER)
     for definition in definitions:
@@ -189,7 +191,7 @@ def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
         rounds=tuple(bench.rounds),
         references=tuple(bench.references),
         libraries=bench.libraries,
-        facts={**_facts(options, load_average, time.monotonic() - bench.started), **bench.notes},
+        info={**_info(options, load_average, time.monotonic() - bench.started), **bench.notes},
         failures=tuple(bench.failures),
         quick=options.quick,
     )
@@ -199,7 +201,7 @@ def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
     return 0 if comparison.passed else 1
 
 
-def write(comparison: Comparison, folder: Path, bench: _Bench) -> None:
+def write(comparison: Comparison, folder: Path, bench: SamplerScratch) -> None:
     """REPORT.md, report.html, report.json and, if matplotlib is there, plots/*.png."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", record(comparison))
@@ -222,7 +224,7 @@ def measure_round(
     idle_before = sum(footprint.measure(pid).cpu_s for pid in waiting)
     cpu_before = _cpu_s(server)
     steps_before = _step_time(server)
-    load = run_load(server.address, server.peer.dialect, plan)
+    load = run_load(server.address, server.peer.tool_format, plan)
     steps_after = _step_time(server)
     steps = steps_after.since(steps_before) if steps_before and steps_after else None
     if steps is not None:
@@ -247,7 +249,7 @@ def measure_tokens_per_word(server: RunningPeer) -> float:
         for count in (short, long)
         for number in range(samples)
     ]
-    load = run_load(server.address, server.peer.dialect, single_requests("calibration", requests))
+    load = run_load(server.address, server.peer.tool_format, single_requests("calibration", requests))
     counts = [each.prompt_tokens for each in load.answered if each.prompt_tokens is not None]
     if load.errors:
         raise SetupError(f"{server.peer.name} does not answer: {load.errors[0]}")
@@ -272,7 +274,7 @@ def _rotated(servers: Sequence[RunningPeer], number: int) -> list[RunningPeer]:
     return [*servers[begin:], *servers[:begin]]
 
 
-def _facts(options: Options, load_average: float, took_s: float) -> dict[str, str]:
+def _info(options: Options, load_average: float, took_s: float) -> dict[str, str]:
     settings = ServerSettings(threads=options.threads)
     return {
         "date": time.strftime("%Y-%m-%d"),

@@ -13,8 +13,8 @@ from statistics import median
 
 import numpy as np
 
-from cllm.backend.llama.batch_sampler import Candidates, Cut
-from cllm.backend.llama.library import Graveyard, load
+from cllm.backend.llama.candidates import Candidates, TopKPrefilter
+from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.sampler import DryPrototypes, build_chain
 from cllm.types import SamplingParams
 
@@ -26,12 +26,12 @@ def choosing_seconds(size: int) -> tuple[float, float]:
     """With exactly the candidates that can matter, and with all of them."""
     api = load().api
     params = SamplingParams(seed=1)
-    dry = DryPrototypes(api, None, 0, Graveyard())  # the default chain has none
+    dry = DryPrototypes(api, None, 0, DeferredFrees())  # the default chain has none
     chain = build_chain(api, params, dry=dry, vocabulary_size=size, context=0)
     candidates = Candidates(api, size)
     drawn = np.random.default_rng(1).normal(0, 3, (ROWS, size)).astype(np.float32)
     try:
-        cut, everything = Cut(params), Cut(SamplingParams(temperature=0))
+        cut, everything = TopKPrefilter(params), TopKPrefilter(SamplingParams(temperature=0))
         return (
             _median_s(lambda row: candidates.choose(chain, drawn[row], cut)),
             _median_s(lambda row: candidates.choose(chain, drawn[row], everything)),

@@ -39,7 +39,7 @@ def make_document(comparison: Comparison, pictures: Sequence[Picture] = ()) -> D
 def record(comparison: Comparison) -> dict[str, object]:
     """For machines: everything but the texts and the paths of this one."""
     return {
-        "facts": comparison.facts,
+        "info": comparison.info,
         "libraries": comparison.libraries,
         "quick": comparison.quick,
         "failures": comparison.failures,
@@ -60,7 +60,7 @@ _PYTHON = (
 def _heading(comparison: Comparison) -> Iterator[Block]:
     if comparison.quick:
         yield Paragraph(QUICK)
-    yield Bullets([f"{name}: {value}" for name, value in comparison.facts.items()])
+    yield Bullets([f"{name}: {value}" for name, value in comparison.info.items()])
     known = {name: digest for name, digest in comparison.libraries.items() if digest}
     if len(known) > 1:
         same = "The same libggml-cpu for all" if len(set(known.values())) == 1 else "NOT the same libggml-cpu"

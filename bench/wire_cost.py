@@ -17,16 +17,16 @@ from pathlib import Path
 from bench.command import conclude, make_parser, run_command
 from bench.load import run_load
 from bench.peers import Peer, RunningPeer, log_folder, running
-from bench.protocols import ChatDialect, CllmDialect, Dialect, OpenAIDialect
+from bench.protocols import ChatDialect, CllmDialect, OpenAIDialect, ToolFormat
 from bench.report import Spread, Table
 from bench.result import LoadResult
 from bench.workloads.plan import BenchRequest, Plan, single_requests
 from bench.workloads.text import words
 from tests.soak import footprint
 
-MOST_US = 40.0
-LEAST_EVENTS = 0.9  # per token; below it deltas were merged, and the figure would flatter
-DIALECTS: tuple[Dialect, ...] = (ChatDialect(), OpenAIDialect(), CllmDialect())
+MAX_US = 40.0
+MIN_EVENTS = 0.9  # per token; below it deltas were merged, and the figure would flatter
+DIALECTS: tuple[ToolFormat, ...] = (ChatDialect(), OpenAIDialect(), CllmDialect())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,23 @@ class Cost:
 
 
 def fake_peer(streams: int, request_tokens: int, step_ms: float) -> Peer:
-    """The server on the fake backend."""
+    """The server on the fake runner."""
     command = [sys.executable, "-m", "cllm.cli.fake", "serve", "--parallel", str(streams)]
     command += ["--ctx-size", str(streams * request_tokens), "--step-ms", str(step_ms)]
-    return Peer("cllm on the fake backend", tuple(command), ChatDialect(), "/ready")
+    return Peer("cllm on the fake runner", tuple(command), ChatDialect(), "/ready")
 
 
-def measure(server: RunningPeer, dialect: Dialect, workload: Plan) -> Cost:
+def measure(server: RunningPeer, tool_format: ToolFormat, workload: Plan) -> Cost:
     """The server's CPU over one load."""
     before = footprint.cpu_seconds(server.pid)
-    load = run_load(server.address, dialect, workload)
+    load = run_load(server.address, tool_format, workload)
     time.sleep(0.05)  # what follows the last byte is part of it
     cpu_s = footprint.cpu_seconds(server.pid) - before
-    return Cost(_path(dialect), load.generated_tokens, _events(load), cpu_s, load.wall_s, load.errors)
+    return Cost(_path(tool_format), load.generated_tokens, _events(load), cpu_s, load.wall_s, load.errors)
 
 
-def _path(dialect: Dialect) -> str:
-    return dialect.post(BenchRequest("", 1)).path
+def _path(tool_format: ToolFormat) -> str:
+    return tool_format.post(BenchRequest("", 1)).path
 
 
 def _events(load: LoadResult) -> int:
@@ -83,12 +83,12 @@ def run(
         peer = fake_peer(streams, tokens + 128, step_ms)
         with running(peer, folder / "fake.log") as server:
             for number in range(-1, rounds):  # the first is to warm up
-                for dialect in DIALECTS:
+                for tool_format in DIALECTS:
                     workload = _workload(number, streams, tokens if number >= 0 else 10)
-                    cost = measure(server, dialect, workload)
+                    cost = measure(server, tool_format, workload)
                     costs += [cost] if number >= 0 else []
     faults = find_faults(costs)
-    text = "\n".join([_table(costs).markdown(), "", *(faults or [f"pass: at most {MOST_US:.0f} µs a token"])])
+    text = "\n".join([_table(costs).markdown(), "", *(faults or [f"pass: at most {MAX_US:.0f} µs a token"])])
     return conclude("wire_cost", text, {"costs": costs, "faults": faults}, out, failed=bool(faults))
 
 
@@ -109,10 +109,10 @@ def find_faults(costs: Sequence[Cost]) -> list[str]:
     faults = [f"FAIL: {cost.path}: {'; '.join(cost.errors[:3])}" for cost in costs if cost.errors]
     for path, group in by_path(costs).items():
         median = Spread.of(cost.us_per_token for cost in group).median
-        if not median <= MOST_US:
-            faults.append(f"FAIL: {path}: {median:.1f} µs a token, the bar is {MOST_US:.0f} µs")
+        if not median <= MAX_US:
+            faults.append(f"FAIL: {path}: {median:.1f} µs a token, the bar is {MAX_US:.0f} µs")
         events = sum(cost.events for cost in group) / max(1, sum(cost.tokens for cost in group))
-        if events < LEAST_EVENTS:
+        if events < MIN_EVENTS:
             faults.append(f"FAIL: {path}: {events:.2f} events a token: the machine is too busy to measure")
     return faults
 

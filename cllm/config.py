@@ -82,7 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Most tokens a sequence guesses ahead in a step, where that pays; 0: off",
         ),
     ] = 8
-    park_mb: Annotated[
+    swap_space_mb: Annotated[
         int,
         Meta(ge=0, description="RAM for the state of parked requests, MiB; beyond it they are recomputed"),
     ] = 1024

@@ -19,23 +19,23 @@ from typing import Any, Self
 
 import msgspec
 
-from cllm.backend.base import Backend
+from cllm.backend.base import ModelRunner
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest, from_code
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream, BlockingStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.embeddings import to_vector
 from cllm.tune.session import with_remembered
-from cllm.types import Delta, FinishReason, ModelFacts, Pooling, Request, SamplingParams, Usage
-from cllm.workers.executor import ThreadHost
+from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, SamplingParams, Usage
+from cllm.workers.executor import ThreadExecutor
 from cllm.workers.tokenizer import (
     Chat,
-    TextAnswer,
-    TextTask,
     TokenizeChat,
+    TokenizerAnswer,
+    TokenizerTask,
     TokenizeText,
     TokenizeTexts,
     TokenLists,
@@ -75,7 +75,7 @@ class _Asked(msgspec.Struct, frozen=True):
             raise InvalidRequest(told, field="timeout")
 
 
-def _completion(deltas: Sequence[Delta]) -> Completion:
+def _completion(deltas: Sequence[RequestOutput]) -> Completion:
     last = deltas[-1]
     _raise_error(last)
     assert last.finish_reason is not None and last.usage is not None
@@ -96,12 +96,12 @@ def _given(config: EngineConfig, settings: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(differing | set(settings))
 
 
-def _raise_error(delta: Delta) -> None:
+def _raise_error(delta: RequestOutput) -> None:
     if delta.error is not None:
         raise from_code(delta.error.code, delta.error.message)
 
 
-def _vectors(deltas: Sequence[Delta]) -> list[list[float]]:
+def _vectors(deltas: Sequence[RequestOutput]) -> list[list[float]]:
     _raise_error(deltas[-1])
     return [to_vector(data).tolist() for data in deltas[-1].vectors]
 
@@ -118,7 +118,7 @@ class _Base:
         model: str | Path = "",
         *,
         config: EngineConfig | None = None,
-        make_backend: Callable[[EngineConfig], Backend] | None = None,
+        make_runner: Callable[[EngineConfig], ModelRunner] | None = None,
         **settings: Any,
     ) -> None:
         """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
@@ -126,23 +126,23 @@ class _Base:
         Raises SetupError when the model cannot be served; loading itself happens on entry.
         """
         config = msgspec.structs.replace(config or EngineConfig(), model=str(model), **settings)
-        if make_backend is None:
+        if make_runner is None:
             # A library that dies here must not take the caller's process along.
             ready = find_working(prepare(config), log.info)
             ready = with_remembered(config, ready, _given(config, settings))
-            host = ThreadHost(lambda progress: LlamaBackend(ready, progress=progress), ready)
+            host = ThreadExecutor(lambda progress: LlamaRunner(ready, progress=progress), ready)
         else:
-            host = ThreadHost(lambda _: make_backend(config), config)
-        self._engine = Engine(host, queue_size=1_000_000)
+            host = ThreadExecutor(lambda _: make_runner(config), config)
+        self._engine = EngineClient(host, queue_size=1_000_000)
 
     @property
-    def facts(self) -> ModelFacts:
+    def info(self) -> ModelInfo:
         """What is known of the model. Raises EngineNotReady before it is opened."""
-        if self._engine.facts is None:
+        if self._engine.info is None:
             raise EngineNotReady("open it first: `with LLM(...) as llm`")
-        return self._engine.facts
+        return self._engine.info
 
-    def _request(self, answer: TextAnswer, asked: _Asked) -> Request:
+    def _request(self, answer: TokenizerAnswer, asked: _Asked) -> Request:
         assert isinstance(answer, Tokens)
         return Request(
             id=uuid.uuid4().hex,
@@ -153,16 +153,16 @@ class _Base:
             timeout_s=asked.timeout,
         )
 
-    def _embed_request(self, answer: TextAnswer) -> Request:
+    def _embed_request(self, answer: TokenizerAnswer) -> Request:
         assert isinstance(answer, TokenLists)
-        if self.facts.pooling is Pooling.RANK:
+        if self.info.pooling is Pooling.RANK:
             raise InvalidRequest(
                 "this model is a reranker and makes no vectors, unless it is opened with pooling='mean', "
                 "'cls' or 'last'"
             )
         return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
-    def _text(self, task: TextTask) -> Future[TextAnswer]:
+    def _text(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
         return self._engine.text.submit(task)
 
 
@@ -235,13 +235,13 @@ class LLM(_Base):
         if not texts:
             return []
         request = self._embed_request(self._text(_texts(texts)).result())
-        stream = self._engine.submit(request, BlockingStream)
+        stream = self._engine.submit(request, BlockingOutputStream)
         try:
             return _vectors(list(stream))
         finally:
             self._engine.cancel(stream.request_id)
 
-    def _complete(self, tasks: Sequence[TextTask], asked: _Asked) -> list[Completion]:
+    def _complete(self, tasks: Sequence[TokenizerTask], asked: _Asked) -> list[Completion]:
         streams = [self._submit(task, asked) for task in tasks]
         try:
             return [_completion(list(stream)) for stream in streams]
@@ -249,8 +249,8 @@ class LLM(_Base):
             for stream in streams:
                 self._engine.cancel(stream.request_id)
 
-    def _submit(self, task: TextTask, asked: _Asked) -> BlockingStream:
-        return self._engine.submit(self._request(self._text(task).result(), asked), BlockingStream)
+    def _submit(self, task: TokenizerTask, asked: _Asked) -> BlockingOutputStream:
+        return self._engine.submit(self._request(self._text(task).result(), asked), BlockingOutputStream)
 
 
 class AsyncLLM(_Base):
@@ -321,27 +321,27 @@ class AsyncLLM(_Base):
         if not texts:
             return []
         request = self._embed_request(await asyncio.wrap_future(self._text(_texts(texts))))
-        stream = self._engine.submit(request, AsyncStream)
+        stream = self._engine.submit(request, AsyncOutputStream)
         try:
             return _vectors([delta async for delta in stream])
         finally:
             self._engine.cancel(stream.request_id)
 
-    async def _complete(self, task: TextTask, asked: _Asked) -> Completion:
+    async def _complete(self, task: TokenizerTask, asked: _Asked) -> Completion:
         stream = await self._submit(task, asked)
         try:
             return _completion([delta async for delta in stream])
         finally:
             self._engine.cancel(stream.request_id)
 
-    async def _submit(self, task: TextTask, asked: _Asked) -> AsyncStream:
+    async def _submit(self, task: TokenizerTask, asked: _Asked) -> AsyncOutputStream:
         answer = await asyncio.wrap_future(self._text(task))
-        return self._engine.submit(self._request(answer, asked), AsyncStream)
+        return self._engine.submit(self._request(answer, asked), AsyncOutputStream)
 
 
 def _chat(messages: Sequence[Message]) -> TokenizeChat:
     return TokenizeChat(Chat(tuple(dict(message) for message in messages)))
 
 
-def _task(prompt: str | Sequence[Message]) -> TextTask:
+def _task(prompt: str | Sequence[Message]) -> TokenizerTask:
     return TokenizeText(prompt) if isinstance(prompt, str) else _chat(prompt)

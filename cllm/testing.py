@@ -1,4 +1,4 @@
-"""A backend without a model: exact, instant, and able to fail on demand. For the engine's own tests.
+"""A runner without a model: exact, instant, and able to fail on demand. For the engine's own tests.
 
 Its "model" is a function of the tokens that are in a sequence's memory. So text that comes out right
 proves that memory held exactly the right tokens: a leaked cell, a shared id or a lost token shows.
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, Sampler, StepResult, StepStatus
-from cllm.types import EmbedLimits, InfillTokens, Limits, ModelFacts, Pooling, SamplingParams, TokenLogprob
+from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, Sampler, StepResult, StepStatus
+from cllm.types import EmbedLimits, InfillTokens, Limits, ModelInfo, Pooling, SamplingParams, TokenLogprob
 
 END_TOKEN = 256
 VOCABULARY_SIZE = 258
@@ -87,29 +87,29 @@ class FakeVocabulary:
 
 
 class FakeSampler:
-    """Counts itself in and out of its backend, so that a leak shows."""
+    """Counts itself in and out of its runner, so that a leak shows."""
 
-    def __init__(self, backend: FakeBackend, params: SamplingParams) -> None:
-        self.backend = backend
+    def __init__(self, runner: FakeRunner, params: SamplingParams) -> None:
+        self.runner = runner
         self.params = params
         self.closed = False
-        backend.open_samplers += 1
+        runner.open_samplers += 1
 
     def accept(self, tokens: Sequence[int]) -> None:
         assert not self.closed
 
     def clone(self) -> Sampler:
         assert not self.closed
-        return FakeSampler(self.backend, self.params)
+        return FakeSampler(self.runner, self.params)
 
     def close(self) -> None:
         assert not self.closed, "a sampler was closed twice"
         self.closed = True
-        self.backend.open_samplers -= 1
+        self.runner.open_samplers -= 1
 
 
-class FakeBackend(Backend):
-    """Implements every contract of `Backend`, and checks those of its caller.
+class FakeRunner(ModelRunner):
+    """Implements every contract of `ModelRunner`, and checks those of its caller.
 
     `fail` is asked before each native call, with its running number and name; what it returns happens:
     None (nothing), an exception (raised), or for `forward` a status (that result).
@@ -140,7 +140,7 @@ class FakeBackend(Backend):
             unified=unified,
             embed=embed or EmbedLimits(tokens=256, batch_tokens=batch_tokens, rows=4, chunked=True),
         )
-        self._facts = ModelFacts(
+        self._info = ModelInfo(
             name="fake",
             architecture="fake",
             description="a function of the tokens in memory",
@@ -169,8 +169,8 @@ class FakeBackend(Backend):
         self.closed = False
 
     @property
-    def facts(self) -> ModelFacts:
-        return self._facts
+    def info(self) -> ModelInfo:
+        return self._info
 
     @property
     def limits(self) -> Limits:
@@ -202,11 +202,11 @@ class FakeBackend(Backend):
             if not status.memory_intact:
                 # As llama.cpp does: what was computed before the failure stays in memory.
                 first = batch.rows[0]
-                self.memory[first.sequence_id].extend(first.tokens)
+                self.memory[first.seq_id].extend(first.tokens)
             return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
         results = []
         for row in batch.rows:
-            memory = self.memory[row.sequence_id]
+            memory = self.memory[row.seq_id]
             memory.extend(row.tokens)
             if not row.outputs:
                 results.append(RowResult())
@@ -218,7 +218,7 @@ class FakeBackend(Backend):
         """Token after token, as long as the next draft is what was chosen. Wrong drafts stay in memory."""
         assert isinstance(row.sampler, FakeSampler)
         params = row.sampler.params
-        memory = self.memory[row.sequence_id]
+        memory = self.memory[row.seq_id]
         drafts = list(row.tokens[len(row.tokens) - row.outputs + 1 :])
         tokens: list[int] = []
         for place in range(row.outputs):
@@ -238,7 +238,7 @@ class FakeBackend(Backend):
     def _embed(self, batch: Batch) -> StepResult:
         limits, held = self._limits.embed, self.embedding_memory
         assert self.embedding_open
-        assert [row.sequence_id for row in batch.rows] == sorted({row.sequence_id for row in batch.rows})
+        assert [row.seq_id for row in batch.rows] == sorted({row.seq_id for row in batch.rows})
         assert len(batch.rows) <= limits.rows
         assert batch.token_count <= limits.batch_tokens or (len(batch.rows) == 1 and not limits.chunked)
         assert all(row.position == 0 for row in batch.rows) or len(batch.rows) == 1
@@ -275,16 +275,16 @@ class FakeBackend(Backend):
         return next_token(memory, params.seed, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
-        ids = [row.sequence_id for row in batch.rows]
+        ids = [row.seq_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
-        assert 0 < batch.token_count + len(batch.fillers) <= self._limits.batch_tokens
-        for sequence_id in batch.fillers:
-            assert ids[0] < sequence_id < ids[-1] and sequence_id not in ids
-            assert not self.memory[sequence_id], "a filler must be an empty sequence"
+        assert 0 < batch.token_count + len(batch.padding) <= self._limits.batch_tokens
+        for seq_id in batch.padding:
+            assert ids[0] < seq_id < ids[-1] and seq_id not in ids
+            assert not self.memory[seq_id], "a filler must be an empty sequence"
         for row in batch.rows:
             assert row.tokens and row.outputs <= len(row.tokens)
             assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be taken back"
-            assert row.position == len(self.memory[row.sequence_id]), "positions must follow the memory"
+            assert row.position == len(self.memory[row.seq_id]), "positions must follow the memory"
             assert row.position + len(row.tokens) <= self._limits.sequence_cells
 
     def _over_full(self, batch: Batch) -> bool:
@@ -301,13 +301,13 @@ class FakeBackend(Backend):
         self._native("create_sampler")
         return FakeSampler(self, params)
 
-    def next_position(self, sequence_id: int) -> int:
+    def next_position(self, seq_id: int) -> int:
         self._native("next_position")
-        return len(self.memory[sequence_id])
+        return len(self.memory[seq_id])
 
-    def truncate(self, sequence_id: int, length: int) -> int:
+    def truncate(self, seq_id: int, length: int) -> int:
         self._native("truncate")
-        memory = self.memory[sequence_id]
+        memory = self.memory[seq_id]
         if length >= len(memory):
             return len(memory)
         keep = length if self.trimmable else 0
@@ -322,14 +322,14 @@ class FakeBackend(Backend):
         self.memory[target] = self.memory[source][:length]
         return length
 
-    def save(self, sequence_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> bytes | None:
         self._native("save")
-        return b"".join(token.to_bytes(2, "little") for token in self.memory[sequence_id])
+        return b"".join(token.to_bytes(2, "little") for token in self.memory[seq_id])
 
-    def restore(self, sequence_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: bytes) -> bool:
         self._native("restore")
-        assert not self.memory[sequence_id]
-        self.memory[sequence_id] = [
+        assert not self.memory[seq_id]
+        self.memory[seq_id] = [
             int.from_bytes(state[index : index + 2], "little") for index in range(0, len(state), 2)
         ]
         return True
@@ -378,12 +378,12 @@ def script_of(memory: Sequence[int]) -> Script | None:
     return Script(plain[begin + 1 : end], len(memory) - answer)
 
 
-class ScriptedBackend(FakeBackend):
-    """`FakeBackend`, with the answers of its prompts."""
+class ScriptedRunner(FakeRunner):
+    """`FakeRunner`, with the answers of its prompts."""
 
     def forward(self, batch: Batch) -> StepResult:
         for row in batch.rows:
-            script = script_of([*self.memory[row.sequence_id], *row.tokens]) if row.outputs else None
+            script = script_of([*self.memory[row.seq_id], *row.tokens]) if row.outputs else None
             if script is not None and script.fails and script.over:
                 return StepResult(StepStatus.BAD_BATCH, code=-1)
         return super().forward(batch)

@@ -1,4 +1,4 @@
-"""The nouns every room shares: what is asked (`Request`) and what comes back (`Delta`).
+"""The nouns every room shares: what is asked (`Request`) and what comes back (`RequestOutput`).
 
 All are frozen `msgspec.Struct`s, because they cross the process boundary as they are.
 """
@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-generation token or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
     CANCELLED = "cancelled"  # the client went away or asked for it
-    ERROR = "error"  # see Delta.error
+    ERROR = "error"  # see RequestOutput.error
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step added to one request. The one with a `finish_reason` is its last."""
 
     request_id: str
@@ -176,7 +176,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     vectors: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a loaded model; shown at /model/info."""
 
     name: str
@@ -211,7 +211,7 @@ class EmbedLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded backend can hold; read from the context, not from what was asked for."""
+    """What a loaded runner can hold; read from the context, not from what was asked for."""
 
     sequences: int  # ids 0 .. sequences - 1
     cells: int  # KV cells in all
@@ -222,7 +222,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     embed: EmbedLimits = EmbedLimits()
 
 
-class LeaseFacts(msgspec.Struct, frozen=True, kw_only=True):
+class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One lease, as /debug/kv shows it."""
 
     seq_id: int
@@ -239,7 +239,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     sequences_total: int
     cells_total: int
     cells_used: int
-    leases: tuple[LeaseFacts, ...]
+    leases: tuple[SlotInfo, ...]
     waiting: tuple[str, ...]
     leased_total: int
     released_total: int

@@ -1,4 +1,4 @@
-"""What tests of more than one folder share: models, backends, servers, and the count of ties at the end."""
+"""What tests of more than one folder share: models, runners, servers, and the count of ties at the end."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.base import Backend
+from cllm.backend.base import ModelRunner
 from tests.contract.alone import Reference, Tally
-from tests.contract.kinds import Kind, Opened, open_backend
+from tests.contract.kinds import Kind, Opened, open_runner
 from tests.e2e.server import Server, StartServer
 from tests.tiny_models import make_all
 
@@ -33,16 +33,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def opened(models: dict[str, Path]) -> Iterator[Opened]:
-    """Opens backends that are closed when the test is over: `opened(kind, sequences=…, …)`."""
-    backends: list[Backend] = []
+    """Opens runners that are closed when the test is over: `opened(kind, sequences=…, …)`."""
+    runners: list[ModelRunner] = []
 
-    def make(kind: Kind, **options: int) -> Backend:
-        backends.append(open_backend(models, kind, **options))
-        return backends[-1]
+    def make(kind: Kind, **options: int) -> ModelRunner:
+        runners.append(open_runner(models, kind, **options))
+        return runners[-1]
 
     yield make
-    for backend in backends:
-        backend.close()
+    for runner in runners:
+        runner.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
-"""The seam between the engine and whatever computes: `Backend.forward(batch) -> StepResult`.
+"""The seam between the engine and whatever computes: `ModelRunner.forward(batch) -> StepResult`.
 
 Frozen: sampling happens inside `forward`, token masks go in, several accepted tokens per row come
-out, logits never do. The engine knows nothing of llama.cpp and a backend knows nothing of requests.
+out, logits never do. The engine knows nothing of llama.cpp and a runner knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
-from cllm.types import Limits, ModelFacts, SamplingParams, TokenLogprob, TokenMask, Vocabulary
+from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, TokenMask, Vocabulary
 
 
 class BatchKind(StrEnum):
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     speculation: then the tokens after the first output are drafts to be verified).
     """
 
-    sequence_id: int
+    seq_id: int
     position: int
     tokens: Sequence[int]
     outputs: int
@@ -61,13 +61,13 @@ class Batch(NamedTuple):
     at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory stays
     until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
 
-    `fillers` are ids of empty sequences between those of the rows. Each is given one token that is thrown
+    `padding` are ids of empty sequences between those of the rows. Each is given one token that is thrown
     away again, and is empty afterwards whatever becomes of the step: so the ids have no holes.
     """
 
     rows: tuple[Row, ...]
     kind: BatchKind = BatchKind.GENERATE
-    fillers: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -114,11 +114,11 @@ class StepResult(NamedTuple):
     sample_s: float = 0.0  # choosing tokens
 
 
-class Backend(Protocol):
+class ModelRunner(Protocol):
     """A model and its KV memory. The owner thread's, but for `interrupt` and `vocabulary`."""
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def info(self) -> ModelInfo: ...
 
     @property
     def limits(self) -> Limits: ...
@@ -132,16 +132,16 @@ class Backend(Protocol):
     def interrupt(self, stop: bool) -> None:
         """From any thread: let the forward that runs end early, ABORTED (True), or no more of them (False).
 
-        A backend that cannot stop in the middle ignores it.
+        A runner that cannot stop in the middle ignores it.
         """
         return
 
     def create_sampler(self, params: SamplingParams) -> Sampler: ...
 
-    def next_position(self, sequence_id: int) -> int:
+    def next_position(self, seq_id: int) -> int:
         """Where the sequence's next token goes: the highest position in memory plus one, 0 if empty."""
 
-    def truncate(self, sequence_id: int, length: int) -> int:
+    def truncate(self, seq_id: int, length: int) -> int:
         """Cut the sequence to its first `length` tokens; returns what usably remains.
 
         That is `length`, or 0 where the memory cannot be cut (recurrent models, a sliding window
@@ -154,10 +154,10 @@ class Backend(Protocol):
         That is `length`, or 0 where the memory cannot be cut there: then `target` is still empty.
         """
 
-    def save(self, sequence_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> bytes | None:
         """The sequence's memory as bytes, or None where that is not possible."""
 
-    def restore(self, sequence_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: bytes) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
     def memory_bytes(self) -> dict[str, int]:
@@ -188,7 +188,7 @@ def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) ->
     One pool of cells: by size alone. One stream per sequence: a physical batch takes a run of consecutive
     ids and the same number of tokens of each, so gaps between ids and rows of unequal length cost extra.
     """
-    left = {row.sequence_id: len(row.tokens) for row in rows}
+    left = {row.seq_id: len(row.tokens) for row in rows}
     if unified:
         return -(-sum(left.values()) // ubatch_tokens)
     if set(left.values()) == {1} and max(left) - min(left) + 1 == len(left) <= ubatch_tokens:
@@ -200,9 +200,9 @@ def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) ->
         while run[-1] + 1 in left and len(run) < ubatch_tokens:
             run.append(run[-1] + 1)
         take = min(min(left[i] for i in run), max(1, ubatch_tokens // len(run)))
-        for sequence_id in run:
-            left[sequence_id] -= take
-            if not left[sequence_id]:
-                del left[sequence_id]
+        for seq_id in run:
+            left[seq_id] -= take
+            if not left[seq_id]:
+                del left[seq_id]
         count += 1
     return count

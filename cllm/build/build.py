@@ -61,8 +61,8 @@ def find_built() -> Path | None:
     found: list[tuple[float, Path]] = []
     for file in (cache_directory() / "native").glob(f"{BINDINGS_VERSION}-*/build.json"):
         with contextlib.suppress(OSError, ValueError):
-            facts = json.loads(file.read_text(encoding="utf-8"))
-            if facts.items() >= _suitable().items():
+            info = json.loads(file.read_text(encoding="utf-8"))
+            if info.items() >= _suitable().items():
                 found.append((file.stat().st_mtime, file.parent))
     return max(found)[1] if found else None
 
@@ -84,7 +84,7 @@ def _build(options: Options, log: Log, progress: Progress) -> Path:
             try:
                 work = _configure(recipe, source, cmake, ninja, options)
                 _run_ninja(ninja, work, options, progress)
-                _install(work / "bin", target, _facts(recipe, options, time.monotonic() - started))
+                _install(work / "bin", target, _info(recipe, options, time.monotonic() - started))
                 return target
             except BuildError as error:
                 failures.append(f"{recipe}: {error}")
@@ -151,7 +151,7 @@ def _run_ninja(ninja: Path, work: Path, options: Options, progress: Progress) ->
         )
 
 
-def _install(built: Path, target: Path, facts: dict[str, Any]) -> None:
+def _install(built: Path, target: Path, info: dict[str, Any]) -> None:
     """Copy the result beside `target` and rename, so that a folder that has the name is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as scratch:
@@ -163,7 +163,7 @@ def _install(built: Path, target: Path, facts: dict[str, Any]) -> None:
                 shutil.copy2(file, (stage if core else stage / "bin") / file.name, follow_symlinks=False)
         if not list(stage.glob("libllama.*")):
             raise BuildError(f"Ninja left no libllama in {built}")
-        (stage / "build.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (stage / "build.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         if target.exists():
             target.rename(Path(scratch, "old"))
         stage.rename(target)
@@ -184,7 +184,7 @@ def _suitable() -> dict[str, Any]:
     }
 
 
-def _facts(recipe: Recipe, options: Options, seconds: float) -> dict[str, Any]:
+def _info(recipe: Recipe, options: Options, seconds: float) -> dict[str, Any]:
     return {
         **_suitable(),
         "compiler": recipe.compiler.identity,

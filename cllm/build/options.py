@@ -66,8 +66,8 @@ class Recipe:
     @property
     def key(self) -> str:
         """The name of the build's folder: equal recipes on equal CPUs have equal keys."""
-        facts = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
-        return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(facts)}"
+        info = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
+        return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(info)}"
 
     def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
         """All of CMake's arguments but the folders. Writes a file that CMake reads into `work`."""

@@ -14,23 +14,23 @@ import msgspec
 from starlette.types import Receive
 
 from cllm.errors import InvalidRequest
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.sse import collect, merged
-from cllm.server.submit import GRAMMAR_LIMIT_S, choices_of, do_text, loaded, submit_all
+from cllm.server.submit import GRAMMAR_LIMIT_S, choices_of, loaded, run_tokenizer, submit_all
 from cllm.text.output_parser import (
-    AnswerText,
-    CallArguments,
-    CallBegun,
+    ContentText,
+    OutputEvent,
+    OutputParser,
     ReasoningText,
-    ReplyEvent,
-    ReplyReader,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from cllm.text.tool_formats import Dialect, Tool, dialect_of
-from cllm.types import Delta, FinishReason, Request, TokenLogprob, Usage
+from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
+from cllm.types import FinishReason, Request, RequestOutput, TokenLogprob, Usage
 from cllm.workers.tokenizer import Chat, CheckConstraint, TokenizeChat, Tokens
 
-Step = tuple[list[ReplyEvent], Delta]  # what it added, and its own account of itself
+Step = tuple[list[OutputEvent], RequestOutput]  # what it added, and its own account of itself
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,15 +52,15 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         ends_with_words = last["role"] == "assistant" and not last.get("tool_calls")
         return str(last.get("content") or "") if ends_with_words else ""
 
-    def for_template(self, dialect: Dialect) -> Chat:
+    def for_template(self, tool_format: ToolFormat) -> Chat:
         """As the model's template takes it."""
         messages = self.messages[:-1] if self.prefill else self.messages
-        shown = self.tools if dialect.template_takes_tools else ()
+        shown = self.tools if tool_format.template_takes_tools else ()
         return Chat(
-            messages=tuple(dialect.prepare(messages, self.tools)),
+            messages=tuple(tool_format.prepare(messages, self.tools)),
             tools=tuple(tool.for_template() for tool in shown),
             options=self.options,
-            opening=dialect.forced_opening if self.forced else "",
+            opening=tool_format.forced_opening if self.forced else "",
             prefill=self.prefill,
             think=self.think,
         )
@@ -85,17 +85,17 @@ class Reply(msgspec.Struct):
     stop: str | None = None
     usage: Usage | None = None
 
-    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> None:
+    def add(self, events: Sequence[OutputEvent], delta: RequestOutput) -> None:
         """Take in a step's events."""
         for event in events:
             match event:
-                case AnswerText(text):
+                case ContentText(text):
                     self.text += text
                 case ReasoningText(text):
                     self.reasoning += text
-                case CallBegun(_, name):
+                case ToolCallStart(_, name):
                     self.calls.append(Call(new_call_id(), name))
-                case CallArguments(index, text):
+                case ToolCallArguments(index, text):
                     self.calls[index].arguments += text
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop, self.usage = delta.finish_reason, delta.stop, delta.usage
@@ -110,11 +110,11 @@ class ChatJob:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         conversation: Conversation,
-        dialect: Dialect,
+        tool_format: ToolFormat,
         prompt: Tokens,
-        streams: list[AsyncStream],
+        streams: list[AsyncOutputStream],
         *,
         constrained: bool,
     ) -> None:
@@ -122,11 +122,11 @@ class ChatJob:
         self.prompt_tokens = len(prompt.tokens)
         self.streams = streams
         self._conversation = conversation
-        self._dialect = dialect
+        self._tool_format = tool_format
         self._thinking = prompt.thinking
         self._constrained = constrained
 
-    async def events(self) -> AsyncIterator[tuple[int, list[ReplyEvent], Delta]]:
+    async def events(self) -> AsyncIterator[tuple[int, list[OutputEvent], RequestOutput]]:
         """Of each step: which answer, what it added, and the step's own account of itself."""
         readers = [self._reader() for _ in self.streams]
         if len(self.streams) == 1:  # by far the most: without a generator in between
@@ -163,15 +163,15 @@ class ChatJob:
             replies.append(reply)
         return replies
 
-    def _reader(self) -> ReplyReader:
+    def _reader(self) -> OutputParser:
         conversation = self._conversation
         if conversation.forced:
             names = [tool.name for tool in conversation.tools]
-            return ReplyReader(self._dialect, names, calling=True, parallel=conversation.parallel)
+            return OutputParser(self._tool_format, names, calling=True, parallel=conversation.parallel)
         if self._constrained:
-            return ReplyReader(reasoning=False)
-        return ReplyReader(
-            self._dialect if conversation.tools else None,
+            return OutputParser(reasoning=False)
+        return OutputParser(
+            self._tool_format if conversation.tools else None,
             [tool.name for tool in conversation.tools],
             thinking=self._thinking,
             parallel=conversation.parallel,
@@ -179,54 +179,56 @@ class ChatJob:
         )
 
 
-def _read(reader: ReplyReader, delta: Delta) -> list[ReplyEvent]:
+def _read(reader: OutputParser, delta: RequestOutput) -> list[OutputEvent]:
     events = reader.feed(delta.text) if delta.text else []
     return events if delta.finish_reason is None else events + reader.finish()
 
 
-async def open_chat(engine: Engine, conversation: Conversation, request: Request, count: int = 1) -> ChatJob:
+async def open_chat(
+    engine: EngineClient, conversation: Conversation, request: Request, count: int = 1
+) -> ChatJob:
     """Ask for `count` answers. `request` says everything but the prompt (and the grammar of forced calls).
 
     Raises InvalidRequest for what the template or the grammar cannot do, and what the engine refuses with.
     """
     engine.check_room()
-    facts, limits = loaded(engine)
-    dialect = dialect_of(facts.template_for(tools=bool(conversation.tools)))
+    info, limits = loaded(engine)
+    tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
     constraint = request.constraint
     if conversation.forced:
         if constraint is not None:
             raise InvalidRequest(
                 "a tool call is demanded and the answer's form too: give only one", "tool_choice"
             )
-        constraint = dialect.forced(conversation.tools, parallel=conversation.parallel)
-        await do_text(engine, CheckConstraint(constraint), GRAMMAR_LIMIT_S)
+        constraint = tool_format.forced(conversation.tools, parallel=conversation.parallel)
+        await run_tokenizer(engine, CheckConstraint(constraint), GRAMMAR_LIMIT_S)
     prompt = await _prompt(
-        engine, conversation, dialect, constrained=constraint is not None, most=limits.request_tokens
+        engine, conversation, tool_format, constrained=constraint is not None, most=limits.request_tokens
     )
     request = msgspec.structs.replace(
         request,
         prompt=prompt.tokens,
         constraint=constraint,
-        markers=dialect.markers if conversation.tools and constraint is None else (),
+        markers=tool_format.markers if conversation.tools and constraint is None else (),
     )
     streams = submit_all(engine, choices_of(request, count))
-    return ChatJob(engine, conversation, dialect, prompt, streams, constrained=constraint is not None)
+    return ChatJob(engine, conversation, tool_format, prompt, streams, constrained=constraint is not None)
 
 
-async def count_tokens(engine: Engine, conversation: Conversation, *, constrained: bool) -> int:
+async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
     """How long the prompt of this conversation is, even where it is too long; nothing is generated."""
     template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-    dialect = dialect_of(template)
+    tool_format = get_tool_format(template)
     constrained = constrained or conversation.forced
-    return len((await _prompt(engine, conversation, dialect, constrained=constrained, most=0)).tokens)
+    return len((await _prompt(engine, conversation, tool_format, constrained=constrained, most=0)).tokens)
 
 
 async def _prompt(
-    engine: Engine, conversation: Conversation, dialect: Dialect, *, constrained: bool, most: int
+    engine: EngineClient, conversation: Conversation, tool_format: ToolFormat, *, constrained: bool, most: int
 ) -> Tokens:
     if constrained or conversation.prefill:  # neither may begin inside thoughts
         conversation = msgspec.structs.replace(conversation, think=False)
-    prompt = await do_text(engine, TokenizeChat(conversation.for_template(dialect), most))
+    prompt = await run_tokenizer(engine, TokenizeChat(conversation.for_template(tool_format), most))
     assert isinstance(prompt, Tokens)
     return prompt
 

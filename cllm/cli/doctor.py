@@ -91,11 +91,11 @@ def _tuned(config: EngineConfig, table: Table) -> TuneRecord | None:
 def _build_facts(folder: Path) -> str:
     """What the build wrote down about itself."""
     try:
-        facts = json.loads((folder / "build.json").read_text())
+        info = json.loads((folder / "build.json").read_text())
     except (OSError, ValueError):
         return "not built by cllm: `cllm build` makes one for this CPU"
-    shown = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "cpu_features")
-    if facts.get("portable"):
+    shown = ", ".join(f"{key} {value}" for key, value in info.items() if key != "cpu_features")
+    if info.get("portable"):
         shown += " [red](not for this CPU: slow; `cllm build --force` tries again)[/red]"
     return shown
 

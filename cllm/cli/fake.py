@@ -12,24 +12,24 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from cllm.backend.base import Backend
+from cllm.backend.base import ModelRunner
 from cllm.cli.serve import _new_event_loop
 from cllm.config import EngineConfig, ServerConfig
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.logs import configure_logging
 from cllm.server.serve import bind, serve
-from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedBackend
+from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner
 from cllm.workers.channel import Channel
 from cllm.workers.engine_worker import main as child_main
-from cllm.workers.executor import ChildHost
-from cllm.workers.tokenizer import TextWorker
+from cllm.workers.executor import ProcessExecutor
+from cllm.workers.tokenizer import TokenizerWorker
 from cllm.workers.tokenizer_worker import answer_tasks
 
 
-def make_backend(config: EngineConfig, progress: Callable[[float], None]) -> Backend:
+def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
     """The configuration's `model` is the time a step takes, in milliseconds."""
     progress(1.0)
-    return ScriptedBackend(
+    return ScriptedRunner(
         sequences=config.parallel,
         cells=config.ctx_size,
         batch_tokens=config.batch_tokens,
@@ -39,15 +39,15 @@ def make_backend(config: EngineConfig, progress: Callable[[float], None]) -> Bac
     )
 
 
-def serve_text(channel: Channel, config: EngineConfig) -> None:
-    answer_tasks(channel, TextWorker(FakeVocabulary(), CHAT_TEMPLATE))
+def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
+    answer_tasks(channel, TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE))
 
 
 def run(config: EngineConfig, server: ServerConfig) -> None:
     """Serve until told to stop."""
     configure_logging(server.log_level)
-    host = ChildHost(config, log_level=server.log_level, module="cllm.cli.fake")
-    engine = Engine(host, queue_size=server.queue_size)
+    host = ProcessExecutor(config, log_level=server.log_level, module="cllm.cli.fake")
+    engine = EngineClient(host, queue_size=server.queue_size)
 
     def announce(url: str) -> None:
         print(f"cllm serves fake (a script) at {url}", flush=True)
@@ -58,7 +58,7 @@ def run(config: EngineConfig, server: ServerConfig) -> None:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] != ["serve"]:
-        return child_main(arguments, make_backend, serve_text)
+        return child_main(arguments, make_runner, serve_tokenizer)
     parser = argparse.ArgumentParser(prog="python -m cllm.cli.fake serve", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)

@@ -13,7 +13,6 @@ from cllm import __version__
 COMMANDS = {  # name: the file beside this one, and what it calls the command
     "serve": ("serve", "serve_command"),
     "run": ("run", "run_command"),
-    "bench": ("bench", "bench_command"),
     "tune": ("tune", "tune_command"),
     "doctor": ("doctor", "doctor_command"),
     "build": ("build", "build_command"),

@@ -13,7 +13,7 @@ from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.probe import find_working
 from cllm.config import Config, EngineConfig
 from cllm.errors import Forbidden, NotEnoughMemory, ReloadFailed, SetupError
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.tune.session import with_remembered
 
 log = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ class Reloader:
         config: Config,
         serving: EngineConfig,
         given: frozenset[str],
-        make_engine: Callable[[EngineConfig], Engine],
+        make_engine: Callable[[EngineConfig], EngineClient],
     ) -> None:
         self._config = config
         self._serving = serving
         self._given = given
         self._make_engine = make_engine
-        self._made: tuple[Engine, EngineConfig] | None = None
+        self._made: tuple[EngineClient, EngineConfig] | None = None
 
-    def __call__(self, model: str) -> Engine:
+    def __call__(self, model: str) -> EngineClient:
         """An engine for a file of --model-dir, or for the one that is served. Raises ClientError."""
         self._see_who_serves()
         path = model_in(self._config.server.model_dir, model) if model else Path(self._serving.model)

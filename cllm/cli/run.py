@@ -39,7 +39,7 @@ def run_command(
     config = msgspec.structs.replace(EngineConfig(), parallel=1, threads=threads, tune=tune)
     try:
         with LLM(model, config=config) as llm:
-            chat = not raw and llm.facts.chat_template is not None
+            chat = not raw and llm.info.chat_template is not None
             question = [{"role": "user", "content": text}] if chat else text
             started, pieces = time.perf_counter(), 0
             for piece in llm.stream(question, sampling, max_tokens=max_tokens):

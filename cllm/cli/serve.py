@@ -17,10 +17,10 @@ from cllm.cli.reload import Reloader
 from cllm.cli.tune import tune_at_start
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.errors import CllmError
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.logs import configure_logging
 from cllm.server.serve import bind
-from cllm.workers.executor import ChildHost
+from cllm.workers.executor import ProcessExecutor
 
 
 @with_options(EngineConfig, ServerConfig)
@@ -52,9 +52,9 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
 
             def announce(url: str) -> None:
                 progress.stop()
-                assert engine.facts is not None and engine.limits is not None
+                assert engine.info is not None and engine.limits is not None
                 console.print(
-                    f"cllm serves {engine.facts.name} ({engine.facts.description}) at {url}\n"
+                    f"cllm serves {engine.info.name} ({engine.info.description}) at {url}\n"
                     f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
                     f"tokens each; API page at {url}/docs; Ctrl-C ends it"
                 )
@@ -65,9 +65,9 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
 
 def _make_engine(
     server: ServerConfig, config: EngineConfig, on_loading: Callable[[float], None] | None = None
-) -> Engine:
-    return Engine(
-        ChildHost(config, log_level=server.log_level),
+) -> EngineClient:
+    return EngineClient(
+        ProcessExecutor(config, log_level=server.log_level),
         queue_size=server.queue_size,
         queue_tokens=server.queue_tokens,
         max_timeout_s=server.max_timeout_s,

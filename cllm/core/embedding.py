@@ -9,19 +9,19 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from cllm.backend.base import Backend, Batch, BatchKind, Row, RowResult, StepResult, StepStatus
-from cllm.core.prefill_budget import StepBudget
+from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
+from cllm.core.prefill_budget import PrefillBudget
 from cllm.errors import BadBatch, CllmError, EngineError, IntegrityError, InvalidRequest
-from cllm.types import Delta, Failure, FinishReason, ModelFacts, Request, Usage
+from cllm.types import Failure, FinishReason, ModelInfo, Request, RequestOutput, Usage
 
 log = logging.getLogger(__name__)
 
 
-def refuse_impossible(request: Request, facts: ModelFacts) -> None:
+def refuse_impossible(request: Request, info: ModelInfo) -> None:
     """Raise InvalidRequest when this model cannot do what is asked."""
-    if not request.embed and not facts.generates:
+    if not request.embed and not info.generates:
         raise InvalidRequest(
-            f"{facts.name} is an embedding model ({facts.architecture}) and generates no text: "
+            f"{info.name} is an embedding model ({info.architecture}) and generates no text: "
             "use /v1/embeddings, or /v1/rerank where it is a reranker",
             field="model",
         )
@@ -63,28 +63,28 @@ class Long:
     def __init__(self, call: Call, index: int) -> None:
         self.call = call
         self.index = index
-        self.computed = 0
+        self.num_computed = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.call.request.embed[self.index]
 
 
-class EmbedQueue:
+class EmbeddingScheduler:
     """Owns every call for vectors from arrival to its one terminal delta. Runs on the owner thread.
 
     A batch takes one input of each call in turn, so that a short call does not wait for a long one.
     """
 
-    def __init__(self, backend: Backend, budget: StepBudget, generating: Callable[[], int]) -> None:
-        self.backend = backend
+    def __init__(self, runner: ModelRunner, budget: PrefillBudget, generating: Callable[[], int]) -> None:
+        self.runner = runner
         self.budget = budget
         self._generating = generating  # how many wait for their next token meanwhile
-        self._limits = backend.limits.embed
+        self._limits = runner.limits.embed
         self._calls: dict[str, Call] = {}  # whose turn it is first
         self._planned: dict[int, tuple[Call, int]] = {}  # of the last batch: row id -> whose input
         self._long: Long | None = None
-        self._deltas: list[Delta] = []
+        self._deltas: list[RequestOutput] = []
 
     # What comes in ---------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class EmbedQueue:
         assert request.id not in self._calls, f"request {request.id} is here already"
         call = self._calls[request.id] = Call(request)
         try:
-            refuse_impossible(request, self.backend.facts)
-            self.backend.open_embedding()
+            refuse_impossible(request, self.runner.info)
+            self.runner.open_embedding()
         except CllmError as error:
             self._fail(call, error)
         except Exception as error:
@@ -154,18 +154,18 @@ class EmbedQueue:
 
     def _chunk(self, long: Long, room: int) -> Batch:
         self._planned = {0: (long.call, long.index)}
-        end = min(long.computed + room, len(long.tokens))
-        tokens = long.tokens[long.computed : end]
-        row = Row(0, long.computed, tokens, int(end == len(long.tokens)), None)
+        end = min(long.num_computed + room, len(long.tokens))
+        tokens = long.tokens[long.num_computed : end]
+        row = Row(0, long.num_computed, tokens, int(end == len(long.tokens)), None)
         return Batch((row,), BatchKind.EMBED)
 
     def apply(self, batch: Batch, result: StepResult) -> None:
-        """Take in what became of a batch; the deltas are then waiting in `take_deltas`."""
+        """Take in what became of a batch; the deltas are then waiting in `take_outputs`."""
         match result.status:
             case StepStatus.DONE:
                 self.budget.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
-                    self._advance(row, outcome, result.ubatches)
+                    self._process_row(row, outcome, result.ubatches)
             case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:
                 # The loop has bisected: what is left is the culprit.
                 for call, _ in self._inputs(batch):
@@ -175,25 +175,25 @@ class EmbedQueue:
 
     def still_to_do(self, batch: Batch) -> Batch:
         """The rows of a planned batch whose calls have not ended meanwhile."""
-        rows = (row for row in batch.rows if self._planned[row.sequence_id][0].id in self._calls)
+        rows = (row for row in batch.rows if self._planned[row.seq_id][0].id in self._calls)
         return Batch(tuple(rows), batch.kind)
 
-    def request_of(self, sequence_id: int) -> str | None:
+    def request_of(self, seq_id: int) -> str | None:
         """Nobody's: a row is one of many inputs of a call, and not worth stopping the others for."""
         return None
 
-    def take_deltas(self) -> list[Delta]:
+    def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _inputs(self, batch: Batch) -> list[tuple[Call, int]]:
         """Whose inputs a batch holds, less those of calls that an earlier row has ended."""
-        planned = (self._planned[row.sequence_id] for row in batch.rows)
+        planned = (self._planned[row.seq_id] for row in batch.rows)
         return [(call, index) for call, index in planned if call.id in self._calls]
 
-    def _advance(self, row: Row, outcome: RowResult, ubatches: int) -> None:
-        call, index = self._planned[row.sequence_id]
+    def _process_row(self, row: Row, outcome: RowResult, ubatches: int) -> None:
+        call, index = self._planned[row.seq_id]
         if call.id not in self._calls:
             return
         call.decoded_tokens += len(row.tokens)
@@ -203,7 +203,7 @@ class EmbedQueue:
             self._fail(call, EngineError(f"input {index}: {outcome.error}"))
         elif not row.outputs:
             assert self._long is not None
-            self._long.computed += len(row.tokens)
+            self._long.num_computed += len(row.tokens)
         else:
             self._long = None
             call.vectors[index] = outcome.vector
@@ -245,7 +245,9 @@ class EmbedQueue:
         done = reason is FinishReason.STOP
         vectors = tuple(call.vectors[index] for index in range(len(call.vectors))) if done else ()
         self._deltas.append(
-            Delta(request_id=call.id, finish_reason=reason, error=error, usage=call.usage(), vectors=vectors)
+            RequestOutput(
+                request_id=call.id, finish_reason=reason, error=error, usage=call.usage(), vectors=vectors
+            )
         )
 
     def _forget_long(self) -> None:
@@ -254,6 +256,6 @@ class EmbedQueue:
             return
         self._long = None
         try:
-            self.backend.reset_embedding()
+            self.runner.reset_embedding()
         except Exception:
             log.exception("the memory of embeddings could not be cleared")

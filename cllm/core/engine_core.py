@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
-from cllm.backend.base import Backend, Batch, BatchKind, Drafter, StepResult, StepStatus
+from cllm.backend.base import Batch, BatchKind, Drafter, ModelRunner, StepResult, StepStatus
 from cllm.config import EngineConfig
-from cllm.core.embedding import EmbedQueue
-from cllm.core.kv_cache.cache_file import StateWork
-from cllm.core.kv_cache.host_cache import RamTier
-from cllm.core.prefill_budget import StepBudget
+from cllm.core.embedding import EmbeddingScheduler
+from cllm.core.kv_cache.cache_file import CacheFileJobs
+from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.scheduler import Scheduler
-from cllm.core.spec_decode import PromptLookup, Proven, Speculator
+from cllm.core.spec_decode import NgramDrafter, Proven, SpecDecodePolicy
 from cllm.errors import CllmError, EngineDied, IntegrityError
-from cllm.types import Delta
+from cllm.types import RequestOutput
 from cllm.workers.messages import (
     Cancel,
     Command,
@@ -40,40 +40,40 @@ log = logging.getLogger(__name__)
 GRAMMAR_POLL_S = 0.005
 
 
-class StepLoop:
+class EngineCore:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its deltas."""
 
     def __init__(
         self,
-        backend: Backend,
+        runner: ModelRunner,
         config: EngineConfig,
         emit: Callable[[Report], None],
         *,
         new_drafter: Callable[[], Drafter] | None = None,
     ) -> None:
-        self.backend = backend
+        self.runner = runner
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
         # Guesses and everybody's newest token go into one batch.
-        guesses = min(config.draft_tokens, backend.limits.batch_tokens - backend.limits.sequences)
+        guesses = min(config.draft_tokens, runner.limits.batch_tokens - runner.limits.sequences)
         self.scheduler = Scheduler(
-            backend,
-            StepBudget(
-                backend.limits.batch_tokens, config.target_itl_ms / 1000, split=not backend.limits.unified
+            runner,
+            PrefillBudget(
+                runner.limits.batch_tokens, config.target_itl_ms / 1000, split=not runner.limits.unified
             ),
-            RamTier(cached_limit=config.cache_ram_mb << 20, parked_limit=config.park_mb << 20),
+            HostKVCache(cached_limit=config.cache_ram_mb << 20, swap_limit=config.swap_space_mb << 20),
             share_across_tenants=config.share_prefixes_across_tenants,
-            speculator=Speculator(
+            speculator=SpecDecodePolicy(
                 max(0, guesses),
-                new_drafter or (lambda: backend.create_drafter() or Proven(PromptLookup())),
+                new_drafter or (lambda: runner.create_drafter() or Proven(NgramDrafter())),
                 dear=bool(config.draft_model),
             ),
         )
-        self.state_work = StateWork(backend, self.scheduler.prefixes.tier, config.state_dir, emit)
-        self._interrupt = StepInterrupt(backend)
-        self.embedding = EmbedQueue(
-            backend,
-            StepBudget(backend.limits.embed.batch_tokens, config.target_itl_ms / 1000, split=False),
+        self.state_work = CacheFileJobs(runner, self.scheduler.prefixes.tier, config.state_dir, emit)
+        self._interrupt = StepInterrupt(runner)
+        self.embedding = EmbeddingScheduler(
+            runner,
+            PrefillBudget(runner.limits.embed.batch_tokens, config.target_itl_ms / 1000, split=False),
             generating=lambda: self.scheduler.running_count,
         )
         self._embedded_last = False
@@ -85,8 +85,8 @@ class StepLoop:
     def ready(self) -> Ready:
         """What the parent is told when it may send requests."""
         tier = self.scheduler.prefixes.tier
-        memory = {**self.backend.memory_bytes(), "ram_tier_limit": tier.limit, "ram_tier": 0}
-        return Ready(self.backend.facts, self.backend.limits, memory)
+        memory = {**self.runner.memory_bytes(), "ram_tier_limit": tier.limit, "ram_tier": 0}
+        return Ready(self.runner.info, self.runner.limits, memory)
 
     def post(self, command: Command) -> None:
         """Hand in a command, from any thread. One that ends a request ends the step of its prompt, too."""
@@ -112,7 +112,7 @@ class StepLoop:
             self.state_work.close()
             self.scheduler.fail_all(error)
             self.embedding.fail_all(error)
-            self._emit(StepReport(deltas=self._take_deltas(), stats=self._stats()))
+            self._emit(StepReport(deltas=self._take_outputs(), stats=self._stats()))
 
     def step(self) -> None:
         """One step of everybody who generates, or one of vectors: plan, forward, apply."""
@@ -133,7 +133,7 @@ class StepLoop:
                 steps += 1
             rows, tokens = len(batch.rows), batch.token_count
         self.step_started = None
-        deltas = self._take_deltas()
+        deltas = self._take_outputs()
         now = time.perf_counter()
         self._busy_since = None if self.idle else now
         if deltas or batch is not None:
@@ -148,7 +148,7 @@ class StepLoop:
                         step_s=step_s,
                         compute_s=compute_s,
                         sample_s=sample_s,
-                        move_s=self.scheduler.moves.seconds - moved_before_s,
+                        transfer_s=self.scheduler.moves.seconds - moved_before_s,
                     ),
                 )
             )
@@ -157,20 +157,22 @@ class StepLoop:
     def idle(self) -> bool:
         return self.scheduler.idle and self.embedding.idle
 
-    def _whose_turn(self) -> Scheduler | EmbedQueue:
+    def _whose_turn(self) -> Scheduler | EmbeddingScheduler:
         """Where both have work they alternate: at most one batch of vectors between two steps of tokens."""
         waits = not self.embedding.idle
         self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
         return self.embedding if self._embedded_last else self.scheduler
 
-    def _take_deltas(self) -> tuple[Delta, ...]:
-        return (*self.scheduler.take_deltas(), *self.embedding.take_deltas())
+    def _take_outputs(self) -> tuple[RequestOutput, ...]:
+        return (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
 
-    def _forward(self, planner: Scheduler | EmbedQueue, batch: Batch) -> Iterator[tuple[Batch, StepResult]]:
+    def _forward(
+        self, planner: Scheduler | EmbeddingScheduler, batch: Batch
+    ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is halved until the culprit stands alone."""
         try:
             with self._interrupt.around(batch, planner.request_of):
-                result = self.backend.forward(batch)
+                result = self.runner.forward(batch)
         except Exception as exception:
             log.error("forward raised", exc_info=exception)
             result = StepResult(StepStatus.FAILED, code=-99)
@@ -228,7 +230,7 @@ class StepLoop:
     def _handle(self, command: Command) -> bool:
         match command:
             case Submit(request):
-                if request.embed or not self.backend.facts.generates:
+                if request.embed or not self.runner.info.generates:
                     self.embedding.add(request)
                 else:
                     self.scheduler.add(request)
@@ -252,9 +254,9 @@ class StepLoop:
         step_s: float = 0.0,
         compute_s: float = 0.0,
         sample_s: float = 0.0,
-        move_s: float = 0.0,
+        transfer_s: float = 0.0,
     ) -> StepStats:
-        parks, resumes = self.scheduler.parking.take_counts()
+        preemptions, swap_ins = self.scheduler.swap.take_counts()
         prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
         return StepStats(
             steps=steps,
@@ -263,7 +265,7 @@ class StepLoop:
             step_s=step_s,
             compute_s=compute_s,
             sample_s=sample_s,
-            move_s=move_s,
+            transfer_s=transfer_s,
             running=self.scheduler.running_count + self.embedding.count,
             waiting=self.scheduler.waiting_count,
             leases=self.scheduler.pool.held_count,
@@ -275,9 +277,9 @@ class StepLoop:
             prefix_saves=prefixes.saves,
             prefix_evictions=prefixes.evictions,
             prefix_bytes=tier.cached_bytes,
-            parked_bytes=tier.parked_bytes,
-            parks=parks,
-            resumes=resumes,
+            swapped_bytes=tier.swapped_bytes,
+            preemptions=preemptions,
+            swap_ins=swap_ins,
         )
 
 
@@ -291,8 +293,8 @@ class StepInterrupt:
 
     LONG_ROW_TOKENS = 32
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
         self._lock = threading.Lock()
         self._members: frozenset[str] = frozenset()  # whose cancel stops the step that runs now
         self._stopped = False  # the last step was stopped
@@ -302,12 +304,12 @@ class StepInterrupt:
     def around(self, batch: Batch, request_of: Callable[[int], str | None]) -> Iterator[None]:
         """While a batch is computed. `request_of` tells whose a sequence id is; nobody's are spared."""
         spare = self._stopped and len(batch.rows) > 1
-        long_rows = [row.sequence_id for row in batch.rows if len(row.tokens) >= self.LONG_ROW_TOKENS]
+        long_rows = [row.seq_id for row in batch.rows if len(row.tokens) >= self.LONG_ROW_TOKENS]
         names = () if spare else map(request_of, long_rows)
         members = frozenset(name for name in names if name is not None)
         self._stopped = False
         with self._lock:
-            self._backend.interrupt(False)
+            self._runner.interrupt(False)
             self._members = members
         try:
             yield
@@ -322,4 +324,4 @@ class StepInterrupt:
                 self._members = frozenset()
                 self._stopped = True
                 self.count += 1
-                self._backend.interrupt(True)
+                self._runner.interrupt(True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence as List
 
 from cllm.backend.base import Batch, StepResult
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, GuessClock, StepClock, StepShape, attended_pairs
+from cllm.core.step_cost import TILE, GuessClock, StepCostModel, StepShape, attended_pairs
 
 
-class StepBudget:
+class PrefillBudget:
     """Turns a time target into prefill tokens, with the cost of a step as measured.
 
     With nobody generating, a step is as large as the batch allows. Chunks are whole tiles where there is
@@ -25,7 +25,7 @@ class StepBudget:
     def __init__(self, batch_tokens: int, target_s: float, *, split: bool = True) -> None:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
-        self.clock = StepClock()
+        self.clock = StepCostModel()
         self.guesses = GuessClock(batch_tokens, self.AIM * target_s, split=split)
         self.split = split  # then rows of unequal length are computed apart
 
@@ -119,7 +119,7 @@ class Sharing:
 
     OLDEST_FIRST = 4
 
-    def __init__(self, budget: StepBudget, urgency: Callable[[Sequence], int]) -> None:
+    def __init__(self, budget: PrefillBudget, urgency: Callable[[Sequence], int]) -> None:
         self._budget = budget
         self._urgency = urgency
         self._turn = 0
@@ -142,8 +142,8 @@ class Sharing:
             prompts[begin:] = sorted(prompts[begin:], key=self._urgency)
         room = self._budget.prefill_tokens(
             len(generating),
-            context=sum(sequence.computed for sequence in generating),
-            position=prompts[0].computed,
+            context=sum(sequence.num_computed for sequence in generating),
+            position=prompts[0].num_computed,
         )
         parts = divide(room, [prompt.pending for prompt in prompts], self._budget.offset(len(generating)))
         shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
@@ -157,7 +157,7 @@ class Sharing:
         if sequence.pending == 1:
             return False
         return not sequence.answering or self._budget.worth_a_pass(
-            sequence.pending, rows=len(running), context=sum(other.computed for other in running)
+            sequence.pending, rows=len(running), context=sum(other.num_computed for other in running)
         )
 
 

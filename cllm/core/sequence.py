@@ -12,26 +12,26 @@ from enum import Enum
 from typing import NamedTuple
 
 from cllm.backend.base import Row, Sampler
-from cllm.core.spec_decode import Speculation
+from cllm.core.spec_decode import DraftState
 from cllm.errors import IntegrityError
-from cllm.text.detokenizer import TextAssembler
+from cllm.text.detokenizer import IncrementalDetokenizer
 from cllm.text.structured_output import Constraint
 from cllm.types import FinishReason, Request, TokenMask, Usage, Vocabulary
 
 
 class State(Enum):
-    """WAITING → RUNNING → FINISHED, with RUNNING → PARKED → RUNNING under KV pressure."""
+    """WAITING → RUNNING → FINISHED, with RUNNING → PREEMPTED → RUNNING under KV pressure."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    PARKED = "parked"
+    PREEMPTED = "parked"
     FINISHED = "finished"
 
 
 _ALLOWED = {
     State.WAITING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.PARKED, State.FINISHED},
-    State.PARKED: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.PREEMPTED, State.FINISHED},
+    State.PREEMPTED: {State.RUNNING, State.FINISHED},
     State.FINISHED: set[State](),
 }
 
@@ -56,11 +56,11 @@ class Sequence:
         self.id = request.id
         self.arrival = arrival  # its number: a lower one was here before
         self.tokens: list[int] = list(request.prompt)
-        self.computed = 0
+        self.num_computed = 0
         self.state = State.WAITING
-        self.lease: SequenceLease | None = None
+        self.lease: SlotLease | None = None
         self.sampler: Sampler | None = None
-        self.assembler = TextAssembler(request.stop)
+        self.detokenizer = IncrementalDetokenizer(request.stop)
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
         self.compiling: Future[Constraint] | None = None  # done before it may start
@@ -68,25 +68,25 @@ class Sequence:
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from somebody else's KV instead of being computed
-        self.speculation: Speculation | None = None
+        self.speculation: DraftState | None = None
         self.decoded_tokens = 0
         self.steps = 0
         self.ubatches = 0
 
     @property
-    def sequence_id(self) -> int:
+    def seq_id(self) -> int:
         assert self.lease is not None, "a sequence id exists only inside a lease"
-        return self.lease.sequence_id
+        return self.lease.seq_id
 
     @property
     def pending(self) -> int:
         """How many tokens are known but not computed; at least 1 while running."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.num_computed
 
     @property
     def answering(self) -> bool:
         """Its prompt is computed: what is pending was chosen, or forced by a grammar."""
-        return self.computed >= len(self.request.prompt)
+        return self.num_computed >= len(self.request.prompt)
 
     @property
     def generated(self) -> int:
@@ -114,9 +114,9 @@ class Sequence:
         wants_output = count == self.pending
         assert wants_output or not drafts
         return Row(
-            sequence_id=self.sequence_id,
-            position=self.computed,
-            tokens=[*self.tokens[self.computed : self.computed + count], *drafts],
+            seq_id=self.seq_id,
+            position=self.num_computed,
+            tokens=[*self.tokens[self.num_computed : self.num_computed + count], *drafts],
             outputs=wants_output + len(drafts),
             sampler=self.sampler,
             mask=mask,
@@ -136,14 +136,14 @@ class Sequence:
                 break
             self.tokens.append(token)
             taken.append(token)
-            texts.append(self.assembler.push(self._piece(token, vocabulary)))
+            texts.append(self.detokenizer.push(self._piece(token, vocabulary)))
             if self.constraint is not None:
                 self.constraint.accept(token)
             reason = self._reason_to_end()
             if reason is None and not left and self.constraint is not None:
                 left = self._forced()
         if reason is not None:
-            texts.append(self.assembler.finish())
+            texts.append(self.detokenizer.finish())
         return Taken(tuple(taken), "".join(texts), reason)
 
     def _piece(self, token: int, vocabulary: Vocabulary) -> bytes:
@@ -161,7 +161,7 @@ class Sequence:
         return self._markers.get(token) or vocabulary.piece(token)
 
     def _reason_to_end(self) -> FinishReason | None:
-        if self.assembler.stopped_by is not None:
+        if self.detokenizer.stopped_by is not None:
             return FinishReason.STOP
         if self.constraint is not None and self.constraint.complete:
             return FinishReason.STOP
@@ -199,7 +199,7 @@ class Sequence:
             decoded_tokens=self.decoded_tokens,
             steps=self.steps,
             ubatches=self.ubatches,
-            cells=self.computed,
+            cells=self.num_computed,
             drafted_tokens=self.speculation.drafted if self.speculation is not None else 0,
             accepted_tokens=self.speculation.accepted if self.speculation is not None else 0,
         )
@@ -208,14 +208,14 @@ class Sequence:
 log = logging.getLogger(__name__)
 
 
-class SequenceLease:
+class SlotLease:
     """The right to use one sequence id until released. Released exactly once, by its holder."""
 
-    __slots__ = ("_pool", "leased_at", "request_id", "sequence_id")
+    __slots__ = ("_pool", "leased_at", "request_id", "seq_id")
 
-    def __init__(self, pool: SequencePool, sequence_id: int, request_id: str) -> None:
+    def __init__(self, pool: SlotPool, seq_id: int, request_id: str) -> None:
         self._pool = pool
-        self.sequence_id = sequence_id
+        self.seq_id = seq_id
         self.request_id = request_id
         self.leased_at = time.monotonic()
 
@@ -224,10 +224,10 @@ class SequenceLease:
         self._pool._release(self)
 
 
-class SequencePool:
+class SlotPool:
     """The ids 0 … size - 1. Leased lowest-first, so that the active ids stay dense.
 
-    `clear(sequence_id)` empties the id's memory and returns how many cells it held. It runs before the
+    `clear(seq_id)` empties the id's memory and returns how many cells it held. It runs before the
     id can be leased again; if it fails, the id is retired: it is never leased again.
     """
 
@@ -235,31 +235,31 @@ class SequencePool:
         self.size = size
         self._clear = clear
         self._free = list(range(size))
-        self._held: dict[int, SequenceLease] = {}
+        self._held: dict[int, SlotLease] = {}
         self.retired: set[int] = set()
         self.leased_total = 0
         self.released_total = 0
         self.cleared_cells_total = 0
 
-    def lease(self, request_id: str) -> SequenceLease | None:
+    def lease(self, request_id: str) -> SlotLease | None:
         """The lowest free id, or None: then wait, ids are never shared."""
         if not self._free:
             return None
-        sequence_id = heapq.heappop(self._free)
-        lease = SequenceLease(self, sequence_id, request_id)
-        self._held[sequence_id] = lease
+        seq_id = heapq.heappop(self._free)
+        lease = SlotLease(self, seq_id, request_id)
+        self._held[seq_id] = lease
         self.leased_total += 1
-        log.debug("leased seq %d for request %s", sequence_id, request_id)
+        log.debug("leased seq %d for request %s", seq_id, request_id)
         return lease
 
     @property
-    def leases(self) -> tuple[SequenceLease, ...]:
+    def leases(self) -> tuple[SlotLease, ...]:
         """Every lease now held, by ascending id."""
-        return tuple(self._held[sequence_id] for sequence_id in sorted(self._held))
+        return tuple(self._held[seq_id] for seq_id in sorted(self._held))
 
-    def holder(self, sequence_id: int) -> str | None:
+    def holder(self, seq_id: int) -> str | None:
         """The request that holds an id now."""
-        lease = self._held.get(sequence_id)
+        lease = self._held.get(seq_id)
         return lease.request_id if lease is not None else None
 
     @property
@@ -275,19 +275,19 @@ class SequencePool:
         """The ids that can be leased; they hold nothing."""
         return frozenset(self._free)
 
-    def _release(self, lease: SequenceLease) -> None:
-        if self._held.get(lease.sequence_id) is not lease:
-            raise IntegrityError(f"seq {lease.sequence_id} was released twice for request {lease.request_id}")
+    def _release(self, lease: SlotLease) -> None:
+        if self._held.get(lease.seq_id) is not lease:
+            raise IntegrityError(f"seq {lease.seq_id} was released twice for request {lease.request_id}")
         try:
-            cells = self._clear(lease.sequence_id)
+            cells = self._clear(lease.seq_id)
         except Exception:
             # Law 2: an id whose memory is in doubt must not be used again.
-            self.retired.add(lease.sequence_id)
-            log.exception("seq %d could not be cleared and is retired", lease.sequence_id)
+            self.retired.add(lease.seq_id)
+            log.exception("seq %d could not be cleared and is retired", lease.seq_id)
         else:
-            heapq.heappush(self._free, lease.sequence_id)
+            heapq.heappush(self._free, lease.seq_id)
             self.cleared_cells_total += cells
-            log.debug("cleared KV of seq %d (%d cells)", lease.sequence_id, cells)
+            log.debug("cleared KV of seq %d (%d cells)", lease.seq_id, cells)
         finally:
-            del self._held[lease.sequence_id]
+            del self._held[lease.seq_id]
             self.released_total += 1

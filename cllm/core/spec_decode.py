@@ -1,4 +1,4 @@
-"""Guessing what comes next, so that one step can settle several tokens. The backend verifies every guess.
+"""Guessing what comes next, so that one step can settle several tokens. The runner verifies every guess.
 
 A guess that is wrong costs time, never text: each token is chosen as it would be without guesses.
 """
@@ -14,7 +14,7 @@ from cllm.core.step_cost import GuessClock, GuessPrice
 from cllm.types import Request
 
 
-class PromptLookup:
+class NgramDrafter:
     """Guesses that the text repeats itself: what followed when its newest tokens stood there before.
 
     Good at summaries, code edits, tables, quoting; needs no second model. A text that goes round in a circle
@@ -79,11 +79,11 @@ class Proven:
         return self._guess if len(tokens) == self._guessed_at else []
 
 
-class Speculation:
+class DraftState:
     """How far one sequence guesses ahead, by how its guesses fared.
 
     All right: twice as far next time. None right: half as far, and a pause that doubles with every failure
-    in a row. How far it pays, by its record, is the Speculator's to say.
+    in a row. How far it pays, by its record, is the SpecDecodePolicy's to say.
     """
 
     FIRST = 4
@@ -165,47 +165,47 @@ def allowance(longest: int, generating: int) -> int:
     return longest // generating if generating and longest // generating > 1 else 0
 
 
-class Offer(NamedTuple):
+class Proposal(NamedTuple):
     """What a sequence would guess."""
 
     guess: list[int]
-    speculation: Speculation
+    speculation: DraftState
 
 
-class Choice(NamedTuple):
+class DraftPlan(NamedTuple):
     """All guess equally far. `filled`: who cannot gets other tokens, so that all rows are equally long."""
 
     length: int
     filled: bool = False
 
 
-class Speculator:
+class SpecDecodePolicy:
     """Who may guess, and what is guessed in the next step."""
 
     FAR = 8  # tokens, where several generate: longer guesses do not pay there, and are not looked for
-    LEAST_GAIN = 1.02  # less is not worth the trouble
+    MIN_GAIN = 1.02  # less is not worth the trouble
     WAIT = 1.5  # plain steps at most, where somebody does not guess and waits for those who do
     NEARLY = 0.93  # as much is enough for a shorter guess: it risks less, and its tokens come sooner
 
     def __init__(
-        self, longest: int, new_drafter: Callable[[], Drafter] = PromptLookup, *, dear: bool = False
+        self, longest: int, new_drafter: Callable[[], Drafter] = NgramDrafter, *, dear: bool = False
     ) -> None:
         """`dear`: making a guess takes time itself, which no price contains."""
         self._longest = longest
         self._new_drafter = new_drafter
         self._dear = dear
 
-    def for_request(self, request: Request) -> Speculation | None:
+    def for_request(self, request: Request) -> DraftState | None:
         """None where guesses are not wanted, or where a grammar would have to be asked about each."""
         if not self._longest or not request.speculate or request.constraint is not None:
             return None
-        return Speculation(self._new_drafter(), self._longest)
+        return DraftState(self._new_drafter(), self._longest)
 
     def withdraw(self, batch: Batch, running: Mapping[int, Sequence]) -> bool:
         """There was no room for a batch: True if it held guesses, which then pause for a while."""
         guessing = [row for row in batch.rows if row.outputs > 1]
         for row in guessing:
-            speculation = running[row.sequence_id].speculation
+            speculation = running[row.seq_id].speculation
             assert speculation is not None
             speculation.observe(row.outputs - 1, 0)
         return bool(guessing)
@@ -236,29 +236,29 @@ class Speculator:
         }
         if choice.filled:
             for sequence in sequences:
-                if sequence.sequence_id not in guesses and sequence.speculation is not None:
+                if sequence.seq_id not in guesses and sequence.speculation is not None:
                     filling = sequence.speculation.fill(sequence.tokens, choice.length)
-                    guesses[sequence.sequence_id] = filling
+                    guesses[sequence.seq_id] = filling
         return guesses
 
-    def _offers(self, sequences: Collection[Sequence], most: int) -> dict[int, Offer]:
-        offers: dict[int, Offer] = {}
+    def _offers(self, sequences: Collection[Sequence], most: int) -> dict[int, Proposal]:
+        offers: dict[int, Proposal] = {}
         for sequence in sequences:
             if (speculation := sequence.speculation) is not None:
                 room = sequence.token_limit - len(sequence.tokens) - 1
                 if guess := speculation.propose(sequence.tokens, min(most, room)):
-                    offers[sequence.sequence_id] = Offer(guess, speculation)
+                    offers[sequence.seq_id] = Proposal(guess, speculation)
         return offers
 
     def _best(
-        self, offers: Mapping[int, Offer], price: GuessPrice, sequences: Collection[Sequence]
-    ) -> Choice:
+        self, offers: Mapping[int, Proposal], price: GuessPrice, sequences: Collection[Sequence]
+    ) -> DraftPlan:
         """What yields the most tokens for its time."""
-        everybody = [sequence.sequence_id for sequence in sequences]
+        everybody = [sequence.seq_id for sequence in sequences]
         room_to_fill = _room_to_fill(sequences)
-        found: list[tuple[float, Choice]] = []  # tokens for a plain step's time, the shortest first
+        found: list[tuple[float, DraftPlan]] = []  # tokens for a plain step's time, the shortest first
         longest = max(len(offer.guess) for offer in offers.values())
-        least = price.rows * self.LEAST_GAIN
+        least = price.rows * self.MIN_GAIN
         for length in LENGTHS:
             if length > longest:
                 break
@@ -268,22 +268,22 @@ class Speculator:
             for filled in (False, True) if len(able) < price.rows and length <= room_to_fill else (False,):
                 parts = price.parts(everybody if filled else able, length)
                 if parts is not None and parts <= most and tokens > least * parts:
-                    found.append((tokens / parts, Choice(length, filled)))
+                    found.append((tokens / parts, DraftPlan(length, filled)))
         if found:
             enough = self.NEARLY * max(found)[0]
             return next(choice for rate, choice in found if rate >= enough)
         for offer in offers.values():
             offer.speculation.not_worth_it()
-        return Choice(0)
+        return DraftPlan(0)
 
 
-def _most_saved(offers: Mapping[int, Offer], most: int) -> Choice:
+def _most_saved(offers: Mapping[int, Proposal], most: int) -> DraftPlan:
     """What saves the most tokens, if all are right and none costs anything."""
     lengths = {min(most, len(offer.guess)) for offer in offers.values()}
     saved = {
         length: length * sum(len(offer.guess) >= length for offer in offers.values()) for length in lengths
     }
-    return Choice(max(lengths, key=lambda length: saved[length]))
+    return DraftPlan(max(lengths, key=lambda length: saved[length]))
 
 
 def _room_to_fill(sequences: Collection[Sequence]) -> int:

@@ -33,7 +33,7 @@ class StepShape(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, ubatches: int, *, split: bool) -> StepShape:
         """The shape of a batch; with `split` streams, rows of unequal length are computed apart."""
-        prefill, single = 0, len(batch.fillers)
+        prefill, single = 0, len(batch.padding)
         attended = tiled = 0.0
         together = batch.token_count
         if together == len(batch.rows) and (split or together < TILE):  # as most steps are
@@ -91,7 +91,7 @@ class _Sample(NamedTuple):
     number: int  # of the step
 
 
-class StepClock:
+class StepCostModel:
     """Fits `StepCost` to the latest steps of every kind.
 
     Steps of different kinds (how much prefill, how many rows, how far into the context) are remembered
@@ -102,7 +102,7 @@ class StepClock:
     REMEMBERED = 12  # steps of a kind
     KINDS = 40
     HALF_LIFE = 48  # steps after which one counts half
-    LEAST_WEIGHT = 0.02
+    MIN_WEIGHT = 0.02
     SHORTEST_S = 1e-6  # no step is shorter, whatever a clock says
     REFIT_AFTER = 16  # steps; fitting takes half a millisecond
     SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
@@ -151,7 +151,7 @@ class StepClock:
         shapes = np.array([sample.shape for sample in samples], float) / self.UNITS
         seconds = np.array([sample.seconds for sample in samples])
         ages = self._number - np.array([sample.number for sample in samples])
-        fresh = np.maximum(0.5 ** (ages / self.HALF_LIFE), self.LEAST_WEIGHT)
+        fresh = np.maximum(0.5 ** (ages / self.HALF_LIFE), self.MIN_WEIGHT)
         weights = fresh / seconds  # errors count relative to the step, small steps as much as large ones
         found = np.zeros(len(self.UNITS))
         for _ in range(3):
@@ -180,7 +180,7 @@ def _non_negative(shapes: Vector, seconds: Vector, weights: Vector) -> Vector:
     return found
 
 
-MOST_PLAIN = 2  # plain steps that one with guesses may take, even if that misses the target
+MAX_PLAIN = 2  # plain steps that one with guesses may take, even if that misses the target
 USUAL = 0.5  # of a plain step, before it is known better: one more token for each row
 LEAST = 0.01
 SHORTER = 0.75  # of the price: fewer tokens fit into what is multiplied at once
@@ -243,7 +243,7 @@ class GuessClock:
         """Learn from a finished step; one with a prompt, or of rows computed apart, says nothing."""
         rows = batch.rows
         length = max(row.outputs for row in rows) - 1
-        if seconds <= 0 or length < 0 or batch.fillers or any(len(row.tokens) != row.outputs for row in rows):
+        if seconds <= 0 or length < 0 or batch.padding or any(len(row.tokens) != row.outputs for row in rows):
             return
         if not length:
             self._plain.setdefault(len(rows), deque(maxlen=self.REMEMBERED)).append(seconds)
@@ -271,7 +271,7 @@ class GuessClock:
             length: max(LEAST, (median(seconds) / plain_s - 1) / length)
             for length, seconds in self._guessed.get(rows, {}).items()
         }
-        most = max(MOST_PLAIN, self._longest_s / plain_s)
+        most = max(MAX_PLAIN, self._longest_s / plain_s)
         return GuessPrice(rows, guesses, most, self._batch_tokens - rows, self._split)
 
     def refused(self, rows: int) -> None:
@@ -291,23 +291,25 @@ def _runs(ids: Collection[int]) -> int:
     return sum(number - 1 not in known for number in known)
 
 
-def fill_holes(rows: List[Row], empty: Collection[int], clock: StepClock, most: int) -> tuple[int, ...]:
+def choose_padding(
+    rows: List[Row], empty: Collection[int], clock: StepCostModel, most: int
+) -> tuple[int, ...]:
     """The empty ids that are worth a row in this step, of at most `most` tokens. Rows ascend by id."""
-    ids = [row.sequence_id for row in rows]
+    ids = [row.seq_id for row in rows]
     if ids[-1] - ids[0] + 1 == len(ids) or (cost := clock.cost) is None:
         return ()
     room = most - sum(len(row.tokens) for row in rows)
     filled = list(rows)
-    fillers: list[int] = []
+    padding: list[int] = []
     passes = count_ubatches(filled, most, unified=False)
     for before, after in pairwise(ids):
         hole = range(before + 1, after)
-        if not hole or len(hole) > room or not all(sequence_id in empty for sequence_id in hole):
+        if not hole or len(hole) > room or not all(seq_id in empty for seq_id in hole):
             continue
-        tried = [*filled, *(Row(sequence_id, 0, (0,), 0, None) for sequence_id in hole)]
+        tried = [*filled, *(Row(seq_id, 0, (0,), 0, None) for seq_id in hole)]
         passes_then = count_ubatches(tried, most, unified=False)
         if (passes - passes_then) * cost.ubatch > len(hole) * cost.row:
             filled, passes = tried, passes_then
-            fillers += hole
+            padding += hole
             room -= len(hole)
-    return tuple(fillers)
+    return tuple(padding)

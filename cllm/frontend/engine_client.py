@@ -31,11 +31,11 @@ from cllm.errors import (
     from_code,
 )
 from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.output_stream import Stream
-from cllm.frontend.request_queue import Admission, Place, Ticket
+from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import TenantLimits
-from cllm.frontend.timeouts import Deadlines
-from cllm.types import Delta, Failure, FinishReason, Limits, ModelFacts, Request, Snapshot, Usage
+from cllm.frontend.timeouts import RequestTimeouts
+from cllm.types import Failure, FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
 from cllm.workers.executor import Host
 from cllm.workers.messages import (
     Cancel,
@@ -52,10 +52,10 @@ from cllm.workers.messages import (
     StepReport,
     Submit,
 )
-from cllm.workers.tokenizer_client import TextHost
+from cllm.workers.tokenizer_client import TokenizerClient
 
 log = logging.getLogger(__name__)
-StreamKind = TypeVar("StreamKind", bound=Stream)
+StreamKind = TypeVar("StreamKind", bound=OutputStream)
 
 
 class Health(Enum):
@@ -71,7 +71,7 @@ def _at_once(call: Callable[..., None], *arguments: Any) -> None:
     call(*arguments)
 
 
-class Engine:
+class EngineClient:
     """Accepts requests from any thread; every accepted one gets exactly one terminal delta (law 4).
 
     `deliver` decides on which thread reports are handled: an event loop's `call_soon_threadsafe` brings a
@@ -92,21 +92,21 @@ class Engine:
     ) -> None:
         self.metrics = EngineMetrics()
         self.health = Health.LOADING
-        self.facts: ModelFacts | None = None
+        self.info: ModelInfo | None = None
         self.limits: Limits | None = None
         self.deliver = deliver
         self._host = host
         self._on_loading = on_loading
-        self._admission = Admission(queue_size, queue_tokens, max_timeout_s)
-        self._deadlines = Deadlines(self._due)
+        self._admission = RequestQueue(queue_size, queue_tokens, max_timeout_s)
+        self._deadlines = RequestTimeouts(self._due)
         self._lock = threading.RLock()
         self._epoch = 0  # of the host's run; reports of an earlier one are stale
         self._restarts = 0
         self._loaded: Future[None] = Future()
         self._error: CllmError | None = None
-        self._questions = Questions()
+        self._questions = PendingCalls()
 
-    # Life ------------------------------------------------------------------------------------------
+    # EngineSim ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to load. Returns at once."""
@@ -145,7 +145,7 @@ class Engine:
         self._questions.fail_all(error)
 
     @property
-    def text(self) -> TextHost:
+    def text(self) -> TokenizerClient:
         """Tokenising and templates for this model."""
         return self._host.text
 
@@ -179,13 +179,13 @@ class Engine:
         stream = kind(request.id)
         with self._lock, self.metrics.refusals():
             self._refuse_unless_open()
-            if self.facts is not None:
-                refuse_impossible(request, self.facts)
+            if self.info is not None:
+                refuse_impossible(request, self.info)
             ticket = self._admission.admit(request, stream, self.limits)
             self.metrics.accepted.inc()
             if ticket.timeout_s is not None:
                 self._deadlines.add(request.id, ticket.arrived + ticket.timeout_s)
-            self._feed()
+            self._dispatch()
             stream.queue_position = self._admission.position(ticket)
         return stream
 
@@ -196,8 +196,8 @@ class Engine:
             if ticket is None or ticket.cancelled:
                 return
             ticket.cancelled = True
-            if ticket.place is Place.QUEUED:
-                self._end(ticket, Delta(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            if ticket.place is Stage.QUEUED:
+                self._end(ticket, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
             else:
                 self._host.send(Cancel(request_id))
 
@@ -217,13 +217,13 @@ class Engine:
             if ticket is None or ticket.cancelled:
                 return
             self.metrics.deadlines.labels(ticket.place.value).inc()
-            where = "still waiting" if ticket.place is Place.QUEUED else "still being computed"
+            where = "still waiting" if ticket.place is Stage.QUEUED else "still being computed"
             self._drop(ticket, DeadlineExceeded(ticket.timeout_s or 0.0, where))
-            self._feed()
+            self._dispatch()
 
-    def _drop(self, ticket: Ticket, error: CllmError) -> None:
+    def _drop(self, ticket: RequestState, error: CllmError) -> None:
         """End a request from this side; the engine frees what it holds as after a cancel."""
-        if ticket.place is Place.ENGINE:
+        if ticket.place is Stage.ENGINE:
             self._host.send(Cancel(ticket.request.id))
         self._end_with(ticket, error)
 
@@ -249,7 +249,7 @@ class Engine:
             return future
 
     @property
-    def tickets(self) -> tuple[Ticket, ...]:
+    def tickets(self) -> tuple[RequestState, ...]:
         """The ledger as it is now."""
         with self._lock:
             return self._admission.tickets
@@ -261,7 +261,7 @@ class Engine:
             case Health.FAILED:
                 raise self._error or EngineDied("the engine is gone")
 
-    def _feed(self) -> None:
+    def _dispatch(self) -> None:
         if self.limits is None or self.health not in (Health.READY, Health.DRAINING):
             return
         for ticket in self._admission.next_for_engine(self.limits):
@@ -277,7 +277,7 @@ class Engine:
             match report:
                 case StepReport(deltas, stats):
                     self.metrics.step(stats)
-                    self._take_deltas(deltas)
+                    self._take_outputs(deltas)
                 case Inspection(ticket, snapshot):
                     self._questions.answer(ticket, snapshot)
                 case StateFileDone(ticket, failure=None):
@@ -289,27 +289,27 @@ class Engine:
                 case Loading(progress):
                     if self._on_loading is not None:
                         self._on_loading(progress)
-                case Ready(facts, limits, memory):
+                case Ready(info, limits, memory):
                     self.metrics.loaded(limits, memory)
-                    self._on_ready(facts, limits)
+                    self._on_ready(info, limits)
                 case Died(code, message):
                     self._on_death(from_code(code, message))
 
-    def _on_ready(self, facts: ModelFacts, limits: Limits) -> None:
-        self.facts, self.limits = facts, limits
+    def _on_ready(self, info: ModelInfo, limits: Limits) -> None:
+        self.info, self.limits = info, limits
         if self.health is not Health.DRAINING:
             self.health = Health.READY
         if not self._loaded.done():
             self._loaded.set_result(None)
-        self._feed()
+        self._dispatch()
 
-    def _take_deltas(self, deltas: tuple[Delta, ...]) -> None:
+    def _take_outputs(self, deltas: tuple[RequestOutput, ...]) -> None:
         now = time.monotonic()
         ended = False
         generated = 0
         for delta in deltas:
             ticket = self._admission.find(delta.request_id)
-            if ticket is None or ticket.place is not Place.ENGINE:
+            if ticket is None or ticket.place is not Stage.ENGINE:
                 continue
             self.metrics.delta(ticket, delta, now)
             if delta.tokens:
@@ -329,7 +329,7 @@ class Engine:
         self.metrics.generated_tokens.inc(generated)
         if ended:
             self._restarts = 0
-            self._feed()
+            self._dispatch()
 
     def _on_death(self, error: CllmError) -> None:
         """Law 8: what has begun gets an error, what has sent nothing is replayed, a new host starts."""
@@ -343,7 +343,9 @@ class Engine:
         log.error("the engine died: %s (%d requests lost, %d replayed)", error, len(lost), len(kept))
         for ticket in lost:
             if ticket.cancelled:
-                self._end(ticket, Delta(request_id=ticket.request.id, finish_reason=FinishReason.CANCELLED))
+                self._end(
+                    ticket, RequestOutput(request_id=ticket.request.id, finish_reason=FinishReason.CANCELLED)
+                )
             elif ticket.begun:
                 self._end_with(ticket, EngineDied("the engine process ended while this answer was computed"))
             else:
@@ -377,13 +379,14 @@ class Engine:
 
     # Endings ---------------------------------------------------------------------------------------
 
-    def _end_with(self, ticket: Ticket, error: CllmError) -> None:
+    def _end_with(self, ticket: RequestState, error: CllmError) -> None:
         failure = Failure(error.code, error.message)
         self._end(
-            ticket, Delta(request_id=ticket.request.id, finish_reason=FinishReason.ERROR, error=failure)
+            ticket,
+            RequestOutput(request_id=ticket.request.id, finish_reason=FinishReason.ERROR, error=failure),
         )
 
-    def _end(self, ticket: Ticket, delta: Delta) -> None:
+    def _end(self, ticket: RequestState, delta: RequestOutput) -> None:
         """The one place where a request leaves the ledger."""
         now = time.monotonic()
         delta = with_usage(ticket, delta)
@@ -399,7 +402,7 @@ class Engine:
 log = logging.getLogger(__name__)
 
 
-def with_usage(ticket: Ticket, delta: Delta) -> Delta:
+def with_usage(ticket: RequestState, delta: RequestOutput) -> RequestOutput:
     """A terminal delta that says what the request cost; one made in the parent does not know it all."""
     if delta.usage is not None:
         return delta
@@ -407,7 +410,7 @@ def with_usage(ticket: Ticket, delta: Delta) -> Delta:
     return msgspec.structs.replace(delta, usage=usage)
 
 
-def log_end(ticket: Ticket, delta: Delta, now: float) -> None:
+def log_end(ticket: RequestState, delta: RequestOutput, now: float) -> None:
     """One line per request, with nothing of what was said in it."""
     assert delta.usage is not None and delta.finish_reason is not None
     log.info(
@@ -425,7 +428,7 @@ def log_end(ticket: Ticket, delta: Delta, now: float) -> None:
     )
 
 
-class Questions:
+class PendingCalls:
     """Open questions by ticket. The engine's lock guards it."""
 
     def __init__(self) -> None:

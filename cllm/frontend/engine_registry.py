@@ -15,32 +15,34 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.request_queue import Ticket
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.request_queue import RequestState
 from cllm.frontend.tenants import TenantLimits
 
 log = logging.getLogger(__name__)
-Load = Callable[[str], Engine]  # the model's name or "" → an engine that was not started; raises CllmError
+Load = Callable[
+    [str], EngineClient
+]  # the model's name or "" → an engine that was not started; raises CllmError
 GRACE_S = 2.0  # for requests that came in before the change and are still being tokenised
 LOOK_S = 0.1
 
 
-class EngineSwitch:
+class EngineRegistry:
     """Used like an engine: everything that is not here is asked of the one that serves this request."""
 
-    def __init__(self, engine: Engine, load: Load | None = None) -> None:
+    def __init__(self, engine: EngineClient, load: Load | None = None) -> None:
         self._current = engine
         self._engines = [engine]  # those that have processes
         self._load = load
-        self._pinned: ContextVar[Engine] = ContextVar("engine of this request")
+        self._pinned: ContextVar[EngineClient] = ContextVar("engine of this request")
         self._tenants: Mapping[str, TenantLimits] = {}
         self._reloading = False
         self._closing = False
         self._retiring: set[asyncio.Task[None]] = set()
 
-    def as_engine(self) -> Engine:
+    def as_engine(self) -> EngineClient:
         """For whoever takes an engine."""
-        return cast(Engine, self)
+        return cast(EngineClient, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pinned.get(self._current), name)
@@ -48,7 +50,7 @@ class EngineSwitch:
     # What concerns all of them ---------------------------------------------------------------------
 
     @property
-    def tickets(self) -> tuple[Ticket, ...]:
+    def tickets(self) -> tuple[RequestState, ...]:
         return tuple(ticket for engine in self._engines for ticket in engine.tickets)
 
     def cancel(self, request_id: str) -> None:
@@ -76,7 +78,7 @@ class EngineSwitch:
 
     # The change ------------------------------------------------------------------------------------
 
-    async def reload(self, model: str) -> Engine:
+    async def reload(self, model: str) -> EngineClient:
         """Load an engine and let it take over; returns it. Raises CllmError: then nothing has changed."""
         if self._load is None:
             raise Forbidden("the model of this server cannot be changed")
@@ -96,7 +98,7 @@ class EngineSwitch:
         log.info("a new engine serves; the old one has %d requests to finish", len(old.tickets))
         return new
 
-    async def _loaded(self, new: Engine) -> Engine:
+    async def _loaded(self, new: EngineClient) -> EngineClient:
         """Start it and wait until it is ready; nothing is left of one that fails."""
         new.deliver = asyncio.get_running_loop().call_soon_threadsafe
         new.set_tenants(self._tenants)
@@ -116,7 +118,7 @@ class EngineSwitch:
             raise
         return new
 
-    async def _retire(self, old: Engine) -> None:
+    async def _retire(self, old: EngineClient) -> None:
         """End an engine when its last request has ended."""
         await asyncio.sleep(GRACE_S)
         while old.tickets:
@@ -129,7 +131,7 @@ class EngineSwitch:
 class PinEngine:
     """Every request stays with the engine that serves when it comes in."""
 
-    def __init__(self, app: ASGIApp, switch: EngineSwitch) -> None:
+    def __init__(self, app: ASGIApp, switch: EngineRegistry) -> None:
         self._app = app
         self._switch = switch
 

@@ -12,8 +12,8 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cllm.errors import CllmError
-from cllm.frontend.request_queue import Admission, Ticket
-from cllm.types import Delta, Limits
+from cllm.frontend.request_queue import RequestQueue, RequestState
+from cllm.types import Limits, RequestOutput
 from cllm.workers.messages import StepStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -73,12 +73,12 @@ class EngineMetrics:
         self.move_seconds = counter("kv_move_seconds", "Time moving KV memory to RAM and back")
         self.prefix_hits = counter("prefix_hits", "Requests that began with a prefix computed before")
         self.prefix_tokens = counter("prefix_tokens", "Tokens taken over instead of computed")
-        self.prefix_saves = counter("prefix_saves", "Prefixes put into RAM")
-        self.prefix_evictions = counter("prefix_evictions", "Prefixes pushed out of RAM")
+        self.prefix_saves = counter("prefix_saves", "PrefixCache put into RAM")
+        self.prefix_evictions = counter("prefix_evictions", "PrefixCache pushed out of RAM")
         self.prefix_bytes = gauge("prefix_ram_bytes", "RAM held by computed prefixes")
-        self.parked_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
-        self.parks = counter("parks", "Requests parked because KV was full")
-        self.resumes = counter("resumes", "Parked requests that went on from their saved state")
+        self.swapped_bytes = gauge("parked_ram_bytes", "RAM held by the state of parked requests")
+        self.preemptions = counter("preemptions", "Requests parked because KV was full")
+        self.swap_ins = counter("swap_ins", "Parked requests that went on from their saved state")
         self.memory = Gauge(
             "cllm_memory_bytes", "Memory by part; buffers are an estimate", ("part",), registry=self.registry
         )
@@ -91,14 +91,14 @@ class EngineMetrics:
             ("step_s", self.step_seconds),
             ("compute_s", self.compute_seconds),
             ("sample_s", self.sample_seconds),
-            ("move_s", self.move_seconds),
+            ("transfer_s", self.move_seconds),
             ("tokens", self.decoded_tokens),
             ("prefix_hits", self.prefix_hits),
             ("prefix_tokens", self.prefix_tokens),
             ("prefix_saves", self.prefix_saves),
             ("prefix_evictions", self.prefix_evictions),
-            ("parks", self.parks),
-            ("resumes", self.resumes),
+            ("preemptions", self.preemptions),
+            ("swap_ins", self.swap_ins),
         )
         self._gauges = (
             ("running", self.running),
@@ -107,7 +107,7 @@ class EngineMetrics:
             ("interrupted", self.interrupted),
             ("integrity_failures", self.integrity_failures),
             ("prefix_bytes", self.prefix_bytes),
-            ("parked_bytes", self.parked_bytes),
+            ("swapped_bytes", self.swapped_bytes),
         )
 
     def loaded(self, limits: Limits, memory: dict[str, int]) -> None:
@@ -132,7 +132,7 @@ class EngineMetrics:
         for field, show in self._gauges:
             if (value := getattr(stats, field)) != getattr(last, field):
                 show.set(value)
-        self._ram_tier.set(stats.prefix_bytes + stats.parked_bytes)
+        self._ram_tier.set(stats.prefix_bytes + stats.swapped_bytes)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:
@@ -143,11 +143,11 @@ class EngineMetrics:
             self.refused.labels(error.code).inc()
             raise
 
-    def queued(self, admission: Admission) -> None:
+    def queued(self, admission: RequestQueue) -> None:
         self.queue.set(admission.waiting_count)
         self.queue_tokens.set(admission.waiting_tokens)
 
-    def delta(self, ticket: Ticket, delta: Delta, now: float) -> None:
+    def delta(self, ticket: RequestState, delta: RequestOutput, now: float) -> None:
         """Token times, as the parent sees them: the clients' view, not the engine's."""
         if not delta.tokens:
             return
@@ -156,7 +156,7 @@ class EngineMetrics:
         else:
             self.inter_token.observe(now - ticket.last_token)
 
-    def closed(self, ticket: Ticket, delta: Delta) -> None:
+    def closed(self, ticket: RequestState, delta: RequestOutput) -> None:
         assert delta.finish_reason is not None
         self.finished.labels(delta.finish_reason.value).inc()
         if delta.error is not None:

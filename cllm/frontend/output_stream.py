@@ -6,10 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 
-from cllm.types import Delta, Failure
+from cllm.types import Failure, RequestOutput
 
 
-class Stream:
+class OutputStream:
     """A request's answer as it comes. The producer never blocks; a slow reader gets merged deltas.
 
     Whatever is unread is one delta: so what waits is bounded by the answer itself, not by how many steps
@@ -23,10 +23,10 @@ class Stream:
         self.request_id = request_id
         self.queue_position = 0  # when it was accepted; 0: went to the engine at once
         self._unread_bytes = 0
-        self._unread: list[Delta] = []
+        self._unread: list[RequestOutput] = []
         self.finished = False  # the last delta has been pushed
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: RequestOutput) -> None:
         """Add a delta and wake the reader. Nothing may follow the last one."""
         assert not self.finished, f"request {self.request_id} has ended already"
         self._unread.append(delta)
@@ -43,7 +43,7 @@ class Stream:
         """Why it failed, if it did before anything of it was read or is there to be read."""
         return self._unread[0].error if self._unread else None
 
-    def _take(self) -> Delta | None:
+    def _take(self) -> RequestOutput | None:
         """Everything unread as one delta, or None. An error comes alone: what was said before it is kept."""
         unread, self._unread = self._unread, []
         self._unread_bytes = 0
@@ -54,7 +54,7 @@ class Stream:
         if len(unread) <= 1:
             return unread[0] if unread else None
         last = unread[-1]
-        return Delta(
+        return RequestOutput(
             request_id=self.request_id,
             text="".join(delta.text for delta in unread),
             tokens=tuple(token for delta in unread for token in delta.tokens),
@@ -70,7 +70,7 @@ class Stream:
         raise NotImplementedError
 
 
-def _size(delta: Delta) -> int:
+def _size(delta: RequestOutput) -> int:
     """About how many bytes a delta waits with."""
     if not delta.logprobs:
         return len(delta.text) + 8 * len(delta.tokens)
@@ -78,7 +78,7 @@ def _size(delta: Delta) -> int:
     return len(delta.text) + 8 * len(delta.tokens) + 64 * logprobs
 
 
-class AsyncStream(Stream):
+class AsyncOutputStream(OutputStream):
     """Read with `async for`, or one `next` at a time, by one reader on the event loop that pushes."""
 
     unread_limit = 1 << 20
@@ -92,7 +92,7 @@ class AsyncStream(Stream):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self) -> Delta:
+    async def next(self) -> RequestOutput:
         """Everything unread, or what comes next. Not to be called again after the last delta."""
         while not self._unread:  # as `begun`, without another coroutine: this runs once a token
             self._waiter = asyncio.get_running_loop().create_future()
@@ -113,7 +113,7 @@ class AsyncStream(Stream):
             finally:
                 self._waiter = None
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:
             delta = await self.next()
             yield delta
@@ -121,21 +121,21 @@ class AsyncStream(Stream):
                 return
 
 
-class BlockingStream(Stream):
+class BlockingOutputStream(OutputStream):
     """Read with `for`, from any one thread."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self._condition = threading.Condition()
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: RequestOutput) -> None:
         with self._condition:
             super().push(delta)
 
     def _wake(self) -> None:
         self._condition.notify_all()
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Iterator[RequestOutput]:
         while True:
             with self._condition:
                 while not self._unread:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
-from cllm.frontend.output_stream import Stream
+from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.tenants import DrainRate, Tenant, TenantLimits, Tenants
 from cllm.types import Limits, Request
 
 EMBED_WINDOW = 16  # calls for vectors in the engine at a time
 
 
-class Admission:
+class RequestQueue:
     """A bounded queue in front of the engine. `FairQueue` says who is next, this says when.
 
     While one tenant is alone, the engine is given a few more than it can run, so that a freed sequence has
@@ -42,8 +42,8 @@ class Admission:
         # Calls for vectors hold no sequence: they have a line and a window of their own.
         self._queue = FairQueue(self.tenants)
         self._vectors = FairQueue(self.tenants)
-        self._tickets: dict[str, Ticket] = {}
-        self._engine: dict[str, Ticket] = {}
+        self._tickets: dict[str, RequestState] = {}
+        self._engine: dict[str, RequestState] = {}
 
     @property
     def waiting_count(self) -> int:
@@ -53,18 +53,18 @@ class Admission:
     def waiting_tokens(self) -> int:
         return self._queue.tokens + self._vectors.tokens
 
-    def _line(self, ticket: Ticket) -> FairQueue:
+    def _line(self, ticket: RequestState) -> FairQueue:
         return self._vectors if ticket.request.embed else self._queue
 
     @property
-    def tickets(self) -> tuple[Ticket, ...]:
+    def tickets(self) -> tuple[RequestState, ...]:
         """Everybody, those in the engine first."""
         return (*self._engine.values(), *self._queue, *self._vectors)
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self.tenants.register(limits)
 
-    def admit(self, request: Request, stream: Stream, limits: Limits | None) -> Ticket:
+    def admit(self, request: Request, stream: OutputStream, limits: Limits | None) -> RequestState:
         """Take a request into the queue, or raise at once why not."""
         if request.embed:
             _check_inputs(request, limits)
@@ -77,7 +77,7 @@ class Admission:
         now = time.monotonic()
         tenant.check(request, now)
         self.refuse_if_full(request.input_tokens)
-        ticket = Ticket(request, stream, tenant)
+        ticket = RequestState(request, stream, tenant)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
         ticket.timeout_s = min(timeouts, default=None)
         tenant.admitted(now)
@@ -95,11 +95,11 @@ class Admission:
         if self.queue_tokens and waiting and waiting_tokens + tokens > self.queue_tokens:
             raise QueueFull(waiting_tokens, self.queue_tokens, retry_after_s, what="prompt tokens")
 
-    def position(self, ticket: Ticket) -> int:
+    def position(self, ticket: RequestState) -> int:
         """0 for who is in the engine, else the place in the queue."""
-        return self._line(ticket).position(ticket) if ticket.place is Place.QUEUED else 0
+        return self._line(ticket).position(ticket) if ticket.place is Stage.QUEUED else 0
 
-    def next_for_engine(self, limits: Limits) -> list[Ticket]:
+    def next_for_engine(self, limits: Limits) -> list[RequestState]:
         """Whom to send now; they count as being in the engine from here on."""
         now = time.monotonic()
         running = [ticket for ticket in self._engine.values() if not ticket.request.embed]
@@ -107,7 +107,7 @@ class Admission:
             (self._queue, lambda: self._gate(limits, now), window(limits.sequences), len(running)),
             (self._vectors, lambda: _anybody, EMBED_WINDOW, len(self._engine) - len(running)),
         )
-        sent: list[Ticket] = []
+        sent: list[RequestState] = []
         for queue, gate, most, inside in gates:
             while queue and not any(ticket.alone for ticket in self._engine.values()):
                 if inside >= most:
@@ -135,8 +135,8 @@ class Admission:
         inside = sum(not ticket.request.embed for ticket in self._engine.values())
         return _Gate(self.tenants, limits.sequences, inside, now)
 
-    def _enter(self, ticket: Ticket, now: float) -> None:
-        ticket.place = Place.ENGINE
+    def _enter(self, ticket: RequestState, now: float) -> None:
+        ticket.place = Stage.ENGINE
         ticket.dispatched = now
         self._engine[ticket.request.id] = ticket
         tenant = ticket.tenant
@@ -147,18 +147,18 @@ class Admission:
             ticket.charged = True
             tenant.charge(ticket.request.input_tokens, now)
 
-    def generated(self, ticket: Ticket, tokens: int, now: float) -> None:
+    def generated(self, ticket: RequestState, tokens: int, now: float) -> None:
         """A running request got tokens: its tenant is charged."""
         ticket.generated += tokens
         ticket.tenant.charge(tokens, now)
 
-    def find(self, request_id: str) -> Ticket | None:
+    def find(self, request_id: str) -> RequestState | None:
         return self._tickets.get(request_id)
 
-    def close(self, ticket: Ticket) -> None:
+    def close(self, ticket: RequestState) -> None:
         """The request has ended: out of the ledger. Exactly once."""
-        assert ticket.place is not Place.DONE
-        if ticket.place is Place.QUEUED:
+        assert ticket.place is not Stage.DONE
+        if ticket.place is Stage.QUEUED:
             self._line(ticket).remove(ticket)
             ticket.tenant.waiting -= 1
         else:
@@ -167,25 +167,25 @@ class Admission:
             ticket.tenant.drain_rate.note()
             self.drain_rate.note(ticket.request.input_tokens)
         del self._tickets[ticket.request.id]
-        ticket.place = Place.DONE
+        ticket.place = Stage.DONE
         if not self._tickets:
             self.tenants.settle()
 
-    def engine_died(self) -> tuple[list[Ticket], list[Ticket]]:
+    def engine_died(self) -> tuple[list[RequestState], list[RequestState]]:
         """Sort out whom the death concerns: (lost, kept). The kept are back at the head of the queue.
 
         Lost: begun or cancelled, or present at a death while running alone (poison). The lost are still
         to be closed by the caller.
         """
-        lost: list[Ticket] = []
-        kept: list[Ticket] = []
+        lost: list[RequestState] = []
+        kept: list[RequestState] = []
         for ticket in list(self._engine.values()):
             was_alone = ticket.alone
             ticket.deaths += 1
             (lost if ticket.begun or ticket.cancelled or was_alone else kept).append(ticket)
         for ticket in kept:
             del self._engine[ticket.request.id]
-            ticket.place = Place.QUEUED
+            ticket.place = Stage.QUEUED
             ticket.dispatched = None
             ticket.tenant.waiting += 1
             ticket.tenant.running -= 1
@@ -244,7 +244,7 @@ class PriorityClass:
     def __init__(self, priority: int, now: float) -> None:
         self.priority = priority
         self.served = now  # when somebody of this class was let in last, or when it began to wait
-        self.lines: dict[Tenant, deque[Ticket]] = {}
+        self.lines: dict[Tenant, deque[RequestState]] = {}
 
     def rank(self, now: float, ageing_s: float) -> float:
         return self.priority + (now - self.served) / ageing_s
@@ -273,7 +273,7 @@ class FairQueue:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._replayed: deque[Ticket] = deque()
+        self._replayed: deque[RequestState] = deque()
         self._classes: dict[int, PriorityClass] = {}
         self._count = 0
         self.tokens = 0  # of the prompts that wait
@@ -281,37 +281,37 @@ class FairQueue:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[RequestState]:
         yield from self._replayed
         for _, each in sorted(self._classes.items(), reverse=True):
             yield from sorted(
                 (ticket for line in each.lines.values() for ticket in line), key=lambda one: one.arrived
             )
 
-    def push(self, ticket: Ticket, now: float) -> None:
+    def push(self, ticket: RequestState, now: float) -> None:
         priority = ticket.request.priority
         if (found := self._classes.get(priority)) is None:
             found = self._classes[priority] = PriorityClass(priority, now)
         found.lines.setdefault(ticket.tenant, deque()).append(ticket)
         self._counted(ticket, 1)
 
-    def push_back(self, tickets: list[Ticket]) -> None:
+    def push_back(self, tickets: list[RequestState]) -> None:
         """Put replayed requests before everybody, in the order given."""
         self._replayed.extendleft(reversed(tickets))
         for ticket in tickets:
             self._counted(ticket, 1)
 
     @property
-    def replayed(self) -> Ticket | None:
+    def replayed(self) -> RequestState | None:
         """The first of those to be replayed; nobody goes before it."""
         return self._replayed[0] if self._replayed else None
 
-    def pop_replayed(self) -> Ticket:
+    def pop_replayed(self) -> RequestState:
         ticket = self._replayed.popleft()
         self._counted(ticket, -1)
         return ticket
 
-    def pop(self, may_enter: Callable[[Tenant], bool], now: float) -> Ticket | None:
+    def pop(self, may_enter: Callable[[Tenant], bool], now: float) -> RequestState | None:
         """Take out whose turn it is among the tenants that may enter, and advance virtual time."""
         ranked = sorted(self._classes.values(), key=lambda each: each.rank(now, self.AGEING_S), reverse=True)
         for each in ranked:
@@ -326,14 +326,14 @@ class FairQueue:
                 return ticket
         return None
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: RequestState) -> None:
         if ticket in self._replayed:
             self._replayed.remove(ticket)
             self._counted(ticket, -1)
         else:
             self._take(self._classes[ticket.request.priority], ticket)
 
-    def position(self, ticket: Ticket) -> int:
+    def position(self, ticket: RequestState) -> int:
         """How many go before it and itself, if nobody else comes; between tenants an estimate by weight."""
         each = self._classes[ticket.request.priority]
         own = each.lines[ticket.tenant].index(ticket) + 1
@@ -345,7 +345,7 @@ class FairQueue:
                 ahead += min(len(line), math.ceil(turns))
         return ahead + own
 
-    def _take(self, each: PriorityClass, ticket: Ticket) -> None:
+    def _take(self, each: PriorityClass, ticket: RequestState) -> None:
         line = each.lines[ticket.tenant]
         line.remove(ticket)
         if not line:
@@ -354,25 +354,25 @@ class FairQueue:
                 del self._classes[each.priority]
         self._counted(ticket, -1)
 
-    def _counted(self, ticket: Ticket, sign: int) -> None:
+    def _counted(self, ticket: RequestState, sign: int) -> None:
         self._count += sign
         self.tokens += sign * ticket.request.input_tokens
 
 
-class Place(Enum):
+class Stage(Enum):
     QUEUED = "queued"
     ENGINE = "engine"
     DONE = "done"
 
 
-class Ticket:
+class RequestState:
     """A request's way through the ledger, with its times (monotonic)."""
 
-    def __init__(self, request: Request, stream: Stream, tenant: Tenant) -> None:
+    def __init__(self, request: Request, stream: OutputStream, tenant: Tenant) -> None:
         self.request = request
         self.stream = stream
         self.tenant = tenant
-        self.place = Place.QUEUED
+        self.place = Stage.QUEUED
         self.cancelled = False
         self.deaths = 0  # how often the engine died while this was in it and had sent nothing
         self.charged = False  # its prompt counts for its tenant; a replay is not charged again

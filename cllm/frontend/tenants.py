@@ -137,7 +137,7 @@ class Tenant:
 class Tenants:
     """Every tenant known. Names that are not registered are tenants too, without limits."""
 
-    MOST_UNKNOWN = 256  # accounts of unregistered names that are kept
+    MAX_UNKNOWN = 256  # accounts of unregistered names that are kept
 
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
@@ -155,7 +155,7 @@ class Tenants:
         """The account of a tenant, opened if it is new."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            if len(self._tenants) >= len(self._limits) + self.MOST_UNKNOWN:
+            if len(self._tenants) >= len(self._limits) + self.MAX_UNKNOWN:
                 self._forget()
             tenant = self._tenants[name] = Tenant(name, self._limits.get(name, TenantLimits()))
         return tenant

@@ -11,7 +11,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 
-class Deadlines:
+class RequestTimeouts:
     """Calls `expired(request_id)`, on a thread of its own, when a request's time is up (monotonic clock).
 
     One thread serves every deadline, so it works with and without an event loop; it starts with the first.

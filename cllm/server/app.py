@@ -9,22 +9,27 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.config import ServerConfig
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.engine_registry import EngineSwitch, PinEngine
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry, PinEngine
 from cllm.server import errors, openapi
 from cllm.server.keys import KeyRing
-from cllm.server.middleware import Gate, HostCheck, QueuePosition, RequestIds, RequestLimits, listed
+from cllm.server.middleware import (
+    AuthMiddleware,
+    BodyLimitMiddleware,
+    QueuePositionMiddleware,
+    RequestIDMiddleware,
+    TrustedHostMiddleware,
+    listed,
+)
 from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
-from cllm.server.routes import admin as reload
-from cllm.server.routes import admin as state_files
 
 
 def create_app(
-    engines: Mapping[str, Engine | EngineSwitch], config: ServerConfig, keys: KeyRing | None = None
+    engines: Mapping[str, EngineClient | EngineRegistry], config: ServerConfig, keys: KeyRing | None = None
 ) -> FastAPI:
     """The ASGI application. The engines are started and stopped by the caller."""
     (given,) = engines.values()  # several models: later; the signature is ready for it
-    switch = given if isinstance(given, EngineSwitch) else EngineSwitch(given)
+    switch = given if isinstance(given, EngineRegistry) else EngineRegistry(given)
     engine = switch.as_engine()
     app = FastAPI(
         title="cllm",
@@ -46,29 +51,31 @@ def create_app(
         embeddings.routes(engine),
         llama.routes(engine),
         admin.routes(engine),
-        state_files.routes(engine),
-        reload.routes(switch),
+        admin.cache_routes(engine),
+        admin.reload_routes(switch),
     ):
         app.router.routes.extend(router.routes)
-    app.add_middleware(QueuePosition)
+    app.add_middleware(QueuePositionMiddleware)
     _guard(app, engine, config, keys)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIDMiddleware)
     app.add_middleware(PinEngine, switch=switch)
     return app
 
 
-def _guard(app: FastAPI, engine: Engine, config: ServerConfig, keys: KeyRing) -> None:
+def _guard(app: FastAPI, engine: EngineClient, config: ServerConfig, keys: KeyRing) -> None:
     """What a request passes before its route, the last added first."""
 
     def refused(code: str) -> None:
         engine.metrics.refused.labels(code).inc()
 
     app.add_middleware(
-        RequestLimits, most_bytes=config.max_body_mb << 20, most_header_bytes=config.max_header_kb << 10
+        BodyLimitMiddleware, most_bytes=config.max_body_mb << 20, most_header_bytes=config.max_header_kb << 10
     )
-    app.add_middleware(Gate, keys=keys, host=config.host, refused=refused)
+    app.add_middleware(AuthMiddleware, keys=keys, host=config.host, refused=refused)
     if origins := listed(config.cors_origins):
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    app.add_middleware(HostCheck, host=config.host, allowed_hosts=config.allowed_hosts, refused=refused)
+    app.add_middleware(
+        TrustedHostMiddleware, host=config.host, allowed_hosts=config.allowed_hosts, refused=refused
+    )

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from cllm.chat.conversation import ChatJob, Step
 from cllm.server.sse import GONE, EventStream, encode_named
-from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
-from cllm.types import Delta, FinishReason, TokenLogprob, Usage
+from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 
 class BlockKind(Enum):
@@ -77,10 +77,10 @@ class Blocks:
         """At least one tool was called."""
         return any(block.kind is BlockKind.CALL for block in self.blocks)
 
-    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[BlockEvent]:
+    def add(self, events: Sequence[OutputEvent], delta: RequestOutput) -> list[BlockEvent]:
         """Take in a step; the last one ends what is open."""
         self._waiting += delta.logprobs
-        words = [place for place, event in enumerate(events) if isinstance(event, AnswerText)]
+        words = [place for place, event in enumerate(events) if isinstance(event, ContentText)]
         happened: list[BlockEvent] = []
         for place, event in enumerate(events):
             logprobs: tuple[TokenLogprob, ...] = ()
@@ -95,19 +95,19 @@ class Blocks:
             happened += self._finish(delta)
         return happened
 
-    def _take(self, event: ReplyEvent, logprobs: tuple[TokenLogprob, ...]) -> list[BlockEvent]:
+    def _take(self, event: OutputEvent, logprobs: tuple[TokenLogprob, ...]) -> list[BlockEvent]:
         match event:
             case ReasoningText(text):
                 return [*self._opened(BlockKind.THOUGHTS), self._grown(text)]
-            case AnswerText(text):
+            case ContentText(text):
                 return [*self._opened(BlockKind.WORDS), self._grown(text, logprobs)]
-            case CallBegun(_, name):
+            case ToolCallStart(_, name):
                 return [*self._closed(), self._begun(BlockKind.CALL, name)]
-            case CallArguments(_, text):
+            case ToolCallArguments(_, text):
                 assert self._open is not None and self._open.kind is BlockKind.CALL
                 return [self._grown(text)]
 
-    def _finish(self, delta: Delta) -> list[BlockEvent]:
+    def _finish(self, delta: RequestOutput) -> list[BlockEvent]:
         self.finish_reason, self.stop, self.usage = delta.finish_reason, delta.stop, delta.usage
         if delta.error is not None:
             return []  # what is open stays so: the answer failed
@@ -153,7 +153,7 @@ class BlockAnswer(ABC):
         """The events before anything was generated."""
 
     @abstractmethod
-    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[Event]:
+    def add(self, events: Sequence[OutputEvent], delta: RequestOutput) -> list[Event]:
         """Take in a step; returns its events in order."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.errors import ClientError, Forbidden, Unauthorized
-from cllm.frontend.output_stream import Stream
+from cllm.frontend.output_stream import OutputStream
 from cllm.server.errors import error_body, status_of
 from cllm.server.keys import KeyRing
 from cllm.server.protocol.base import SchedulingBody
@@ -49,7 +49,7 @@ def scheduling_of(connection: HTTPConnection, body: SchedulingBody) -> dict[str,
     return {**body.scheduling(), "tenant": tenant_of(connection).name}
 
 
-class Gate:
+class AuthMiddleware:
     """Deny by default: with keys set, everything but `/health` needs one, operators' routes an admin's.
 
     Without keys, operators' routes answer on a loopback listener only.
@@ -107,7 +107,7 @@ def _key(scope: Scope) -> str | None:
     return None
 
 
-class RequestLimits:
+class BodyLimitMiddleware:
     """Refuses large headers (431), bodies that are not JSON (415), and bodies over the limit (413).
 
     A body is counted as it streams in, before anything parses it.
@@ -160,13 +160,13 @@ HEADER = "X-Queue-Position"
 _positions: ContextVar[list[int]] = ContextVar("positions")  # of the HTTP request that is being handled
 
 
-def tell_position(streams: Sequence[Stream]) -> None:
+def tell_position(streams: Sequence[OutputStream]) -> None:
     """The requests of this HTTP request were accepted: the last of them says how long the wait is."""
     if (positions := _positions.get(None)) is not None:
         positions[:] = [max(stream.queue_position for stream in streams)]
 
 
-class QueuePosition:
+class QueuePositionMiddleware:
     """Adds the header to answers whose route has told a position. Innermost of the middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -189,7 +189,7 @@ def listed(setting: str) -> list[str]:
     return [item.strip() for item in setting.split(",") if item.strip()]
 
 
-class HostCheck:
+class TrustedHostMiddleware:
     """Refuses a foreign `Host` (403): by it a rebound DNS name is known.
 
     A loopback listener knows the names of this machine, its own address, and `allowed_hosts`. Any other
@@ -228,7 +228,7 @@ def _without_port(host: str) -> str:
     return host.rpartition(":")[0] if host.count(":") == 1 else host
 
 
-class RequestIds:
+class RequestIDMiddleware:
     """Adds the header."""
 
     def __init__(self, app: ASGIApp) -> None:

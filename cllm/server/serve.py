@@ -15,8 +15,8 @@ import uvicorn
 
 from cllm.config import ServerConfig
 from cllm.errors import ConfigError, PortInUse
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.engine_registry import EngineSwitch, Load
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry, Load
 from cllm.frontend.tenants import TenantLimits
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, limits_of
@@ -49,7 +49,7 @@ class DrainingServer(uvicorn.Server):
     the time is up."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, settings: ServerConfig, tls: ssl.SSLContext | None
+        self, config: uvicorn.Config, engine: EngineClient, settings: ServerConfig, tls: ssl.SSLContext | None
     ) -> None:
         super().__init__(config)
         self._engine = engine
@@ -99,13 +99,13 @@ def limits_by_tenant(keys: KeyRing) -> dict[str, TenantLimits]:
     }
 
 
-def _reload_keys(keys: KeyRing, engine: Engine) -> None:
+def _reload_keys(keys: KeyRing, engine: EngineClient) -> None:
     if keys.reload():
         engine.set_tenants(limits_by_tenant(keys))
 
 
 async def serve(
-    first: Engine,
+    first: EngineClient,
     config: ServerConfig,
     listener: socket.socket,
     announce: Callable[[str], None],
@@ -123,7 +123,7 @@ async def serve(
         )
     loop = asyncio.get_running_loop()
     first.deliver = loop.call_soon_threadsafe
-    switch = EngineSwitch(first, load)
+    switch = EngineRegistry(first, load)
     engine = switch.as_engine()
     engine.set_tenants(limits_by_tenant(keys))
     engine.start()

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.errors import from_code
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import respond
 from cllm.server.middleware import tell_position
-from cllm.types import Delta, Failure
+from cllm.types import Failure, RequestOutput
 
 _encoder = msgspec.json.Encoder()
 GONE = 499  # the status of an answer that nobody is there to read
@@ -53,14 +53,14 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def collect(
-    engine: Engine, streams: Sequence[AsyncStream], receive: Receive
-) -> list[list[Delta]] | None:
+    engine: EngineClient, streams: Sequence[AsyncOutputStream], receive: Receive
+) -> list[list[RequestOutput]] | None:
     """All deltas of each request, or None if the client left: then they are cancelled.
 
     Raises the first error a request ended with; the others are cancelled too.
     """
 
-    async def read(stream: AsyncStream) -> list[Delta]:
+    async def read(stream: AsyncOutputStream) -> list[RequestOutput]:
         deltas = [delta async for delta in stream]
         if (failure := deltas[-1].error) is not None:
             raise from_code(failure.code, failure.message)
@@ -82,15 +82,15 @@ async def collect(
             engine.cancel(stream.request_id)
 
 
-async def merged(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Delta]]:
+async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """The deltas of several streams as they come, each with its stream's index."""
     if len(streams) == 1:
         async for delta in streams[0]:
             yield 0, delta
         return
-    queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue(len(streams))
+    queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(len(streams))
 
-    async def pump(index: int, stream: AsyncStream) -> None:
+    async def pump(index: int, stream: AsyncOutputStream) -> None:
         async for delta in stream:
             await queue.put((index, delta))
 
@@ -106,7 +106,7 @@ async def merged(streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, Del
             task.cancel()
 
 
-async def first_failure(streams: Sequence[AsyncStream]) -> Failure | None:
+async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
     """Wait until one of the streams has something; why it failed, if that is all it has."""
     waiting = [asyncio.ensure_future(stream.begun()) for stream in streams]
     try:
@@ -126,7 +126,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, engine: Engine, streams: Sequence[AsyncStream], events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, engine: EngineClient, streams: Sequence[AsyncOutputStream], events: AsyncIterator[bytes]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._engine = engine

@@ -9,17 +9,17 @@ import msgspec
 from starlette.requests import HTTPConnection
 
 from cllm.errors import CllmError, EngineNotReady, InvalidRequest, ModelNotFound
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.middleware import scheduling_of
 from cllm.server.protocol.base import SEED_SPACE, ConstrainedBody, SamplingBody
 from cllm.text.structured_output import FIELDS
-from cllm.types import ConstraintKind, ConstraintSpec, Limits, ModelFacts, Request, SamplingParams
-from cllm.workers.tokenizer import CheckConstraint, TextAnswer, TextTask, TokenizeText, Tokens
+from cllm.types import ConstraintKind, ConstraintSpec, Limits, ModelInfo, Request, SamplingParams
+from cllm.workers.tokenizer import CheckConstraint, TokenizerAnswer, TokenizerTask, TokenizeText, Tokens
 
 
 def request_of(
-    engine: Engine,
+    engine: EngineClient,
     http: HTTPConnection,
     body: SamplingBody,
     *,
@@ -31,13 +31,13 @@ def request_of(
     constraint: ConstraintSpec | None = None,
 ) -> Request:
     """A body as the engine's own request; `max_tokens` None: as many as fit. Raises InvalidRequest."""
-    facts, limits = loaded(engine)
+    info, limits = loaded(engine)
     most = limits.request_tokens
     return Request(
         id=request_id,
         prompt=prompt,
         max_tokens=min(max_tokens or most, most),
-        sampling=sampling_of(body, facts.vocabulary_size),
+        sampling=sampling_of(body, info.vocabulary_size),
         stop=stop,
         logprobs=logprobs,
         constraint=constraint,
@@ -58,12 +58,12 @@ def choices_of(request: Request, count: int) -> list[Request]:
     ]
 
 
-def submit_all(engine: Engine, requests: Iterable[Request]) -> list[AsyncStream]:
+def submit_all(engine: EngineClient, requests: Iterable[Request]) -> list[AsyncOutputStream]:
     """Their streams; a refusal takes back those before it."""
-    streams: list[AsyncStream] = []
+    streams: list[AsyncOutputStream] = []
     try:
         for request in requests:
-            streams.append(engine.submit(request, AsyncStream))
+            streams.append(engine.submit(request, AsyncOutputStream))
     except CllmError:
         for stream in streams:
             engine.cancel(stream.request_id)
@@ -75,11 +75,11 @@ GRAMMAR_LIMIT_S = 5.0  # the first one also builds the compiler
 TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
 
 
-def loaded(engine: Engine) -> tuple[ModelFacts, Limits]:
+def loaded(engine: EngineClient) -> tuple[ModelInfo, Limits]:
     """What is known once the model is loaded; raises EngineNotReady before."""
-    if engine.facts is None or engine.limits is None:
+    if engine.info is None or engine.limits is None:
         raise EngineNotReady("the model is still loading")
-    return engine.facts, engine.limits
+    return engine.info, engine.limits
 
 
 def check_model(name: str | None) -> None:
@@ -88,12 +88,12 @@ def check_model(name: str | None) -> None:
         raise ModelNotFound("there is no such model; GET /v1/models lists what is served")
 
 
-def model_name(engine: Engine, asked: str | None) -> str:
+def model_name(engine: EngineClient, asked: str | None) -> str:
     """What an answer calls the model: as it was asked for, or its own name."""
     return asked or loaded(engine)[0].name
 
 
-def checked_tokens(engine: Engine, tokens: Sequence[int], field: str) -> tuple[int, ...]:
+def checked_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tuple[int, ...]:
     """Token ids a client sent; raises InvalidRequest for one outside the vocabulary."""
     size = loaded(engine)[0].vocabulary_size
     if (largest := max(tokens, default=0)) >= size:
@@ -101,7 +101,9 @@ def checked_tokens(engine: Engine, tokens: Sequence[int], field: str) -> tuple[i
     return tuple(tokens)
 
 
-async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S) -> TextAnswer:
+async def run_tokenizer(
+    engine: EngineClient, task: TokenizerTask, limit_s: float = TEXT_LIMIT_S
+) -> TokenizerAnswer:
     """Do a text task; one that hangs is given up, and its process with it."""
     future = engine.text.submit(task)
     try:
@@ -115,7 +117,7 @@ async def do_text(engine: Engine, task: TextTask, limit_s: float = TEXT_LIMIT_S)
         raise
 
 
-async def constraint_of(engine: Engine, body: ConstrainedBody) -> ConstraintSpec | None:
+async def constraint_of(engine: EngineClient, body: ConstrainedBody) -> ConstraintSpec | None:
     """What the answer must look like, known to compile. Raises InvalidRequest."""
     try:
         spec = body.constraint()
@@ -124,7 +126,7 @@ async def constraint_of(engine: Engine, body: ConstrainedBody) -> ConstraintSpec
     if spec is None:
         return None
     try:
-        await do_text(engine, CheckConstraint(spec), GRAMMAR_LIMIT_S)
+        await run_tokenizer(engine, CheckConstraint(spec), GRAMMAR_LIMIT_S)
     except InvalidRequest as error:
         if spec.kind is not ConstraintKind.JSON_SCHEMA:
             raise
@@ -142,14 +144,14 @@ def sampling_of(body: SamplingBody, vocabulary_size: int) -> SamplingParams:
         raise InvalidRequest(str(error), field="logit_bias") from None
 
 
-async def to_tokens(engine: Engine, task: TextTask) -> tuple[int, ...]:
+async def to_tokens(engine: EngineClient, task: TokenizerTask) -> tuple[int, ...]:
     """The tokens of a text or a conversation."""
-    answer = await do_text(engine, task)
+    answer = await run_tokenizer(engine, task)
     assert isinstance(answer, Tokens)
     return answer.tokens
 
 
-async def prompt_tokens(engine: Engine, text: str) -> tuple[int, ...]:
+async def prompt_tokens(engine: EngineClient, text: str) -> tuple[int, ...]:
     """The tokens of a prompt; one that cannot fit raises ContextLengthExceeded, a full queue QueueFull."""
     engine.check_room()
     return await to_tokens(engine, TokenizeText(text, loaded(engine)[1].request_tokens))

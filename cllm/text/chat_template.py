@@ -32,10 +32,10 @@ RENDER_LIMIT_S = (
     0.75  # of computing time; the guard's is longer, so that a template is told rather than killed
 )
 GUARD_LIMIT_S = 1.0
-MOST_ADDED = 1 << 20  # characters of output beyond what the messages hold
-MOST_SOURCE = 1 << 20  # characters of the template itself
-MOST_ITEMS = 1 << 20  # of a list or text that is multiplied
-MOST_BITS = 4096  # of a number that is raised to a power
+MAX_ADDED = 1 << 20  # characters of output beyond what the messages hold
+MAX_SOURCE = 1 << 20  # characters of the template itself
+MAX_ITEMS = 1 << 20  # of a list or text that is multiplied
+MAX_BITS = 4096  # of a number that is raised to a power
 
 TICKS = 32  # blocks and sums between two looks at the clock
 
@@ -102,8 +102,8 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        if len(self._source) > MOST_SOURCE:
-            raise TemplateStopped(f"it has {len(self._source)} characters, over the limit of {MOST_SOURCE}")
+        if len(self._source) > MAX_SOURCE:
+            raise TemplateStopped(f"it has {len(self._source)} characters, over the limit of {MAX_SOURCE}")
         return self._environment.from_string(self._source)
 
 
@@ -149,7 +149,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Render within the bounds. Raises TemplateStopped, and whatever the template raises."""
         self._started = time.thread_time()
         # Twice: JSON may spell a character with two.
-        self._most = MOST_ADDED + 2 * _characters(variables)
+        self._most = MAX_ADDED + 2 * _characters(variables)
         parts: list[str] = []
         length = 0
         for part in template.generate(**variables):
@@ -178,11 +178,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._bounded(len(left) + len(right))
         elif operator == "*" and sized:
             count = left if isinstance(left, int) else right
-            if isinstance(count, int) and len(sized[0]) * count > MOST_ITEMS:
-                raise TemplateStopped(f"it multiplies to more than {MOST_ITEMS} items")
+            if isinstance(count, int) and len(sized[0]) * count > MAX_ITEMS:
+                raise TemplateStopped(f"it multiplies to more than {MAX_ITEMS} items")
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if left.bit_length() * right > MOST_BITS:
-                raise TemplateStopped(f"it computes numbers of more than {MOST_BITS} bits")
+            if left.bit_length() * right > MAX_BITS:
+                raise TemplateStopped(f"it computes numbers of more than {MAX_BITS} bits")
         elif operator == "%" and isinstance(left, str):
             raise jinja2.TemplateError("the % of texts is not supported in chat templates; use ~ or format")
         return super().call_binop(context, operator, left, right)
@@ -236,7 +236,7 @@ def tojson(
     )
 
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def read_template(given: str) -> str:
@@ -249,9 +249,9 @@ def read_template(given: str) -> str:
     path = Path(given).expanduser()
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ConfigError(f"chat template {path}: over the limit of {MOST_BYTES} bytes")
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"chat template {path}: over the limit of {MAX_BYTES} bytes")
         source = data.decode()
     except OSError as error:
         raise ConfigError(f"chat template {path}: {error.strerror or error}") from None

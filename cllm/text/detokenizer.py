@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 
-class TextAssembler:
+class IncrementalDetokenizer:
     """Turns the byte pieces of one answer into text, holding back what may still change.
 
     Held back: bytes of an unfinished UTF-8 character, and any tail that could be the beginning of a

@@ -12,7 +12,7 @@ import msgspec
 
 from cllm.errors import InvalidRequest
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.output_parser import THINK, THOUGHT
+from cllm.text.output_parser import THINK_END, THINK_START
 from cllm.types import InfillTokens, Vocabulary
 
 
@@ -69,9 +69,9 @@ class PromptBuilder:
             return _mapped(value, lambda text: self._controls.sub(hide, text))
 
         rendered = self.render(safe(list(messages)), tools=safe(list(tools)), options=safe(options or {}))
-        thinking = rendered.rstrip().endswith(THINK)
+        thinking = rendered.rstrip().endswith(THINK_START)
         if thinking and not think:
-            rendered = f"{rendered.rstrip()}\n\n{THOUGHT}\n\n"
+            rendered = f"{rendered.rstrip()}\n\n{THINK_END}\n\n"
         rendered += opening + safe(prefill)
         tokens: list[int] = []
         for index, part in enumerate(re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)):

@@ -18,9 +18,9 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from cllm.errors import InvalidRequest
 from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 
-MOST_SOURCE = 256 << 10  # characters
-MOST_DEPTH = 64  # of a schema or grammar: deeper ones are refused before native code sees them
-MOST_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
+MAX_SOURCE = 256 << 10  # characters
+MAX_DEPTH = 64  # of a schema or grammar: deeper ones are refused before native code sees them
+MAX_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
 _DRY = "the grammar allows nothing more, but the answer is not complete"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
@@ -73,7 +73,7 @@ class Constraint:
             raise InvalidRequest(_DRY if "NoExtension" in reason else f"the grammar failed: {reason}")
 
 
-class MaskMaker:
+class BitmaskBuilder:
     """Computes the masks of all answers of a step in one native call."""
 
     def __init__(self, vocabulary_size: int) -> None:
@@ -95,7 +95,7 @@ class MaskMaker:
         return found
 
 
-class ConstraintCompiler:
+class GrammarCompiler:
     """Makes constraints for one vocabulary; keeps the last grammars compiled."""
 
     REMEMBERED = 64
@@ -134,14 +134,12 @@ FIELDS = {
 def grammar_of(spec: ConstraintSpec) -> str:
     """llguidance's own form of what a user wrote. Raises InvalidRequest."""
     field = FIELDS[spec.kind]
-    if len(spec.source) > MOST_SOURCE:
-        raise InvalidRequest(
-            f"{field}: {len(spec.source)} characters, over the limit of {MOST_SOURCE}", field
-        )
-    if _depth(spec.source) > MOST_DEPTH:
-        raise InvalidRequest(f"{field}: nested deeper than {MOST_DEPTH}", field)
-    if (rules := _rules(spec)) > MOST_RULES:
-        raise InvalidRequest(f"{field}: {rules} rules or references, over the limit of {MOST_RULES}", field)
+    if len(spec.source) > MAX_SOURCE:
+        raise InvalidRequest(f"{field}: {len(spec.source)} characters, over the limit of {MAX_SOURCE}", field)
+    if _depth(spec.source) > MAX_DEPTH:
+        raise InvalidRequest(f"{field}: nested deeper than {MAX_DEPTH}", field)
+    if (rules := _rules(spec)) > MAX_RULES:
+        raise InvalidRequest(f"{field}: {rules} rules or references, over the limit of {MAX_RULES}", field)
     try:
         match spec.kind:
             case ConstraintKind.JSON_SCHEMA:
@@ -222,7 +220,7 @@ class _Tokenizer:
         return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
 
 
-class ConstraintShop:
+class GrammarCompilerThread:
     """One thread that compiles. It touches the vocabulary (read-only) and nothing else that is native."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -233,12 +231,12 @@ class ConstraintShop:
         return ThreadPoolExecutor(1, thread_name_prefix="cllm-grammars")
 
     @cached_property
-    def _compiler(self) -> ConstraintCompiler:
-        return ConstraintCompiler(self._vocabulary)  # takes half a second: only where it is needed
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
 
     @cached_property
-    def _masks(self) -> MaskMaker:
-        return MaskMaker(self._vocabulary.size)
+    def _masks(self) -> BitmaskBuilder:
+        return BitmaskBuilder(self._vocabulary.size)
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
         """For each, what may come next, or why nothing can. On the owner thread, once a step."""

@@ -7,8 +7,8 @@ from html import escape
 from rich.table import Table
 from rich.text import Text
 
-from cllm.tune.record import Option, TuneRecord
-from cllm.tune.trial import CASES, MOST_PERPLEXITY_CHANGE, mix_seconds
+from cllm.tune.record import MAX_PERPLEXITY_CHANGE, Option, TuneRecord
+from cllm.tune.trial import CASES, mix_seconds
 
 BAR_WIDTH = 40
 _FULL, _PARTS = "█", " ▏▎▍▌▋▊▉"
@@ -99,7 +99,7 @@ def figures(record: TuneRecord) -> str:
     if record.perplexity_tokens:
         lines.append(
             f"perplexity over {record.perplexity_tokens} tokens of cllm's own text; types are chosen only "
-            f"where it changes by less than {MOST_PERPLEXITY_CHANGE:.1%}"
+            f"where it changes by less than {MAX_PERPLEXITY_CHANGE:.1%}"
         )
     if record.left_out:
         lines.append(f"left out: {', '.join(record.left_out)}")
@@ -129,13 +129,13 @@ def page(record: TuneRecord) -> str:
     for option in record.options:
         rows.append(_row(option, [case.name for case in cases], longest, option.dimension != last))
         last = option.dimension
-    facts = "".join(f"<p>{escape(line)}</p>" for line in figures(record).splitlines())
+    info = "".join(f"<p>{escape(line)}</p>" for line in figures(record).splitlines())
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>cllm tune</title>'
         f"<style>{_STYLE}</style><h1>cllm tune</h1><p>{escape(headline(record))}</p>"
         "<p>Cost relative to the chosen setting; 1.10 is 10 % slower.</p>"
         f'<table><tr><th>setting</th><th class="bar"></th>{heads}</tr>{"".join(rows)}</table>'
-        f"{facts}</html>\n"
+        f"{info}</html>\n"
     )
 
 

@@ -16,11 +16,11 @@ import msgspec
 
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
-from cllm.tune.record import Option, TuneRecord
+from cllm.tune.record import Option, Tried, TuneRecord, compare, is_harmless, options_of
 from cllm.tune.space import (
     DIMENSIONS,
     KV_TYPES,
-    MOST_STREAMS,
+    MAX_STREAMS,
     SECOND_LOOK,
     Dimension,
     Part,
@@ -31,14 +31,14 @@ from cllm.tune.space import (
     thread_count,
     with_settings,
 )
-from cllm.tune.trial import Measurement, Plan, Tried, compare, is_harmless, options_of
+from cllm.tune.trial import Measurement, Plan
 
-LEAST_GAIN = 0.03  # a change must win by this much, or by the noise if that is more
+MIN_GAIN = 0.03  # a change must win by this much, or by the noise if that is more
 PERPLEXITY_TOKENS = 1200
-LEAST_PERPLEXITY_TOKENS = 256
+MIN_PERPLEXITY_TOKENS = 256
 BUSY_CORES = 0.5  # others that use so much of the machine falsify the result
 GIVE_UP = 2.5  # an alternative that takes so many times as long is not waited for
-LEAST_LIMIT_S = 3.0
+MIN_LIMIT_S = 3.0
 FIRST_LIMIT_S = 120.0
 
 Ask = Callable[[EngineConfig, Plan, float], Measurement]
@@ -179,8 +179,8 @@ class Search:
             longest=self._machine.longest,
             budget_s=self._budget_s - spent_s,
         )
-        if self._config.parallel > MOST_STREAMS:
-            self._left_out.append(f"more than {MOST_STREAMS} of the {self._config.parallel} streams")
+        if self._config.parallel > MAX_STREAMS:
+            self._left_out.append(f"more than {MAX_STREAMS} of the {self._config.parallel} streams")
 
     @property
     def _plan(self) -> Plan:
@@ -216,7 +216,7 @@ class Search:
         if self._baseline is None:
             return FIRST_LIMIT_S
         usual_s = self._baseline.took_s + beginning_s(self._plan, self._look)
-        return max(LEAST_LIMIT_S, GIVE_UP * usual_s)
+        return max(MIN_LIMIT_S, GIVE_UP * usual_s)
 
     def _turn_to(self, part: Part) -> None:
         """Judge by this part of the mix from now on."""
@@ -288,7 +288,7 @@ class Search:
 
     def _best(self, tried: Sequence[Tried], dimension: Dimension) -> tuple[Tried | None, bool]:
         """The fastest that may be chosen, and whether it wins: by more than the noise, and once more so."""
-        gain = max(LEAST_GAIN, self._largest_noise)
+        gain = max(MIN_GAIN, self._largest_noise)
         allowed = [
             item for item in tried if item.ratio is not None and (not dimension.quality or is_harmless(item))
         ]
@@ -310,7 +310,7 @@ class Search:
     def _judge_quality(self, tried: Sequence[Tried]) -> list[Tried]:
         """The perplexity of each, against the present types, over the same tokens."""
         affordable = int(self._budget_s / 2 / (len(tried) + 1) / self._look["prefill"])
-        tokens = min(PERPLEXITY_TOKENS, self._machine.longest, max(LEAST_PERPLEXITY_TOKENS, affordable))
+        tokens = min(PERPLEXITY_TOKENS, self._machine.longest, max(MIN_PERPLEXITY_TOKENS, affordable))
         self._perplexity_tokens = tokens
         reference = self._perplexity(self._config, tokens)
         judged: list[Tried] = []

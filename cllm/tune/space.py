@@ -137,7 +137,7 @@ PROMPTS = (1024, 512, 256)
 PROMPT_SHARE = 0.07  # of the time, for one prompt; a chunk's size takes three measurements or more
 BEGINNINGS = 3  # of long contexts are computed in all: flash attention and layout change how they are kept
 OVERHEAD = 1.15  # contexts that are made, states that are copied, pauses between steps
-MOST_STREAMS = 32
+MAX_STREAMS = 32
 FIRST_LOOK = 32
 SECOND_LOOK = 256
 # From what is wanted to the least that tells anything: (long context, tokens of it that are timed as a
@@ -151,7 +151,7 @@ SIZES = (
 
 def first_look(parallel: int, tokens: int = FIRST_LOOK) -> Plan:
     """A small measurement that says how fast this model is here."""
-    return Plan(streams=min(parallel, MOST_STREAMS), short=tokens, long=0, steps=2)
+    return Plan(streams=min(parallel, MAX_STREAMS), short=tokens, long=0, steps=2)
 
 
 def make_plans(

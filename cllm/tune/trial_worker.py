@@ -17,19 +17,18 @@ import msgspec
 import numpy as np
 
 from cllm.backend.base import Row
-from cllm.backend.llama.context import CELL_BLOCK, LlamaContext
-from cllm.backend.llama.library import Graveyard, Library, load
+from cllm.backend.llama.context import CELL_BLOCK, LlamaContext, NativeBatch
+from cllm.backend.llama.library import DeferredFrees, Library, load
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.runner import NativeBatch
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
 from cllm.tune.trial import ALONE, Measurement, Plan, TrialTask
 
 BETWEEN_STEPS_S = 0.0005  # the engine's own work: long enough for threads that do not poll to fall asleep
-LEAST_S_TO_JUDGE = 0.2  # the system counts in hundredths of a second
+MIN_S_TO_JUDGE = 0.2  # the system counts in hundredths of a second
 LOGIT_ROWS = 128  # of a whole vocabulary each
-MOST_BEGINNINGS = 3  # flash attention and layout are varied one after the other
+MAX_BEGINNINGS = 3  # flash attention and layout are varied one after the other
 
 
 class Beginnings:
@@ -42,8 +41,8 @@ class Beginnings:
         return self._states.get(key)
 
     def keep(self, key: Hashable, state: bytes) -> None:
-        """One more, and no more than `MOST_BEGINNINGS`: the oldest goes."""
-        while len(self._states) >= MOST_BEGINNINGS:
+        """One more, and no more than `MAX_BEGINNINGS`: the oldest goes."""
+        while len(self._states) >= MAX_BEGINNINGS:
             del self._states[next(iter(self._states))]
         self._states[key] = state
 
@@ -119,29 +118,29 @@ class Bench:
             raise EngineError(f"llama_decode returned {code}")
         return elapsed
 
-    def _begin(self, sequence_id: int, length: int) -> None:
+    def _begin(self, seq_id: int, length: int) -> None:
         """The beginning of the text without its time: how it was computed does not matter to what follows."""
         key = (*self._kind, length)
         state = self._beginnings.find(key)
-        if not length or (state is not None and self._context.restore(sequence_id, state)):
+        if not length or (state is not None and self._context.restore(seq_id, state)):
             return
-        self._clear([sequence_id])
-        self._fill(sequence_id, 0, length)
-        self._beginnings.keep(key, self._save(sequence_id))
+        self._clear([seq_id])
+        self._fill(seq_id, 0, length)
+        self._beginnings.keep(key, self._save(seq_id))
 
-    def _fill(self, sequence_id: int, begin: int, end: int) -> float:
+    def _fill(self, seq_id: int, begin: int, end: int) -> float:
         """Compute a part of the text as a prompt, in the largest chunks; seconds for each token."""
         total = 0.0
         for place in range(begin, end, self._batch.capacity):
             tokens = [self._token(at) for at in range(place, min(end, place + self._batch.capacity))]
-            total += self._run([Row(sequence_id, place, tokens, int(place + len(tokens) == end), None)])
+            total += self._run([Row(seq_id, place, tokens, int(place + len(tokens) == end), None)])
         return total / (end - begin)
 
     def _decode(self, ids: Iterable[int]) -> float:
         """The median of some steps with a token of each; the first, which lays things out, is not counted."""
         ids, taken = list(ids), []
         for _ in range(_steps(self._plan, len(ids)) + 1):
-            positions = {sequence_id: self._context.next_position(sequence_id) for sequence_id in ids}
+            positions = {seq_id: self._context.next_position(seq_id) for seq_id in ids}
             rows = [Row(i, position, [self._token(position)], 1, None) for i, position in positions.items()]
             time.sleep(BETWEEN_STEPS_S)
             taken.append(self._run(rows))
@@ -150,21 +149,21 @@ class Bench:
     def _token(self, position: int) -> int:
         return self._text[position % len(self._text)]
 
-    def _save(self, sequence_id: int) -> bytes:
-        state = self._context.save(sequence_id)
+    def _save(self, seq_id: int) -> bytes:
+        state = self._context.save(seq_id)
         if state is None:
             raise EngineError("a sequence's state cannot be saved")
         return state
 
     def _restore(self, ids: Iterable[int], state: bytes) -> None:
         # not llama_memory_seq_cp: in one pool the copies would share their cells, and look cheap
-        for sequence_id in ids:
-            if not self._context.restore(sequence_id, state):
+        for seq_id in ids:
+            if not self._context.restore(seq_id, state):
                 raise EngineError("a sequence's state cannot be restored")
 
     def _clear(self, ids: Iterable[int]) -> None:
-        for sequence_id in ids:
-            self._context.remove(sequence_id)
+        for seq_id in ids:
+            self._context.remove(seq_id)
 
 
 class Trial:
@@ -172,7 +171,7 @@ class Trial:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._graveyard = Graveyard()
+        self._deferred_frees = DeferredFrees()
         self._model: LlamaModel | None = None
         self._loaded: tuple[str, bool, int] | None = None
         self._beginnings = Beginnings()
@@ -185,7 +184,9 @@ class Trial:
             load_s = 0.0 if model is loaded else time.perf_counter() - started
             text = model.vocabulary.tokenize(task.text, add_special=True, parse_special=False)
             plan = task.plan
-            with LlamaContext(self._library, model, _small(task.config, plan), self._graveyard) as context:
+            with LlamaContext(
+                self._library, model, _small(task.config, plan), self._deferred_frees
+            ) as context:
                 bench = Bench(context, text, task, self._beginnings)
                 if plan.perplexity_tokens:
                     measured = Measurement(perplexity=bench.perplexity())
@@ -195,7 +196,7 @@ class Trial:
             measured = Measurement(problem=error.message)
         elapsed, after = time.perf_counter() - started, read_cpu_times()
         others = None
-        if before is not None and after is not None and elapsed >= LEAST_S_TO_JUDGE:
+        if before is not None and after is not None and elapsed >= MIN_S_TO_JUDGE:
             others = max(0.0, after.busy - before.busy - (after.own - before.own)) / elapsed
         return msgspec.structs.replace(measured, load_s=load_s, took_s=elapsed - load_s, others=others)
 
@@ -209,7 +210,7 @@ class Trial:
         self._model = LlamaModel(
             self._library,
             Path(config.model),
-            self._graveyard,
+            self._deferred_frees,
             extra_buffers=config.extra_buffers,
             gpu_layers=config.gpu_layers,
         )

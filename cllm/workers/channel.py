@@ -107,7 +107,7 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended, in a sentence."""
         if self._killed_for:
             return f"the {self.role} process was killed: {self._killed_for}"

@@ -1,6 +1,6 @@
 """Entry point of the child processes: `python -m cllm.workers.engine_worker FD engine|text LOG_LEVEL`.
 
-Beside the CLI, the only place that names the llama backend. The first frame is the configuration; after
+Beside the CLI, the only place that names the llama runner. The first frame is the configuration; after
 that commands come in and reports go out. End of input ends the process, whatever it is doing.
 """
 
@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from cllm.backend.base import Backend
+from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
 from cllm.workers.channel import Channel
@@ -26,26 +26,26 @@ from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Sto
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-MakeBackend = Callable[[EngineConfig, Callable[[float], None]], Backend]
-ServeText = Callable[[Channel, EngineConfig], None]
+MakeRunner = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
+ServeTokenizer = Callable[[Channel, EngineConfig], None]
 
 
-class EngineChild:
+class EngineWorker:
     """A step loop wired to a channel: one thread computes, one reads commands, one beats."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._encoder = msgspec.msgpack.Encoder()
-        self._loop: StepLoop | None = None
+        self._loop: EngineCore | None = None
 
-    def run(self, config: EngineConfig, make_backend: MakeBackend) -> None:
+    def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        backend = make_backend(config, lambda fraction: self._emit(Loading(fraction)))
-        self._loop = loop = StepLoop(backend, config, self._emit)
+        runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
+        self._loop = loop = EngineCore(runner, config, self._emit)
         self._emit(loop.ready)
         threading.Thread(target=self._read_commands, args=(loop,), name="commands", daemon=True).start()
         loop.run()
-        backend.close()
+        runner.close()
 
     def _emit(self, report: Report) -> None:
         try:
@@ -59,7 +59,7 @@ class EngineChild:
             self._emit(Heartbeat(time.perf_counter() - started if started is not None else 0.0))
             time.sleep(HEARTBEAT_S)
 
-    def _read_commands(self, loop: StepLoop) -> None:
+    def _read_commands(self, loop: EngineCore) -> None:
         decoder = msgspec.msgpack.Decoder(Command)
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
@@ -69,20 +69,22 @@ class EngineChild:
         os._exit(0)  # EOF: nobody is left to compute for
 
 
-def _llama_backend(config: EngineConfig, progress: Callable[[float], None]) -> Backend:
-    from cllm.backend.llama.runner import LlamaBackend
+def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
+    from cllm.backend.llama.runner import LlamaRunner
 
-    return LlamaBackend(config, progress=progress)
+    return LlamaRunner(config, progress=progress)
 
 
-def _llama_text(channel: Channel, config: EngineConfig) -> None:
-    from cllm.workers.tokenizer_worker import serve_text
+def _llama_tokenizer(channel: Channel, config: EngineConfig) -> None:
+    from cllm.workers.tokenizer_worker import serve_tokenizer
 
-    serve_text(channel, config)
+    serve_tokenizer(channel, config)
 
 
 def main(
-    arguments: list[str], make_backend: MakeBackend = _llama_backend, serve_text: ServeText = _llama_text
+    arguments: list[str],
+    make_runner: MakeRunner = _llama_runner,
+    serve_tokenizer: ServeTokenizer = _llama_tokenizer,
 ) -> int:
     descriptor, role, log_level = arguments
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # or an abort would start a debugger first
@@ -94,9 +96,9 @@ def main(
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     try:
         if role == "engine":
-            EngineChild(channel).run(config, make_backend)
+            EngineWorker(channel).run(config, make_runner)
         else:
-            serve_text(channel, config)
+            serve_tokenizer(channel, config)
     except CllmError as error:
         channel.send(msgspec.msgpack.encode(Died(error.code, error.message)))
         return 1

@@ -9,18 +9,18 @@ from typing import Protocol
 
 import msgspec
 
-from cllm.backend.base import Backend
+from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.workers.channel import ChildProcess
 from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
-from cllm.workers.tokenizer_client import ChildText, LocalText, TextHost
+from cllm.workers.tokenizer_client import LocalTokenizer, ProcessTokenizer, TokenizerClient
 
 log = logging.getLogger(__name__)
 
 Receive = Callable[[Report], None]
-MakeBackend = Callable[[Callable[[float], None]], Backend]
+MakeRunner = Callable[[Callable[[float], None]], ModelRunner]
 
 
 class Host(Protocol):
@@ -29,7 +29,7 @@ class Host(Protocol):
     restartable: bool
 
     @property
-    def text(self) -> TextHost:
+    def text(self) -> TokenizerClient:
         """Where this model's text work runs; in the thread host only once it is Ready."""
 
     def start(self, receive: Receive) -> None:
@@ -42,20 +42,20 @@ class Host(Protocol):
         """End it and wait until nothing native is left. Idempotent."""
 
 
-class ThreadHost:
+class ThreadExecutor:
     """The engine in a thread of this process: for the Python API. Native death takes the process along."""
 
     restartable = False
 
-    def __init__(self, make_backend: MakeBackend, config: EngineConfig) -> None:
-        self._make_backend = make_backend
+    def __init__(self, make_runner: MakeRunner, config: EngineConfig) -> None:
+        self._make_runner = make_runner
         self._config = config
-        self._loop: StepLoop | None = None
-        self._text: LocalText | None = None
+        self._loop: EngineCore | None = None
+        self._text: LocalTokenizer | None = None
         self._thread: threading.Thread | None = None
 
     @property
-    def text(self) -> TextHost:
+    def text(self) -> TokenizerClient:
         assert self._text is not None, "no text work before the model is loaded"
         return self._text
 
@@ -65,19 +65,19 @@ class ThreadHost:
 
     def _run(self, receive: Receive) -> None:
         try:
-            backend = self._make_backend(lambda fraction: receive(Loading(fraction)))
+            runner = self._make_runner(lambda fraction: receive(Loading(fraction)))
             try:
-                self._loop = loop = StepLoop(backend, self._config, receive)
-                facts = backend.facts
-                self._text = LocalText(
-                    backend.vocabulary, facts.chat_template, tool_template=facts.tool_template
+                self._loop = loop = EngineCore(runner, self._config, receive)
+                info = runner.info
+                self._text = LocalTokenizer(
+                    runner.vocabulary, info.chat_template, tool_template=info.tool_template
                 )
                 receive(loop.ready)
                 loop.run()
             finally:
                 if self._text is not None:
-                    self._text.close()  # first: it reads the backend's vocabulary, from any thread
-                backend.close()
+                    self._text.close()  # first: it reads the runner's vocabulary, from any thread
+                runner.close()
         except CllmError as error:
             receive(Died(error.code, error.message))
         except Exception as error:
@@ -94,7 +94,7 @@ class ThreadHost:
             self._thread.join()
 
 
-class ChildHost:
+class ProcessExecutor:
     """The engine in a child process: for the server. A watchdog kills a child that has gone quiet."""
 
     restartable = True
@@ -112,10 +112,10 @@ class ChildHost:
         self._decoder = msgspec.msgpack.Decoder(Report)
         self._encoder = msgspec.msgpack.Encoder()
         self._child: ChildProcess | None = None
-        self._text: ChildText | None = None
+        self._text: ProcessTokenizer | None = None
 
     @property
-    def text(self) -> TextHost:
+    def text(self) -> TokenizerClient:
         assert self._text is not None, "no text work before start"
         return self._text
 
@@ -126,7 +126,7 @@ class ChildHost:
 
     def start(self, receive: Receive) -> None:
         if self._text is None:
-            self._text = ChildText(self._config, log_level=self._log_level, module=self._module)
+            self._text = ProcessTokenizer(self._config, log_level=self._log_level, module=self._module)
         child = ChildProcess(self._module, "engine", self._log_level, silence_limit_s=self.START_LIMIT_S)
         self._child = child
         child.send(self._encoder.encode(self._config))
@@ -149,7 +149,7 @@ class ChildHost:
                     last_words = report
                 case _:
                     receive(report)
-        receive(last_words or Died("engine_died", child.obituary()))
+        receive(last_words or Died("engine_died", child.exit_reason()))
 
     def send(self, command: Command) -> None:
         if self._child is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cllm.types import Delta, Failure, Limits, ModelFacts, Request, Snapshot
+from cllm.types import Failure, Limits, ModelInfo, Request, RequestOutput, Snapshot
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -49,7 +49,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_s: float = 0.0
     compute_s: float = 0.0
     sample_s: float = 0.0
-    move_s: float = 0.0  # of KV memory, to RAM and back
+    transfer_s: float = 0.0  # of KV memory, to RAM and back
     running: int = 0
     waiting: int = 0
     leases: int = 0
@@ -61,15 +61,15 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_saves: int = 0  # states put into RAM
     prefix_evictions: int = 0  # states pushed out of it
     prefix_bytes: int = 0
-    parked_bytes: int = 0
-    parks: int = 0  # requests that made room for others
-    resumes: int = 0  # and went on from what was saved of them
+    swapped_bytes: int = 0
+    preemptions: int = 0  # requests that made room for others
+    swap_ins: int = 0  # and went on from what was saved of them
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
     """Everything one step brought, for all requests together."""
 
-    deltas: tuple[Delta, ...]
+    deltas: tuple[RequestOutput, ...]
     stats: StepStats
 
 
@@ -94,7 +94,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    facts: ModelFacts
+    info: ModelInfo
     limits: Limits
     memory: dict[str, int] = {}  # bytes, by part
 

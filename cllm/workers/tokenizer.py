@@ -13,7 +13,7 @@ import msgspec
 from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.chat_template import ChatTemplate, Guard
 from cllm.text.prompt import Gap, PromptBuilder, infill_prompt
-from cllm.text.structured_output import ConstraintCompiler
+from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintSpec, Vocabulary
 
 
@@ -105,7 +105,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
-TextTask = (
+TokenizerTask = (
     TokenizeText
     | TokenizeChat
     | TokenizeInfill
@@ -115,22 +115,22 @@ TextTask = (
     | Detokenize
     | CheckConstraint
 )
-TextAnswer = Tokens | TokenLists | Text | Refused
+TokenizerAnswer = Tokens | TokenLists | Text | Refused
 
 
 class Numbered(msgspec.Struct, frozen=True):
     """A task on its way to the text process."""
 
     number: int
-    task: TextTask
+    task: TokenizerTask
 
 
 class NumberedAnswer(msgspec.Struct, frozen=True, tag=True):
     number: int
-    answer: TextAnswer
+    answer: TokenizerAnswer
 
 
-class TextWorker:
+class TokenizerWorker:
     """Does text tasks for one model. Safe from several threads."""
 
     def __init__(
@@ -147,10 +147,10 @@ class TextWorker:
         self._lock = threading.Lock()
 
     @cached_property
-    def _constraints(self) -> ConstraintCompiler:
-        return ConstraintCompiler(self._vocabulary)  # takes half a second: only where it is needed
+    def _constraints(self) -> GrammarCompiler:
+        return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
 
-    def perform(self, task: TextTask) -> TextAnswer:
+    def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
         try:
             match task:

@@ -25,27 +25,27 @@ from cllm.workers.tokenizer import (
     Numbered,
     NumberedAnswer,
     Refused,
-    TextAnswer,
-    TextTask,
-    TextWorker,
+    TokenizerAnswer,
+    TokenizerTask,
+    TokenizerWorker,
     TokenizeText,
 )
 
 log = logging.getLogger(__name__)
 
 
-class TextHost(Protocol):
+class TokenizerClient(Protocol):
     """Answers text tasks. The future fails with a CllmError when the task is refused."""
 
-    def submit(self, task: TextTask) -> Future[TextAnswer]: ...
+    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]: ...
 
-    def abort(self, future: Future[TextAnswer]) -> None:
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
         """Give up on a task, even one that hangs."""
 
     def close(self) -> None: ...
 
 
-def _settle(future: Future[TextAnswer], answer: TextAnswer) -> None:
+def _settle(future: Future[TokenizerAnswer], answer: TokenizerAnswer) -> None:
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, Refused):
@@ -57,18 +57,18 @@ def _settle(future: Future[TextAnswer], answer: TextAnswer) -> None:
         future.set_result(answer)
 
 
-class LocalText:
+class LocalTokenizer:
     """Text work in the caller's thread: for the Python API."""
 
     def __init__(
         self, vocabulary: Vocabulary, template: str | None, *, tool_template: str | None = None
     ) -> None:
-        self._worker = TextWorker(vocabulary, template, tool_template=tool_template)
+        self._worker = TokenizerWorker(vocabulary, template, tool_template=tool_template)
         self._lock = threading.Lock()  # the vocabulary must not be freed while somebody reads it
         self._closed = False
 
-    def submit(self, task: TextTask) -> Future[TextAnswer]:
-        future: Future[TextAnswer] = Future()
+    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
+        future: Future[TokenizerAnswer] = Future()
         with self._lock:
             if self._closed:
                 raise ShuttingDown("the model is closed")
@@ -76,7 +76,7 @@ class LocalText:
         _settle(future, answer)
         return future
 
-    def abort(self, future: Future[TextAnswer]) -> None:
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
         pass
 
     def close(self) -> None:
@@ -85,14 +85,14 @@ class LocalText:
 
 
 class _Pending:
-    def __init__(self, task: TextTask) -> None:
+    def __init__(self, task: TokenizerTask) -> None:
         self.task = task
-        self.future: Future[TextAnswer] = Future()
+        self.future: Future[TokenizerAnswer] = Future()
         self.sent = False
         self.deaths = 0  # of the process while it had the task
 
     @property
-    def death_sentence(self) -> CllmError:
+    def rejection_error(self) -> CllmError:
         """What is said when the process has died of it twice, the second time of it alone."""
         if isinstance(self.task, CheckConstraint):
             field = FIELDS[self.task.spec.kind]
@@ -115,7 +115,7 @@ def _encoded(numbered: Numbered) -> bytes:
         raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
 
 
-class ChildText:
+class ProcessTokenizer:
     """Text work in a process of its own, replaced whenever it dies. A task that kills it twice is refused."""
 
     def __init__(
@@ -136,7 +136,7 @@ class ChildText:
         threading.Thread(target=self._read, args=(child,), name="cllm-text-answers", daemon=True).start()
         return child
 
-    def submit(self, task: TextTask) -> Future[TextAnswer]:
+    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
         with self._lock:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
@@ -159,7 +159,7 @@ class ChildText:
             pending.sent = True
             self._child.send(msgspec.msgpack.encode(Numbered(number, pending.task)))
 
-    def abort(self, future: Future[TextAnswer]) -> None:
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
         with self._lock:
             for number, pending in list(self._pending.items()):
                 if pending.future is future:
@@ -187,10 +187,10 @@ class ChildText:
         failed: list[tuple[_Pending, CllmError]]
         with self._lock:
             if self._closed:
-                failed = [(pending, pending.death_sentence) for pending in self._take(lambda _: True)]
+                failed = [(pending, pending.rejection_error) for pending in self._take(lambda _: True)]
             else:
-                log.warning("the text process ended (%s): starting another", child.obituary())
-                failed = self._judge(child)
+                log.warning("the text process ended (%s): starting another", child.exit_reason())
+                failed = self._blame(child)
                 # With nobody waiting, the next task starts it: one that cannot start must not spin.
                 self._child = self._start() if self._pending else None
                 if self._child is not None:
@@ -199,27 +199,27 @@ class ChildText:
             if pending.future.set_running_or_notify_cancel():
                 pending.future.set_exception(error)
 
-    def _judge(self, child: ChildProcess) -> list[tuple[_Pending, CllmError]]:
+    def _blame(self, child: ChildProcess) -> list[tuple[_Pending, CllmError]]:
         """Who has to answer for the death; all others are to be sent again."""
-        guilty: list[tuple[_Pending, CllmError]] = []
+        rejected: list[tuple[_Pending, CllmError]] = []
         if child.ended_by is signal.SIGPROF:
             # The template's own guard. It is the same for every conversation: none is tried again.
             message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
-            guilty = [
+            rejected = [
                 (pending, InvalidRequest(message, field="messages"))
                 for pending in self._take(lambda pending: pending.sent and pending.renders)
             ]
         elif not self._given_up:
             for pending in self._pending.values():
                 pending.deaths += pending.sent
-            guilty = [
-                (pending, pending.death_sentence)
+            rejected = [
+                (pending, pending.rejection_error)
                 for pending in self._take(lambda pending: pending.deaths > 1)
             ]
         self._given_up = False
         for pending in self._pending.values():
             pending.sent = False
-        return guilty
+        return rejected
 
     def _take(self, which: Callable[[_Pending], bool]) -> list[_Pending]:
         """Those of the pending tasks, taken out."""

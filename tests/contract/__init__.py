@@ -1,1 +1,1 @@
-"""The contracts of `Backend` and of the step loop over it, on the fake and on real llama.cpp alike."""
+"""The contracts of `ModelRunner` and of the step loop over it, on the fake and on real llama.cpp alike."""

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.backend.base import Backend, Batch, Row, StepStatus
+from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
 from cllm.types import SamplingParams
 from tests.contract.harness import Answer, Tokens, feed, text_of
-from tests.contract.kinds import Kind, open_backend
+from tests.contract.kinds import Kind, open_runner
 
 TIE = 0.05  # top-two logits closer than this (alone) may be chosen either way under load
 
 
 class Alone(NamedTuple):
-    """A greedy answer computed by the bare backend, one row at a time on a fresh sequence."""
+    """A greedy answer computed by the bare runner, one row at a time on a fresh sequence."""
 
     tokens: Tokens
     logprobs: tuple[float, ...]
@@ -43,31 +43,29 @@ class Reference:
     def __init__(self, models: dict[str, Path], tally: Tally) -> None:
         self._models = models
         self._tally = tally
-        self._backends: dict[Kind, Backend] = {}
+        self._runners: dict[Kind, ModelRunner] = {}
         self._known: dict[tuple[Kind, Tokens, int, bool], Alone] = {}
 
     def alone(self, kind: Kind, prompt: Tokens, max_tokens: int, *, endless: bool = False) -> Alone:
         """What a prompt says alone; `endless` is `ignore_eos`."""
         key = (kind, prompt, max_tokens, endless)
         if key not in self._known:
-            self._known[key] = run_alone(self._backend(kind), prompt, max_tokens, endless=endless)
+            self._known[key] = run_alone(self._runner(kind), prompt, max_tokens, endless=endless)
         return self._known[key]
 
     def says(self, kind: Kind, tokens: Tokens) -> dict[int, float]:
         """The likeliest after these tokens, computed at once on a fresh sequence."""
-        backend = self._backend(kind)
-        found = feed(backend, 0, tokens, 8)
-        backend.truncate(0, 0)
+        runner = self._runner(kind)
+        found = feed(runner, 0, tokens, 8)
+        runner.truncate(0, 0)
         assert found is not None
         return dict(found.top)
 
-    def _backend(self, kind: Kind) -> Backend:
+    def _runner(self, kind: Kind) -> ModelRunner:
         kind = kind._replace(unified=False)  # alone, the layout is no matter
-        if kind not in self._backends:
-            self._backends[kind] = open_backend(
-                self._models, kind, sequences=1, cells=1024, batch_tokens=1024
-            )
-        return self._backends[kind]
+        if kind not in self._runners:
+            self._runners[kind] = open_runner(self._models, kind, sequences=1, cells=1024, batch_tokens=1024)
+        return self._runners[kind]
 
     def check(
         self, kind: Kind, prompt: Tokens, max_tokens: int, answer: Answer, *, endless: bool = False
@@ -97,34 +95,34 @@ class Reference:
             self._tally["parted"] += 1
             done += same + 1
         assert len(rest) == len(alone.tokens), "the answer ended early, or late"
-        assert answer.text == text_of(self._backend(kind).vocabulary, answer.tokens)
+        assert answer.text == text_of(self._runner(kind).vocabulary, answer.tokens)
         self._tally["answers"] += 1
         self._tally["tokens"] += len(answer.tokens)
 
     def close(self) -> None:
-        for backend in self._backends.values():
-            backend.close()
+        for runner in self._runners.values():
+            runner.close()
 
 
-def run_alone(backend: Backend, prompt: Sequence[int], max_tokens: int, *, endless: bool = False) -> Alone:
+def run_alone(runner: ModelRunner, prompt: Sequence[int], max_tokens: int, *, endless: bool = False) -> Alone:
     """Greedy generation straight on the seam; leaves the sequence empty."""
-    sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=endless))
+    sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=endless))
     tokens: list[int] = []
     logprobs: list[float] = []
     near: list[frozenset[int]] = []
     pending = prompt
     while len(tokens) < max_tokens:
-        result = backend.forward(Batch((Row(0, backend.next_position(0), pending, 1, sampler, logprobs=8),)))
+        result = runner.forward(Batch((Row(0, runner.next_position(0), pending, 1, sampler, logprobs=8),)))
         assert result.status is StepStatus.DONE
         (found,) = result.rows[0].logprobs
-        if backend.vocabulary.is_end(found.token):
+        if runner.vocabulary.is_end(found.token):
             break
         tokens.append(found.token)
         logprobs.append(found.logprob)
         near.append(frozenset(token for token, logprob in found.top if logprob > found.logprob - TIE))
         pending = [found.token]
     sampler.close()
-    backend.truncate(0, 0)
+    runner.truncate(0, 0)
     return Alone(tuple(tokens), tuple(logprobs), tuple(near))
 
 

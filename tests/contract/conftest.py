@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from tests.contract.drawing import Logits
 from tests.contract.harness import native
-from tests.contract.kinds import DENSE, open_backend
+from tests.contract.kinds import DENSE, open_runner
 from tests.tiny_models import VOCABULARY
 
 
 @pytest.fixture(scope="module")
-def backend(models: dict[str, Path]) -> Iterator[LlamaBackend]:
+def runner(models: dict[str, Path]) -> Iterator[LlamaRunner]:
     """A dense model of three sequences, for tests that leave it empty."""
-    backend = open_backend(models, DENSE, sequences=3)
-    yield native(backend)
-    backend.close()
+    runner = open_runner(models, DENSE, sequences=3)
+    yield native(runner)
+    runner.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Row
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.types import SamplingParams
 from tests.tiny_models import VOCABULARY
@@ -32,29 +32,29 @@ def probabilities(logits: Logits) -> npt.NDArray[np.float64]:
     return np.asarray(weights / weights.sum())
 
 
-def choose(backend: LlamaBackend, sampler: LlamaSampler, logits: Logits) -> int:
+def choose(runner: LlamaRunner, sampler: LlamaSampler, logits: Logits) -> int:
     """The token a step with this one output would give."""
-    (result,) = backend.chooser.choose((Row(0, 0, (0,), 1, sampler),), logits[None].copy())
+    (result,) = runner.batch_sampler.choose((Row(0, 0, (0,), 1, sampler),), logits[None].copy())
     assert result.error is None, result.error
     return result.tokens[0]
 
 
 def draws(
-    backend: LlamaBackend, logits: Logits, count: int = 300, *, history: Sequence[int] = (), **sampling: Any
+    runner: LlamaRunner, logits: Logits, count: int = 300, *, history: Sequence[int] = (), **sampling: Any
 ) -> list[int]:
     """Tokens one sampler draws from the same row, one after the other."""
-    sampler = backend.create_sampler(SamplingParams(**{**OFF, "seed": 11, **sampling}))
+    sampler = runner.create_sampler(SamplingParams(**{**OFF, "seed": 11, **sampling}))
     sampler.accept(history)
     found = []
     for _ in range(count):
-        found.append(choose(backend, sampler, logits))
+        found.append(choose(runner, sampler, logits))
     sampler.close()
     return found
 
 
-def first_draws(backend: LlamaBackend, logits: Logits, seeds: int = 200, **sampling: Any) -> set[int]:
+def first_draws(runner: LlamaRunner, logits: Logits, seeds: int = 200, **sampling: Any) -> set[int]:
     """What samplers with different seeds draw first, together."""
-    return {draws(backend, logits, 1, seed=seed, **sampling)[0] for seed in range(seeds)}
+    return {draws(runner, logits, 1, seed=seed, **sampling)[0] for seed in range(seeds)}
 
 
 def likeliest(logits: Logits, count: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""What the contract tests share: a backend that is watched, a loop driven by hand, small words for both."""
+"""What the contract tests share: a runner that is watched, a loop driven by hand, small words for both."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from cllm.backend.base import Backend, Batch, BatchKind, Drafter, Row, Sampler, StepResult, StepStatus
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.base import Batch, BatchKind, Drafter, ModelRunner, Row, Sampler, StepResult, StepStatus
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
-from cllm.core.kv_cache.transfer import MemorySpeed
-from cllm.core.step_cost import GuessClock, StepClock, StepCost, StepShape
+from cllm.core.engine_core import EngineCore
+from cllm.core.kv_cache.transfer import BandwidthEstimate
+from cllm.core.step_cost import GuessClock, StepCost, StepCostModel, StepShape
 from cllm.testing import FakeSampler
 from cllm.types import (
-    Delta,
     FinishReason,
     Limits,
-    ModelFacts,
+    ModelInfo,
     Request,
+    RequestOutput,
     SamplingParams,
     TokenLogprob,
     Usage,
@@ -34,13 +34,13 @@ GREEDY = SamplingParams(temperature=0)
 Tokens = tuple[int, ...]
 
 
-class Watched(Backend):
-    """A backend that checks what its caller hands it, remembers it, and fails where `fail` says so.
+class CheckedRunner(ModelRunner):
+    """A runner that checks what its caller hands it, remembers it, and fails where `fail` says so.
 
     `fail` gets the running number of a forward and its batch; a result that it returns is the forward's.
     """
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: ModelRunner) -> None:
         self.inner = inner
         self.fail: Callable[[int, Batch], StepResult | None] = lambda number, batch: None
         self.batches: list[Batch] = []
@@ -48,8 +48,8 @@ class Watched(Backend):
         self.saves = 0
 
     @property
-    def facts(self) -> ModelFacts:
-        return self.inner.facts
+    def info(self) -> ModelInfo:
+        return self.inner.info
 
     @property
     def limits(self) -> Limits:
@@ -60,11 +60,11 @@ class Watched(Backend):
         return self.inner.vocabulary
 
     def forward(self, batch: Batch) -> StepResult:
-        ids = [row.sequence_id for row in batch.rows]
+        ids = [row.seq_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
         assert batch.token_count <= self.limits.batch_tokens
         for row in batch.rows if batch.kind is BatchKind.GENERATE else ():
-            assert row.position == self.inner.next_position(row.sequence_id), "law 3"
+            assert row.position == self.inner.next_position(row.seq_id), "law 3"
         self.batches.append(batch)
         failed = self.fail(len(self.batches) - 1, batch)
         return self.inner.forward(batch) if failed is None else failed
@@ -76,21 +76,21 @@ class Watched(Backend):
         self.samplers.append(self.inner.create_sampler(params))
         return self.samplers[-1]
 
-    def next_position(self, sequence_id: int) -> int:
-        return self.inner.next_position(sequence_id)
+    def next_position(self, seq_id: int) -> int:
+        return self.inner.next_position(seq_id)
 
-    def truncate(self, sequence_id: int, length: int) -> int:
-        return self.inner.truncate(sequence_id, length)
+    def truncate(self, seq_id: int, length: int) -> int:
+        return self.inner.truncate(seq_id, length)
 
     def copy(self, source: int, target: int, length: int) -> int:
         return self.inner.copy(source, target, length)
 
-    def save(self, sequence_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> bytes | None:
         self.saves += 1
-        return self.inner.save(sequence_id)
+        return self.inner.save(seq_id)
 
-    def restore(self, sequence_id: int, state: bytes) -> bool:
-        return self.inner.restore(sequence_id, state)
+    def restore(self, seq_id: int, state: bytes) -> bool:
+        return self.inner.restore(seq_id, state)
 
     def open_embedding(self) -> None:
         self.inner.open_embedding()
@@ -129,7 +129,7 @@ class Answer:
     error_message: str = ""
     ids: set[int] = field(default_factory=set)  # sequence ids it was computed under
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: RequestOutput) -> None:
         assert self.finish_reason is None, "law 4: a delta after the last one"
         self.text += delta.text
         self.tokens += delta.tokens
@@ -150,7 +150,7 @@ class Answer:
         return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
 
 
-class StoppedClock(StepClock):
+class StoppedClock(StepCostModel):
     """Costs that no measurement changes, so that the same is decided every time."""
 
     def __init__(self, cost: StepCost | None) -> None:
@@ -161,7 +161,7 @@ class StoppedClock(StepClock):
         pass
 
 
-class StoppedSpeed(MemorySpeed):
+class StoppedSpeed(BandwidthEstimate):
     """Moving memory to RAM and back costs what was guessed, whatever else the machine does meanwhile."""
 
     def observe(self, size: int, seconds: float) -> None:
@@ -175,21 +175,21 @@ class StoppedGuessClock(GuessClock):
         return None
 
 
-class Drive:
+class StepDriver:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
     def __init__(
         self,
-        backend: Backend,
+        runner: ModelRunner,
         *,
-        park_mb: int = 64,
+        swap_space_mb: int = 64,
         cache_mb: int = 0,
         new_drafter: Callable[[], Drafter] | None = None,
         **settings: Any,
     ) -> None:
-        self.backend = backend if isinstance(backend, Watched) else Watched(backend)
-        config = EngineConfig(threads=1, park_mb=park_mb, cache_ram_mb=cache_mb, **settings)
-        self.loop = StepLoop(self.backend, config, self._take, new_drafter=new_drafter)
+        self.runner = runner if isinstance(runner, CheckedRunner) else CheckedRunner(runner)
+        config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
+        self.loop = EngineCore(self.runner, config, self._take, new_drafter=new_drafter)
         self.scheduler = self.loop.scheduler
         self.answers: dict[str, Answer] = {}
 
@@ -216,10 +216,10 @@ class Drive:
         for _ in range(count):
             self.loop.step()
             leases = self.scheduler.pool.leases
-            assert len({lease.sequence_id for lease in leases}) == len(leases)
+            assert len({lease.seq_id for lease in leases}) == len(leases)
             assert len({lease.request_id for lease in leases}) == len(leases)
             for lease in leases:
-                self.answers[lease.request_id].ids.add(lease.sequence_id)
+                self.answers[lease.request_id].ids.add(lease.seq_id)
 
     def finish(self, steps: int = 20_000) -> dict[str, Answer]:
         """Step until everybody is answered; then everything is zero (law 7)."""
@@ -235,10 +235,10 @@ class Drive:
         self.scheduler.check_idle()
         assert self.scheduler.pool.leases == () and not self.scheduler.pool.retired
         assert self.scheduler.cells_used == 0
-        assert [self.backend.next_position(i) for i in range(self.backend.limits.sequences)] == [
+        assert [self.runner.next_position(i) for i in range(self.runner.limits.sequences)] == [
             0
-        ] * self.backend.limits.sequences
-        assert self.backend.open_samplers == 0
+        ] * self.runner.limits.sequences
+        assert self.runner.open_samplers == 0
         assert all(answer.finish_reason is not None for answer in self.answers.values())
 
 
@@ -262,21 +262,21 @@ def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> str:
     return decoder.decode(b"".join(map(vocabulary.piece, tokens)))
 
 
-def feed(backend: Backend, sequence_id: int, tokens: Sequence[int], logprobs: int = 0) -> TokenLogprob | None:
+def feed(runner: ModelRunner, seq_id: int, tokens: Sequence[int], logprobs: int = 0) -> TokenLogprob | None:
     """Put tokens behind what a sequence holds, in steps as large as they may be.
 
     With `logprobs`, what the model says of the next token; the choice is greedy.
     """
-    size = backend.limits.batch_tokens
-    sampler = backend.create_sampler(GREEDY)
+    size = runner.limits.batch_tokens
+    sampler = runner.create_sampler(GREEDY)
     found: TokenLogprob | None = None
     for begin in range(0, len(tokens), size):
         chunk = tokens[begin : begin + size]
         last = begin + size >= len(tokens)
-        position = backend.next_position(sequence_id)
+        position = runner.next_position(seq_id)
         outputs = 1 if last and logprobs else 0
-        result = backend.forward(
-            Batch((Row(sequence_id, position, chunk, outputs, sampler, logprobs=logprobs * outputs),))
+        result = runner.forward(
+            Batch((Row(seq_id, position, chunk, outputs, sampler, logprobs=logprobs * outputs),))
         )
         assert result.status is StepStatus.DONE
         if outputs:
@@ -285,27 +285,25 @@ def feed(backend: Backend, sequence_id: int, tokens: Sequence[int], logprobs: in
     return found
 
 
-def says(backend: Backend, sequence_id: int, token: int, count: int = 8) -> dict[int, float]:
+def says(runner: ModelRunner, seq_id: int, token: int, count: int = 8) -> dict[int, float]:
     """What a sequence says after one more token: the likeliest tokens and their logprobs."""
-    found = feed(backend, sequence_id, [token], count)
+    found = feed(runner, seq_id, [token], count)
     assert found is not None
     return dict(found.top)
 
 
-def row(backend: Backend, sequence_id: int, tokens: Sequence[int], outputs: int = 0) -> Row:
-    return Row(
-        sequence_id, backend.next_position(sequence_id), tokens, outputs, backend.create_sampler(GREEDY)
-    )
+def row(runner: ModelRunner, seq_id: int, tokens: Sequence[int], outputs: int = 0) -> Row:
+    return Row(seq_id, runner.next_position(seq_id), tokens, outputs, runner.create_sampler(GREEDY))
 
 
 class Aborts:
     """llama.cpp's abort callback: counts the graph nodes of a decode, and stops it at node `at`."""
 
-    def __init__(self, backend: LlamaBackend) -> None:
+    def __init__(self, runner: LlamaRunner) -> None:
         self.nodes = 0
         self.at: int | None = None
-        self._callback = backend._api.ggml_abort_callback(self._called)
-        self.backend = backend
+        self._callback = runner._api.ggml_abort_callback(self._called)
+        self.runner = runner
 
     def _called(self, _: Any) -> bool:
         self.nodes += 1
@@ -313,7 +311,7 @@ class Aborts:
 
     @contextmanager
     def watching(self) -> Iterator[Aborts]:
-        api, pointer = self.backend._api, self.backend._context.pointer
+        api, pointer = self.runner._api, self.runner._context.pointer
         api.llama_set_abort_callback(pointer, self._callback, None)
         try:
             yield self
@@ -321,8 +319,8 @@ class Aborts:
             api.llama_set_abort_callback(pointer, api.ggml_abort_callback(), None)
 
 
-def native(backend: Backend) -> LlamaBackend:
-    """The real backend inside."""
-    inner = backend.inner if isinstance(backend, Watched) else backend
-    assert isinstance(inner, LlamaBackend)
+def native(runner: ModelRunner) -> LlamaRunner:
+    """The real runner inside."""
+    inner = runner.inner if isinstance(runner, CheckedRunner) else runner
+    assert isinstance(inner, LlamaRunner)
     return inner

@@ -1,4 +1,4 @@
-"""The kinds of backend every contract is tried on."""
+"""The kinds of runner every contract is tried on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.backend.base import Backend
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.base import ModelRunner
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
-from cllm.testing import FakeBackend
+from cllm.testing import FakeRunner
 
-Opened = Callable[..., Backend]  # the fixture `opened`
+Opened = Callable[..., ModelRunner]  # the fixture `opened`
 
 
 class Kind(NamedTuple):
-    """A backend to run a contract on: the fake, or a tiny model on llama.cpp, in one layout of KV."""
+    """A runner to run a contract on: the fake, or a tiny model on llama.cpp, in one layout of KV."""
 
     model: str
     unified: bool = False
@@ -56,7 +56,7 @@ LAYOUTS = tuple(kind for kind in KINDS if kind.flash)  # for what does not depen
 NATIVE_LAYOUTS = tuple(kind for kind in NATIVE if kind.flash)
 
 
-def open_backend(
+def open_runner(
     models: dict[str, Path],
     kind: Kind,
     *,
@@ -64,11 +64,11 @@ def open_backend(
     cells: int = 0,
     batch_tokens: int = 64,
     request_tokens: int = 0,
-) -> Backend:
-    """A new backend; `cells` are KV cells in all, by default 512 for each sequence."""
+) -> ModelRunner:
+    """A new runner; `cells` are KV cells in all, by default 512 for each sequence."""
     cells = cells or 512 * sequences
     if not kind.native:
-        return FakeBackend(
+        return FakeRunner(
             sequences=sequences,
             cells=cells,
             batch_tokens=batch_tokens,
@@ -76,7 +76,7 @@ def open_backend(
             unified=kind.unified,
             trimmable=not kind.recurrent,
         )
-    return LlamaBackend(
+    return LlamaRunner(
         EngineConfig(
             model=str(models[kind.model]),
             parallel=sequences,

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import pytest
 
 from cllm.backend.base import Row
-from cllm.backend.llama.batch_sampler import WORTH_A_THREAD, Candidates, Chooser, CommonCandidates, Cut, best
+from cllm.backend.llama.batch_sampler import WORTH_A_THREAD, BatchSampler
+from cllm.backend.llama.candidates import BatchCandidates, Candidates, TopKPrefilter, best
 from cllm.backend.llama.library import load
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import DryPrototypes, build_chain
 from cllm.types import SamplingParams, TokenMask
 
@@ -52,7 +53,7 @@ def chain_of(api: Any, params: SamplingParams) -> Any:
 def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, masked: str) -> None:
     api = load().api
     params = SamplingParams(**{"seed": 3, **sampling})
-    cut, nothing_cut = Cut(params), Cut(SamplingParams(temperature=0))
+    cut, nothing_cut = TopKPrefilter(params), TopKPrefilter(SamplingParams(temperature=0))
     assert cut.exists
     assert not nothing_cut.exists
     with_cut, without = chain_of(api, params), chain_of(api, params)
@@ -69,12 +70,12 @@ def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, mask
 def test_rows_that_are_cut_together_choose_what_each_chooses_alone(spread: float) -> None:
     api = load().api
     params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
-    params = [each for each in params if Cut(each).narrows(SIZE)]
+    params = [each for each in params if TopKPrefilter(each).narrows(SIZE)]
     assert len(params) == len(CUTTING) - 1
-    alone, together = Candidates(api, SIZE), CommonCandidates(api)
-    nothing_cut = Cut(SamplingParams(temperature=0))
+    alone, together = Candidates(api, SIZE), BatchCandidates(api)
+    nothing_cut = TopKPrefilter(SamplingParams(temperature=0))
     chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
-    cuts = [Cut(each) for each in params]
+    cuts = [TopKPrefilter(each) for each in params]
     for seed in range(5):
         logits = rows(seed, len(params), spread)
         logits[:, [0, 5, SIZE - 1]] = -np.inf  # as excluded ones are
@@ -99,7 +100,7 @@ def mask_of(kind: str, seed: int) -> TokenMask | None:
 
 @pytest.mark.parametrize("sampling", LOOKING_AT_ALL, ids=str)
 def test_a_chain_that_looks_at_every_token_gets_every_token(sampling: dict[str, Any]) -> None:
-    cut = Cut(SamplingParams(**sampling))
+    cut = TopKPrefilter(SamplingParams(**sampling))
     assert not cut.exists
 
 
@@ -112,34 +113,35 @@ def test_the_best_allowed_token_is_found_and_ties_go_to_the_lowest() -> None:
         best(logits, np.zeros(5, np.bool_))
 
 
-def test_threads_choose_what_one_thread_chooses(backend: LlamaBackend) -> None:
+def test_threads_choose_what_one_thread_chooses(runner: LlamaRunner) -> None:
     count = 2 * WORTH_A_THREAD // SIZE
     logits = rows(1, count, 3.0)
     found = []
     for threads in (1, 3):
-        chooser = Chooser(load().api, SIZE, threads)
-        samplers = [backend.create_sampler(SamplingParams(seed=seed)) for seed in range(count)]
+        batch_sampler = BatchSampler(load().api, SIZE, threads)
+        samplers = [runner.create_sampler(SamplingParams(seed=seed)) for seed in range(count)]
         batch = [Row(index, 0, (0,), 1, sampler) for index, sampler in enumerate(samplers)]
-        found.append([[chooser.choose(batch, logits.copy()) for _ in range(3)]])
+        found.append([[batch_sampler.choose(batch, logits.copy()) for _ in range(3)]])
         for sampler in samplers:
             sampler.close()
-        chooser.close()
+        batch_sampler.close()
     assert found[0] == found[1]
 
 
-def test_drafts_are_taken_as_long_as_they_are_what_would_be_chosen(backend: LlamaBackend) -> None:
+def test_drafts_are_taken_as_long_as_they_are_what_would_be_chosen(runner: LlamaRunner) -> None:
     logits = rows(2, 4, 3.0)
     for params in (SamplingParams(temperature=0), SamplingParams(seed=5)):
-        chooser = Chooser(load().api, SIZE, 1)
-        alone = backend.create_sampler(params)
+        batch_sampler = BatchSampler(load().api, SIZE, 1)
+        alone = runner.create_sampler(params)
         expected = [
-            chooser.choose((Row(0, 0, (0,), 1, alone),), line[None].copy())[0].tokens[0] for line in logits
+            batch_sampler.choose((Row(0, 0, (0,), 1, alone),), line[None].copy())[0].tokens[0]
+            for line in logits
         ]
         for right in range(4):
-            sampler = backend.create_sampler(params)
+            sampler = runner.create_sampler(params)
             drafts = [token if place < right else token + 1 for place, token in enumerate(expected[:3])]
-            (result,) = chooser.choose((Row(0, 0, (9, *drafts), 4, sampler),), logits.copy())
+            (result,) = batch_sampler.choose((Row(0, 0, (9, *drafts), 4, sampler),), logits.copy())
             assert list(result.tokens) == expected[: right + 1]
             sampler.close()
         alone.close()
-        chooser.close()
+        batch_sampler.close()

@@ -1,4 +1,4 @@
-"""What every backend promises of a batch: its rows, its refusals, and what those leave behind."""
+"""What every runner promises of a batch: its rows, its refusals, and what those leave behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ native_kinds = pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.lab
 
 @every_kind
 def test_rows_together_say_what_they_say_apart(kind: Kind, opened: Opened, reference: Reference) -> None:
-    backend = opened(kind)
+    runner = opened(kind)
     prompts = {0: words(0, 9), 1: words(1, 30), 2: words(2, 9)}
-    rows = tuple(row(backend, i, prompt, 1)._replace(logprobs=8) for i, prompt in prompts.items())
-    result = backend.forward(Batch(rows))
+    rows = tuple(row(runner, i, prompt, 1)._replace(logprobs=8) for i, prompt in prompts.items())
+    result = runner.forward(Batch(rows))
     assert result.status is StepStatus.DONE and len(result.rows) == 3
     for i, prompt in prompts.items():
         assert_alike(kind, dict(result.rows[i].logprobs[0].top), reference.says(kind, prompt))
@@ -27,23 +27,23 @@ def test_rows_together_say_what_they_say_apart(kind: Kind, opened: Opened, refer
 
 @every_kind
 def test_a_row_that_wants_no_output_gets_none(kind: Kind, opened: Opened) -> None:
-    backend = opened(kind)
-    rows = (row(backend, 0, (65, 66), 0), row(backend, 1, (65, 66), 1), row(backend, 2, (65,), 0))
-    result = backend.forward(Batch(rows))
+    runner = opened(kind)
+    rows = (row(runner, 0, (65, 66), 0), row(runner, 1, (65, 66), 1), row(runner, 2, (65,), 0))
+    result = runner.forward(Batch(rows))
     assert [len(outcome.tokens) for outcome in result.rows] == [0, 1, 0]
     assert all(outcome.logprobs == () for outcome in result.rows)
 
 
 @every_kind
 def test_a_batch_over_the_limit_raises_and_nothing_is_computed(kind: Kind, opened: Opened) -> None:
-    backend = opened(kind, batch_tokens=32)
-    assert backend.limits.batch_tokens == 32
+    runner = opened(kind, batch_tokens=32)
+    assert runner.limits.batch_tokens == 32
     with pytest.raises((ValueError, AssertionError)):
-        backend.forward(Batch((row(backend, 0, words(0, 33)),)))
+        runner.forward(Batch((row(runner, 0, words(0, 33)),)))
     with pytest.raises((ValueError, AssertionError)):
-        backend.forward(Batch((row(backend, 0, words(0, 16)), row(backend, 1, words(1, 17)))))
-    assert [backend.next_position(i) for i in range(3)] == [0, 0, 0]
-    assert backend.forward(Batch((row(backend, 0, words(0, 32)),))).status is StepStatus.DONE
+        runner.forward(Batch((row(runner, 0, words(0, 16)), row(runner, 1, words(1, 17)))))
+    assert [runner.next_position(i) for i in range(3)] == [0, 0, 0]
+    assert runner.forward(Batch((row(runner, 0, words(0, 32)),))).status is StepStatus.DONE
 
 
 # Was (llama): neither order nor repetition nor range of ids is checked. Repeated ids get each other's
@@ -53,11 +53,11 @@ def test_a_batch_over_the_limit_raises_and_nothing_is_computed(kind: Kind, opene
 def test_rows_out_of_order_repeated_or_out_of_range_are_the_callers_bug(
     kind: Kind, ids: tuple[int, ...], opened: Opened
 ) -> None:
-    backend = opened(kind)
-    sampler = backend.create_sampler(GREEDY)
+    runner = opened(kind)
+    sampler = runner.create_sampler(GREEDY)
     with pytest.raises((ValueError, AssertionError, IndexError)):
-        backend.forward(Batch(tuple(Row(i, 0, (65,), 1, sampler) for i in ids)))
-    assert [backend.next_position(i) for i in range(3)] == [0, 0, 0]
+        runner.forward(Batch(tuple(Row(i, 0, (65,), 1, sampler) for i in ids)))
+    assert [runner.next_position(i) for i in range(3)] == [0, 0, 0]
 
 
 @native_kinds
@@ -65,52 +65,52 @@ def test_rows_out_of_order_repeated_or_out_of_range_are_the_callers_bug(
 def test_a_refused_batch_leaves_the_memory_as_it_was(
     kind: Kind, fault: str, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 20))
-    feed(backend, 1, words(1, 20))
-    good, bad = row(backend, 0, (65,), 1), row(backend, 1, (65,), 1)
+    runner = opened(kind)
+    feed(runner, 0, words(0, 20))
+    feed(runner, 1, words(1, 20))
+    good, bad = row(runner, 0, (65,), 1), row(runner, 1, (65,), 1)
     match fault:
         case "no such token":
-            bad = bad._replace(tokens=(backend.vocabulary.size,))
+            bad = bad._replace(tokens=(runner.vocabulary.size,))
         case "negative token":
             bad = bad._replace(tokens=(-1,))
         case "gap":
             bad = bad._replace(position=bad.position + 1)
         case _:
             bad = bad._replace(position=bad.position - 1)
-    result = backend.forward(Batch((good, bad)))
+    result = runner.forward(Batch((good, bad)))
     assert result.status is StepStatus.BAD_BATCH and result.rows == ()
     assert result.status.memory_intact
     for i in range(2):
-        assert backend.next_position(i) == 20
-        assert_alike(kind, says(backend, i, 65), reference.says(kind, (*words(i, 20), 65)))
+        assert runner.next_position(i) == 20
+        assert_alike(kind, says(runner, i, 65), reference.says(kind, (*words(i, 20), 65)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.unified and not kind.recurrent])
 def test_no_room_leaves_the_memory_as_it_was(kind: Kind, opened: Opened, reference: Reference) -> None:
-    backend = opened(kind, sequences=3, cells=256, request_tokens=256)
+    runner = opened(kind, sequences=3, cells=256, request_tokens=256)
     prompts = {0: words(0, 150), 1: words(1, 90)}
     for i, prompt in prompts.items():
-        feed(backend, i, prompt)
-    result = backend.forward(Batch((row(backend, 0, (65,), 1), row(backend, 2, words(2, 16), 1))))
+        feed(runner, i, prompt)
+    result = runner.forward(Batch((row(runner, 0, (65,), 1), row(runner, 2, words(2, 16), 1))))
     assert result.status is StepStatus.NO_ROOM and result.code == 1 and result.rows == ()
     assert result.status.memory_intact
-    assert [backend.next_position(i) for i in range(3)] == [150, 90, 0]
+    assert [runner.next_position(i) for i in range(3)] == [150, 90, 0]
     for i, prompt in prompts.items():
-        assert_alike(kind, says(backend, i, 65), reference.says(kind, (*prompt, 65)))
+        assert_alike(kind, says(runner, i, 65), reference.says(kind, (*prompt, 65)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if not kind.unified and not kind.recurrent])
 def test_one_stream_that_is_full_says_no_room_and_the_others_go_on(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind, sequences=2, cells=512)
-    feed(backend, 0, words(0, 256))
-    feed(backend, 1, words(1, 20))
-    result = backend.forward(Batch((row(backend, 0, (65,), 1), row(backend, 1, (65,), 1))))
+    runner = opened(kind, sequences=2, cells=512)
+    feed(runner, 0, words(0, 256))
+    feed(runner, 1, words(1, 20))
+    result = runner.forward(Batch((row(runner, 0, (65,), 1), row(runner, 1, (65,), 1))))
     assert result.status is StepStatus.NO_ROOM
-    assert [backend.next_position(i) for i in range(2)] == [256, 20]
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*words(1, 20), 65)))
+    assert [runner.next_position(i) for i in range(2)] == [256, 20]
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(1, 20), 65)))
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_every_return_code_has_its_status(code: int, status: StepStatus, intact:
 
 @native_kinds
 def test_limits_are_read_from_the_context(kind: Kind, opened: Opened) -> None:
-    backend = opened(kind, sequences=3, cells=3 * 512, batch_tokens=64)
-    limits = backend.limits
+    runner = opened(kind, sequences=3, cells=3 * 512, batch_tokens=64)
+    limits = runner.limits
     assert (limits.sequences, limits.cells, limits.batch_tokens) == (3, 1536, 64)
     assert limits.sequence_cells == (1536 if kind.unified else 512)
     assert limits.request_tokens == 512, "the layout must not decide who gets a 400"
-    assert native(backend)._context.ubatch_tokens == 64
-    assert backend.facts.recurrent is kind.recurrent
-    assert backend.facts.sliding_window == (64 if kind.model == "sliding" else 0)
-    assert backend.facts.vocabulary_size == backend.vocabulary.size == 512
+    assert native(runner)._context.ubatch_tokens == 64
+    assert runner.info.recurrent is kind.recurrent
+    assert runner.info.sliding_window == (64 if kind.model == "sliding" else 0)
+    assert runner.info.vocabulary_size == runner.vocabulary.size == 512

@@ -11,15 +11,15 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.backend.llama.draft_model import DraftModel
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, ask, words
+from tests.contract.harness import StepDriver, ask, words
 from tests.contract.kinds import DENSE
 from tests.tiny_models import make_dense
 
-Drafted = Callable[..., LlamaBackend]
+Drafted = Callable[..., LlamaRunner]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drafted(models: dict[str, Path]) -> Iterator[Drafted]:
-    backends: list[LlamaBackend] = []
+    runners: list[LlamaRunner] = []
 
-    def make(draft: Path, model: str = "dense", *, unified: bool = False) -> LlamaBackend:
+    def make(draft: Path, model: str = "dense", *, unified: bool = False) -> LlamaRunner:
         config = EngineConfig(
             model=str(models[model]),
             draft_model=str(draft),
@@ -42,24 +42,24 @@ def drafted(models: dict[str, Path]) -> Iterator[Drafted]:
             batch_tokens=64,
             unified_kv=unified,
         )
-        backends.append(LlamaBackend(config))
-        return backends[-1]
+        runners.append(LlamaRunner(config))
+        return runners[-1]
 
     yield make
-    for backend in backends:
-        backend.close()
+    for runner in runners:
+        runner.close()
 
 
-def drafts_of(backend: LlamaBackend) -> DraftModel:
-    assert backend._drafts is not None
-    return backend._drafts
+def drafts_of(runner: LlamaRunner) -> DraftModel:
+    assert runner._drafts is not None
+    return runner._drafts
 
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_a_model_that_guesses_for_itself_is_right(
     unified: bool, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    drive = Drive(drafted(models["dense"], unified=unified)).stop_clocks()
+    drive = StepDriver(drafted(models["dense"], unified=unified)).stop_clocks()
     drive.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
     answer = drive.finish()["r"]
     reference.check(DENSE, words(1, 150), 60, answer, endless=True)
@@ -71,7 +71,7 @@ def test_a_model_that_guesses_for_itself_is_right(
 def test_another_model_is_mostly_wrong_and_changes_nothing(
     drafted: Drafted, other: Path, reference: Reference
 ) -> None:
-    drive = Drive(drafted(other)).stop_clocks()
+    drive = StepDriver(drafted(other)).stop_clocks()
     for seed in range(4):
         drive.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
         answer = drive.finish()[f"r{seed}"]
@@ -84,7 +84,7 @@ def test_several_at_once_and_one_after_another(
     drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
     """Two get guesses at a time; those who come later find memory of those before."""
-    drive = Drive(drafted(models["dense"]), draft_tokens=24, cache_mb=16).stop_clocks()
+    drive = StepDriver(drafted(models["dense"]), draft_tokens=24, cache_mb=16).stop_clocks()
     prompts = {f"r{seed}": words(seed % 4, 20 + seed % 4 * 9) for seed in range(9)}
     drive.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
     answers = drive.finish()
@@ -115,7 +115,7 @@ def test_the_small_models_memory_follows_the_text(drafted: Drafted, models: dict
         del fresh
         text += [*guesses[: step % 4], 65 + step]
     for slot in model._slots:
-        assert model._backend.next_position(slot.number) == len(slot.held)
+        assert model._runner.next_position(slot.number) == len(slot.held)
     assert following.propose(list(words(6, 510)), 5) == [], "beyond what a request may hold"
 
 
@@ -123,8 +123,8 @@ def test_the_small_models_memory_follows_the_text(drafted: Drafted, models: dict
 def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
     status: StepStatus | None, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    backend = drafted(models["dense"])
-    inner = drafts_of(backend)._backend
+    runner = drafted(models["dense"])
+    inner = drafts_of(runner)._runner
     forward, calls = inner.forward, []
 
     def failing(batch: Batch) -> StepResult:
@@ -136,7 +136,7 @@ def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
         return StepResult(status, code=-3)
 
     inner.forward = failing  # type: ignore[method-assign]
-    drive = Drive(backend).stop_clocks()
+    drive = StepDriver(runner).stop_clocks()
     drive.submit(ask("r", words(1, 30), 60, ignore_eos=True))
     answer = drive.finish()["r"]
     reference.check(DENSE, words(1, 30), 60, answer, endless=True)

@@ -20,12 +20,12 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import load
 from cllm.backend.llama.memory import EmbeddingMemory, prepare
 from cllm.backend.llama.model import PairFrame
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
 from cllm.types import EmbedLimits, Pooling, Request
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, Tokens, ask, words
+from tests.contract.harness import StepDriver, Tokens, ask, words
 from tests.contract.kinds import DENSE
 from tests.tiny_encoders import CLS, SEP, TOKENS, make_encoder, make_reranker
 
@@ -85,24 +85,24 @@ def files(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return {**models, **encoders, "reranker": make_reranker(folder / "reranker.gguf")}
 
 
-Open = Callable[..., LlamaBackend]
+Open = Callable[..., LlamaRunner]
 
 
 @pytest.fixture
 def opened_for(files: dict[str, Path]) -> Iterator[Open]:
-    """Backends that are ready to embed, closed when the test is over."""
-    backends: list[LlamaBackend] = []
+    """Runners that are ready to embed, closed when the test is over."""
+    runners: list[LlamaRunner] = []
 
-    def make(name: str, **settings: Any) -> LlamaBackend:
+    def make(name: str, **settings: Any) -> LlamaRunner:
         plain = {"parallel": 2, "ctx_size": 1024, "threads": 1, "batch_tokens": 128, **settings}
-        backend = LlamaBackend(prepare(EngineConfig(model=str(files[name]), **plain)))
-        backend.open_embedding()
-        backends.append(backend)
-        return backend
+        runner = LlamaRunner(prepare(EngineConfig(model=str(files[name]), **plain)))
+        runner.open_embedding()
+        runners.append(runner)
+        return runner
 
     yield make
-    for backend in backends:
-        backend.close()
+    for runner in runners:
+        runner.close()
 
 
 @pytest.fixture
@@ -122,29 +122,29 @@ def cosine(a: Vector, b: Vector) -> float:
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
-def embed(backend: LlamaBackend, *inputs: Sequence[int]) -> list[Vector]:
+def embed(runner: LlamaRunner, *inputs: Sequence[int]) -> list[Vector]:
     """All inputs in one batch; the memory is empty afterwards."""
     rows = tuple(Row(number, 0, tuple(tokens), 1, None) for number, tokens in enumerate(inputs))
-    result = backend.forward(Batch(rows, BatchKind.EMBED))
+    result = runner.forward(Batch(rows, BatchKind.EMBED))
     assert result.status is StepStatus.DONE
-    assert cells(backend) == 0
+    assert cells(runner) == 0
     return [np.frombuffer(outcome.vector, np.float32) for outcome in result.rows]
 
 
-def in_chunks(backend: LlamaBackend, tokens: Sequence[int], *ends: int) -> Vector:
+def in_chunks(runner: LlamaRunner, tokens: Sequence[int], *ends: int) -> Vector:
     begin = 0
     for end in (*ends, len(tokens)):
         row = Row(0, begin, tuple(tokens[begin:end]), int(end == len(tokens)), None)
-        result = backend.forward(Batch((row,), BatchKind.EMBED))
+        result = runner.forward(Batch((row,), BatchKind.EMBED))
         assert result.status is StepStatus.DONE
         begin = end
-    assert cells(backend) == 0
+    assert cells(runner) == 0
     return np.frombuffer(result.rows[0].vector, np.float32)
 
 
-def cells(backend: LlamaBackend) -> int:
-    assert backend._embedding is not None
-    return backend._embedding.cells_used
+def cells(runner: LlamaRunner) -> int:
+    assert runner._embedding is not None
+    return runner._embedding.cells_used
 
 
 def inputs_for(name: str, *lengths: int) -> list[Tokens]:
@@ -157,15 +157,15 @@ def inputs_for(name: str, *lengths: int) -> list[Tokens]:
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_says_what_it_says_alone(name: str, opened_for: Open, bare: Callable[..., Bare]) -> None:
-    backend = opened_for(name)
-    assert not backend.facts.generates and backend.facts.pooling.value == name.partition("-")[2]
-    assert backend.facts.vector_length == 64 and not backend.limits.embed.chunked
-    alone = bare(name, CODES[backend.facts.pooling.value])
+    runner = opened_for(name)
+    assert not runner.info.generates and runner.info.pooling.value == name.partition("-")[2]
+    assert runner.info.vector_length == 64 and not runner.limits.embed.chunked
+    alone = bare(name, CODES[runner.info.pooling.value])
     inputs = inputs_for(name, 1, 2, 30, 7, 30, 50)
-    together = embed(backend, *inputs)
+    together = embed(runner, *inputs)
     for tokens, vector in zip(inputs, together, strict=True):
         assert cosine(vector, alone.tokens(tokens)[0]) > SAME
-        assert cosine(vector, embed(backend, tokens)[0]) > SAME, "alone or in a batch"
+        assert cosine(vector, embed(runner, tokens)[0]) > SAME, "alone or in a batch"
     assert cosine(together[2], together[4]) < 0.99, "different inputs have different vectors"
 
 
@@ -174,13 +174,13 @@ def test_an_encoder_says_what_it_says_alone(name: str, opened_for: Open, bare: C
 def test_a_generative_model_says_what_it_says_alone(
     name: str, pooling: str, opened_for: Open, bare: Callable[..., Bare]
 ) -> None:
-    backend = opened_for(name, pooling=pooling)
-    assert backend.facts.generates and backend.limits.embed.chunked
+    runner = opened_for(name, pooling=pooling)
+    assert runner.info.generates and runner.limits.embed.chunked
     alone = bare(name, CODES[pooling])
     inputs = inputs_for(name, 1, 20, 3, 40, 20)
-    for tokens, vector in zip(inputs, embed(backend, *inputs), strict=True):
+    for tokens, vector in zip(inputs, embed(runner, *inputs), strict=True):
         assert cosine(vector, alone.tokens(tokens)[0]) > SAME
-        assert cosine(vector, embed(backend, tokens)[0]) > SAME
+        assert cosine(vector, embed(runner, tokens)[0]) > SAME
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -188,11 +188,11 @@ def test_a_generative_model_says_what_it_says_alone(
 def test_a_long_input_in_chunks_is_the_input_as_a_whole(
     name: str, pooling: str, opened_for: Open, bare: Callable[..., Bare]
 ) -> None:
-    backend = opened_for(name, pooling=pooling)
+    runner = opened_for(name, pooling=pooling)
     (tokens,) = inputs_for(name, 300)
     wanted = bare(name, CODES[pooling]).tokens(tokens)[0]
-    assert cosine(in_chunks(backend, tokens, 128, 256), wanted) > SAME
-    assert cosine(in_chunks(backend, tokens, 1, 100, 101, 229), wanted) > SAME
+    assert cosine(in_chunks(runner, tokens, 128, 256), wanted) > SAME
+    assert cosine(in_chunks(runner, tokens, 1, 100, 101, 229), wanted) > SAME
 
 
 @pytest.mark.parametrize(
@@ -211,18 +211,18 @@ def test_pooling_means_what_it_says(
 
 
 def test_the_default_of_a_model_that_says_nothing_is_the_mean(opened_for: Open) -> None:
-    assert opened_for("dense").facts.pooling is Pooling.MEAN
+    assert opened_for("dense").info.pooling is Pooling.MEAN
 
 
 def test_a_reranker_scores_a_pair(opened_for: Open, bare: Callable[..., Bare]) -> None:
-    backend = opened_for("reranker")
-    assert backend.facts.pooling is Pooling.RANK and backend.facts.vector_length == 1
+    runner = opened_for("reranker")
+    assert runner.info.pooling is Pooling.RANK and runner.info.vector_length == 1
     alone = bare("reranker", CODES["rank"])
     pairs = [
-        backend.vocabulary.tokenize_pair("hello", text) for text in ("hello you", "x", "9 lives", "q" * 90)
+        runner.vocabulary.tokenize_pair("hello", text) for text in ("hello you", "x", "9 lives", "q" * 90)
     ]
-    scores = [float(vector[0]) for vector in embed(backend, *pairs[:3])]
-    scores.append(float(embed(backend, pairs[3])[0][0]))
+    scores = [float(vector[0]) for vector in embed(runner, *pairs[:3])]
+    scores.append(float(embed(runner, pairs[3])[0][0]))
     wanted = [float(alone.tokens(pair)[0][0]) for pair in pairs]
     np.testing.assert_allclose(scores, wanted, atol=1e-3)
     assert len({round(score, 3) for score in scores}) == 4, "every pair has its own score"
@@ -256,79 +256,79 @@ def test_a_template_for_pairs_is_filled_and_never_parsed_out_of_the_texts(opened
 def test_a_refused_batch_leaves_the_memory_empty_and_the_next_right(
     name: str, fault: str, opened_for: Open
 ) -> None:
-    backend = opened_for(name)
+    runner = opened_for(name)
     good, other = inputs_for(name, 20, 20)
-    before = embed(backend, good)[0]
-    bad = (*other[:-1], backend.vocabulary.size if fault == "no such token" else -1)
+    before = embed(runner, good)[0]
+    bad = (*other[:-1], runner.vocabulary.size if fault == "no such token" else -1)
     rows = (Row(0, 0, good, 1, None), Row(1, 0, bad, 1, None))
-    result = backend.forward(Batch(rows, BatchKind.EMBED))
+    result = runner.forward(Batch(rows, BatchKind.EMBED))
     assert result.status is StepStatus.BAD_BATCH and result.rows == ()
-    assert cells(backend) == 0
-    assert cosine(embed(backend, good)[0], before) > SAME
+    assert cells(runner) == 0
+    assert cosine(embed(runner, good)[0], before) > SAME
 
 
 @pytest.mark.parametrize("name", ["encoder-mean", *DECODERS])
 def test_an_aborted_batch_leaves_the_memory_empty_and_the_next_right(name: str, opened_for: Open) -> None:
-    backend = opened_for(name)
-    assert backend._embedding is not None
+    runner = opened_for(name)
+    assert runner._embedding is not None
     good, other = inputs_for(name, 60, 30)
-    before = embed(backend, good)[0]
-    api, pointer = backend._api, backend._embedding.pointer
+    before = embed(runner, good)[0]
+    api, pointer = runner._api, runner._embedding.pointer
     nodes = iter(range(1000))
     stop = api.ggml_abort_callback(lambda _: next(nodes) >= 20)
     api.llama_set_abort_callback(pointer, stop, None)
     rows = (Row(0, 0, good, 1, None), Row(1, 0, other, 1, None))
-    result = backend.forward(Batch(rows, BatchKind.EMBED))
+    result = runner.forward(Batch(rows, BatchKind.EMBED))
     api.llama_set_abort_callback(pointer, api.ggml_abort_callback(), None)
     assert result.status is StepStatus.ABORTED
-    assert cells(backend) == 0
-    assert cosine(embed(backend, good)[0], before) > SAME
+    assert cells(runner) == 0
+    assert cosine(embed(runner, good)[0], before) > SAME
 
 
 @pytest.mark.parametrize("name", ["dense", "recurrent"])
 def test_a_forgotten_half_leaves_nothing_behind(name: str, opened_for: Open) -> None:
-    backend = opened_for(name)
+    runner = opened_for(name)
     (tokens,) = inputs_for(name, 100)
-    before = embed(backend, tokens)[0]
+    before = embed(runner, tokens)[0]
     half = Row(0, 0, tokens[:50], 0, None)
-    assert backend.forward(Batch((half,), BatchKind.EMBED)).rows[0].vector == b""
-    assert cells(backend) > 0
-    backend.reset_embedding()
-    assert cells(backend) == 0
-    assert cosine(embed(backend, tokens)[0], before) > SAME
+    assert runner.forward(Batch((half,), BatchKind.EMBED)).rows[0].vector == b""
+    assert cells(runner) > 0
+    runner.reset_embedding()
+    assert cells(runner) == 0
+    assert cosine(embed(runner, tokens)[0], before) > SAME
 
 
 @pytest.mark.parametrize("name", ["encoder-mean", "dense"])
 def test_a_batch_over_the_limit_raises_and_nothing_is_computed(name: str, opened_for: Open) -> None:
-    backend = opened_for(name, embed_tokens=200)
-    limits = backend.limits.embed
+    runner = opened_for(name, embed_tokens=200)
+    limits = runner.limits.embed
     assert limits.tokens == 200 and limits.batch_tokens == 128
     most = limits.batch_tokens if limits.chunked else limits.tokens
     (tokens,) = inputs_for(name, most + 1)
     with pytest.raises(ValueError, match="over the limit"):
-        embed(backend, tokens)
-    assert cells(backend) == 0
-    embed(backend, tokens[:-1])
+        embed(runner, tokens)
+    assert cells(runner) == 0
+    embed(runner, tokens[:-1])
 
 
 # Was: llama.cpp dies (GGML_ASSERT) while it lays out a graph whose tokens the rows do not divide.
 @pytest.mark.parametrize("name", ["encoder-mean", "dense"])
 @pytest.mark.parametrize(("embed_tokens", "batch_tokens"), [(1, 128), (7, 33), (200, 100), (333, 512)])
 def test_any_limits_will_do(name: str, embed_tokens: int, batch_tokens: int, opened_for: Open) -> None:
-    backend = opened_for(name, embed_tokens=embed_tokens, batch_tokens=batch_tokens)
-    limits = backend.limits.embed
+    runner = opened_for(name, embed_tokens=embed_tokens, batch_tokens=batch_tokens)
+    limits = runner.limits.embed
     (tokens,) = inputs_for(name, limits.tokens)
-    embed(backend, tokens[: limits.batch_tokens])
+    embed(runner, tokens[: limits.batch_tokens])
     if not limits.chunked:
-        embed(backend, tokens)
+        embed(runner, tokens)
 
 
 def test_as_many_rows_as_a_step_may_have(opened_for: Open) -> None:
     for name in ("encoder-mean", *DECODERS):
-        backend = opened_for(name)
-        inputs = inputs_for(name, *[4] * backend.limits.embed.rows)
-        vectors = embed(backend, *inputs)
-        assert cosine(vectors[-1], embed(backend, inputs[-1])[0]) > SAME
+        runner = opened_for(name)
+        inputs = inputs_for(name, *[4] * runner.limits.embed.rows)
+        vectors = embed(runner, *inputs)
+        assert cosine(vectors[-1], embed(runner, inputs[-1])[0]) > SAME
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -336,8 +336,8 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
     name: str, opened_for: Open, reference: Reference, bare: Callable[..., Bare]
 ) -> None:
     kind = DENSE._replace(model=name)
-    backend = opened_for(name)
-    drive = Drive(backend)
+    runner = opened_for(name)
+    drive = StepDriver(runner)
     alone = bare(name, CODES["mean"])
     inputs = inputs_for(name, 10, 300, 40, 128, 5, 60)
     vectors: dict[str, tuple[bytes, ...]] = {}
@@ -360,27 +360,27 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
     for call in ("e0", "e1"):
         for tokens, data in zip(inputs, vectors[call], strict=True):
             assert cosine(np.frombuffer(data, np.float32), alone.tokens(tokens)[0]) > SAME
-    kinds = [batch.kind for batch in drive.backend.batches]
+    kinds = [batch.kind for batch in drive.runner.batches]
     assert BatchKind.EMBED in kinds and BatchKind.GENERATE in kinds
-    assert cells(backend) == 0
+    assert cells(runner) == 0
 
 
 def test_nobody_pays_who_does_not_embed(files: dict[str, Path]) -> None:
     config = EngineConfig(model=str(files["dense"]), parallel=1, ctx_size=512, threads=1)
-    backend = LlamaBackend(prepare(config))
-    assert backend._embedding is None
-    backend.reset_embedding()
-    backend.close()
+    runner = LlamaRunner(prepare(config))
+    assert runner._embedding is None
+    runner.reset_embedding()
+    runner.close()
 
 
 def test_memory_stays_flat(opened_for: Open) -> None:
     for name in ("encoder-mean", "dense"):
-        backend = opened_for(name)
+        runner = opened_for(name)
         inputs = inputs_for(name, 60, 5, 40)
 
-        def some(count: int, backend: LlamaBackend = backend, inputs: list[Tokens] = inputs) -> int:
+        def some(count: int, runner: LlamaRunner = runner, inputs: list[Tokens] = inputs) -> int:
             for _ in range(count):
-                embed(backend, *inputs)
+                embed(runner, *inputs)
             return resident()
 
         before = some(50)
@@ -410,8 +410,8 @@ def test_memory_is_counted_before_it_is_taken(
     # Of a model that generates, they are counted when the first is asked for.
     config = EngineConfig(model=str(files["dense"]), parallel=2, ctx_size=1024, threads=1)
     too_large = pytest.raises(NotEnoughMemory, match="not enough memory for embeddings")
-    with closing(LlamaBackend(config)) as backend, too_large:
-        backend.open_embedding()
+    with closing(LlamaRunner(config)) as runner, too_large:
+        runner.open_embedding()
 
 
 def test_a_ranking_head_that_is_not_there_is_refused(files: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.errors import EngineDied
 from cllm.workers.messages import Submit
 from tests.contract.alone import Reference
-from tests.contract.harness import Aborts, Answer, Drive, Watched, ask, native, words
+from tests.contract.harness import Aborts, Answer, CheckedRunner, StepDriver, ask, native, words
 from tests.contract.kinds import LAYOUTS, NATIVE_LAYOUTS, Kind, Opened
 
 every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
@@ -21,7 +21,7 @@ native_kinds = pytest.mark.parametrize("kind", NATIVE_LAYOUTS, ids=lambda kind: 
 LENGTHS = {0: 320, 1: 20, 2: 310, 3: 65, 4: 1}
 
 
-def computing(part: str, backend: Watched, batch: Batch) -> None:
+def computing(part: str, runner: CheckedRunner, batch: Batch) -> None:
     """Really compute some of a batch, sampling nothing, as a step that breaks off does."""
     rows = [row._replace(outputs=0) for row in batch.rows]
     match part:
@@ -32,16 +32,16 @@ def computing(part: str, backend: Watched, batch: Batch) -> None:
             rows = rows[: (len(rows) + 1) // 2]
             rows[-1] = rows[-1]._replace(tokens=rows[-1].tokens[: (len(rows[-1].tokens) + 1) // 2])
     if rows:
-        assert backend.inner.forward(Batch(tuple(rows))).status is StepStatus.DONE
+        assert runner.inner.forward(Batch(tuple(rows))).status is StepStatus.DONE
 
 
 def failing(
-    backend: Watched, part: str, status: StepStatus, when: Callable[[int], bool]
+    runner: CheckedRunner, part: str, status: StepStatus, when: Callable[[int], bool]
 ) -> Callable[[int, Batch], StepResult | None]:
     def fail(number: int, batch: Batch) -> StepResult | None:
         if not when(number):
             return None
-        computing(part, backend, batch)
+        computing(part, runner, batch)
         return StepResult(status, code=2 if status is StepStatus.ABORTED else -3)
 
     return fail
@@ -61,8 +61,8 @@ def failing(
 def test_a_failed_step_is_undone_whatever_it_had_computed(
     kind: Kind, part: str, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
-    drive.backend.fail = failing(drive.backend, part, status, lambda number: number in (2, 7, 9, 13))
+    drive = StepDriver(opened(kind))
+    drive.runner.fail = failing(drive.runner, part, status, lambda number: number in (2, 7, 9, 13))
     drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in LENGTHS.items()))
     answers = drive.finish()
     for seed, length in LENGTHS.items():
@@ -78,8 +78,8 @@ def test_a_failed_step_is_undone_whatever_it_had_computed(
 def test_steps_aborted_one_after_the_other_only_cost_time(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
-    drive.backend.fail = failing(drive.backend, "all", StepStatus.ABORTED, lambda number: number % 4 != 0)
+    drive = StepDriver(opened(kind))
+    drive.runner.fail = failing(drive.runner, "all", StepStatus.ABORTED, lambda number: number % 4 != 0)
     drive.submit(*(ask(f"r{seed}", words(seed, 30), 5) for seed in range(4)))
     answers = drive.finish()
     for seed in range(4):
@@ -88,8 +88,8 @@ def test_steps_aborted_one_after_the_other_only_cost_time(
 
 @every_kind
 def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told(kind: Kind, opened: Opened) -> None:
-    drive = Drive(opened(kind))
-    drive.backend.fail = failing(drive.backend, "half", StepStatus.FAILED, lambda number: number in (3, 4))
+    drive = StepDriver(opened(kind))
+    drive.runner.fail = failing(drive.runner, "half", StepStatus.FAILED, lambda number: number in (3, 4))
     for seed in range(5):
         drive.answers[f"r{seed}"] = Answer()
         drive.loop.inbox.put(Submit(ask(f"r{seed}", words(seed, 30), 8)))
@@ -105,20 +105,20 @@ def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
 ) -> None:
     # Was (recurrent): llama.cpp swaps the cells of sequences while it lays out a physical batch, and copies
     # the states inside the graph. Aborted before that, "r3" (of a later physical batch of the same decode)
-    # is left with somebody else's state at its own right position. See Scheduler._cut_back.
+    # is left with somebody else's state at its own right position. See Scheduler._rollback_step.
     lengths = {0: 70, 1: 70, 2: 4, 3: 1}
-    drive = Drive(opened(kind, sequences=4))
+    drive = StepDriver(opened(kind, sequences=4))
     drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
-    aborts = Aborts(native(drive.backend))
+    aborts = Aborts(native(drive.runner))
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         aborts.at = 0 if number == 1 else None
-        return drive.backend.inner.forward(batch)
+        return drive.runner.inner.forward(batch)
 
-    drive.backend.fail = fail
+    drive.runner.fail = fail
     with aborts.watching():
         answers = drive.finish()
-    assert [row.sequence_id for row in drive.backend.batches[1].rows] == [0, 2, 3]
+    assert [row.seq_id for row in drive.runner.batches[1].rows] == [0, 2, 3]
     for seed, length in lengths.items():
         reference.check(kind, words(seed, length), 6, answers[f"r{seed}"])
 
@@ -128,24 +128,24 @@ def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
 def test_a_decode_that_llama_aborts_at_any_node_leaves_every_text_right(
     kind: Kind, seed: int, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=4))
+    drive = StepDriver(opened(kind, sequences=4))
     source = random.Random(seed)
     lengths = {number: source.choice([1, 5, 40, 70, 310]) for number in range(10)}
     drive.submit(*(ask(f"r{number}", words(number, length), 6) for number, length in lengths.items()))
-    aborts = Aborts(native(drive.backend))
+    aborts = Aborts(native(drive.runner))
     aborted: list[Batch] = []
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         aborts.nodes = 0
         # not for ever: a recurrent model starts anew each time
         aborts.at = source.randrange(60) if number % 3 and len(aborted) < 12 else None
-        result = drive.backend.inner.forward(batch)
+        result = drive.runner.inner.forward(batch)
         if result.status is not StepStatus.DONE:
             assert result.status is StepStatus.ABORTED and result.code == 2 and result.rows == ()
             aborted.append(batch)
         return result
 
-    drive.backend.fail = fail
+    drive.runner.fail = fail
     with aborts.watching():
         answers = drive.finish()
     assert len(aborted) > 5, "too few decodes were aborted: this proves nothing"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, StoppedClock, ask, words
+from tests.contract.harness import StepDriver, StoppedClock, ask, words
 from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
 
 
 def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(DENSE))
+    drive = StepDriver(opened(DENSE))
     prompt = words(1, 20)
     costs = set()
     for number in range(1000):
         drive.submit(ask(f"r{number}", prompt, 4))
         drive.finish()
         answer = drive.answers.pop(f"r{number}")
-        drive.backend.batches.clear()
-        drive.backend.samplers.clear()
+        drive.runner.batches.clear()
+        drive.runner.samplers.clear()
         reference.check(DENSE, prompt, 4, answer)
         costs.add(answer.work)
     (cost,) = costs
@@ -32,7 +32,7 @@ def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, ref
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 def test_identical_crowds_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
-    drive = Drive(opened(kind, sequences=3))
+    drive = StepDriver(opened(kind, sequences=3))
     drive.scheduler.budget.clock = StoppedClock(None)  # no measurement decides on chunks or holes
     lengths = {"a": 9, "b": 3, "c": 14, "d": 5, "e": 1}
 
@@ -49,7 +49,7 @@ def test_identical_crowds_cost_exactly_the_same(kind: Kind, opened: Opened) -> N
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 def test_a_crowd_leaves_nothing_that_a_later_request_pays_for(kind: Kind, opened: Opened) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     drive.submit(ask("before", words(1, 100), 5))
     before = drive.finish()["before"]
     drive.submit(*(ask(f"r{seed}", words(seed, 1 + 11 * seed), 7) for seed in range(20)))

@@ -11,7 +11,7 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import FinishReason
 from cllm.workers.messages import Cancel, Stop, Submit
 from tests.contract.alone import Reference
-from tests.contract.harness import Answer, Drive, ask, words
+from tests.contract.harness import Answer, StepDriver, ask, words
 from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
 
 every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
@@ -20,21 +20,21 @@ every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.labe
 class Watching:
     """A drive that posts cancels while a forward runs, and remembers what became of each forward."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: StepDriver) -> None:
         self.drive = drive
         self.results: list[StepStatus] = []
         self.leaving: dict[int, str] = {}  # number of the forward -> who leaves while it runs
-        drive.backend.fail = self._forward
+        drive.runner.fail = self._forward
 
     def _forward(self, number: int, batch: Batch) -> StepResult:
         if (name := self.leaving.get(number)) is not None:
             self.drive.loop.post(Cancel(name))
-        result = self.drive.backend.inner.forward(batch)
+        result = self.drive.runner.inner.forward(batch)
         self.results.append(result.status)
         return result
 
     def finish(self) -> dict[str, Answer]:
-        """Like `Drive.finish`, with the inbox read between two steps as the loop does."""
+        """Like `StepDriver.finish`, with the inbox read between two steps as the loop does."""
         while not self.drive.scheduler.idle:
             assert self.drive.loop._take_commands()
             self.drive.step()
@@ -45,7 +45,7 @@ class Watching:
 def test_a_cancel_in_mid_prefill_ends_the_step_and_the_others_say_what_they_would_alone(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     watching = Watching(drive)
     drive.submit(
         ask("stays", words(1, 40), 12), ask("leaves", words(2, 300), 6), ask("also", words(3, 20), 12)
@@ -63,7 +63,7 @@ def test_a_cancel_in_mid_prefill_ends_the_step_and_the_others_say_what_they_woul
 def test_a_step_in_which_the_leaving_only_generates_is_not_ended(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     watching = Watching(drive)
     drive.submit(ask("leaves", words(1, 4), 50))
     drive.step(3)
@@ -76,7 +76,7 @@ def test_a_step_in_which_the_leaving_only_generates_is_not_ended(
 
 
 def test_two_steps_in_a_row_are_not_taken_from_the_neighbours(opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(DENSE, sequences=4, batch_tokens=256))
+    drive = StepDriver(opened(DENSE, sequences=4, batch_tokens=256))
     watching = Watching(drive)
     drive.submit(*(ask(f"leaves{n}", words(n, 60), 6) for n in range(3)), ask("stays", words(9, 60), 6))
     watching.leaving = {0: "leaves0", 1: "leaves1", 2: "leaves2"}
@@ -90,17 +90,17 @@ def test_two_steps_in_a_row_are_not_taken_from_the_neighbours(opened: Opened, re
 @pytest.mark.parametrize("command", [Cancel("long"), Stop()], ids=["cancel", "stop"])
 def test_a_native_decode_is_stopped_while_it_runs(opened: Opened, command: Cancel | Stop) -> None:
     """The flag is raised from another thread, in the middle of one decode of 4000 tokens."""
-    drive = Drive(opened(DENSE, sequences=1, cells=4096, batch_tokens=4096))
+    drive = StepDriver(opened(DENSE, sequences=1, cells=4096, batch_tokens=4096))
     drive.answers["long"] = Answer()
     entered = threading.Event()
     statuses: list[StepResult] = []
 
     def forward(number: int, batch: Batch) -> StepResult:
         entered.set()
-        statuses.append(drive.backend.inner.forward(batch))
+        statuses.append(drive.runner.inner.forward(batch))
         return statuses[-1]
 
-    drive.backend.fail = forward
+    drive.runner.fail = forward
     loop = threading.Thread(target=drive.loop.run)
     loop.start()
     drive.loop.post(Submit(ask("long", words(1, 4000), 4)))

@@ -6,7 +6,7 @@ import pytest
 
 from cllm.types import FinishReason
 from tests.contract.alone import Reference
-from tests.contract.harness import Answer, Drive, ask, feed, words
+from tests.contract.harness import Answer, StepDriver, ask, feed, words
 from tests.contract.kinds import Kind, Opened
 
 POOLED = (
@@ -22,9 +22,11 @@ LENGTHS = {1: 70, 2: 40, 3: 64, 4: 90}  # and the answers: together three to fou
 GENERATED = 250 - 90
 
 
-def crowd(kind: Kind, opened: Opened, park_mb: int) -> Drive:
+def crowd(kind: Kind, opened: Opened, swap_space_mb: int) -> StepDriver:
     """Four requests that together want four times the cells there are."""
-    drive = Drive(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS), park_mb=park_mb)
+    drive = StepDriver(
+        opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS), swap_space_mb=swap_space_mb
+    )
     drive.submit(
         *(
             ask(f"r{seed}", words(seed, length), GENERATED, ignore_eos=True)
@@ -46,12 +48,12 @@ def recomputed(answers: dict[str, Answer]) -> int:
 def test_the_parked_are_resumed_from_ram_token_for_token(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = crowd(kind, opened, park_mb=64)
-    budget = drive.scheduler.parking.bytes_left
+    drive = crowd(kind, opened, swap_space_mb=64)
+    budget = drive.scheduler.swap.bytes_left
     answers = drive.finish()
-    assert drive.backend.saves > 0, "nobody was parked: this proves nothing"
+    assert drive.runner.saves > 0, "nobody was parked: this proves nothing"
     assert recomputed(answers) == 0, "what was saved is not computed again"
-    assert drive.scheduler.parking.bytes_left == budget
+    assert drive.scheduler.swap.bytes_left == budget
     check_texts(kind, reference, answers)
     drive.submit(*(ask(f"later{seed}", words(seed, 30), 6) for seed in range(6)))
     drive.finish()
@@ -60,10 +62,10 @@ def test_the_parked_are_resumed_from_ram_token_for_token(
 
 
 def test_without_ram_to_park_in_they_are_recomputed(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = crowd(kind, opened, park_mb=0)
+    drive = crowd(kind, opened, swap_space_mb=0)
     answers = drive.finish()
     assert recomputed(answers) > 0
-    assert drive.scheduler.parking.bytes_left == 0
+    assert drive.scheduler.swap.bytes_left == 0
     check_texts(kind, reference, answers)
     oldest = answers["r1"]
     assert oldest.ids == {0} and oldest.recomputed == 0, "it is never parked"
@@ -72,13 +74,13 @@ def test_without_ram_to_park_in_they_are_recomputed(kind: Kind, opened: Opened, 
 def test_a_parked_request_can_be_cancelled_and_gives_its_ram_back(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = crowd(kind, opened, park_mb=64)
-    budget = drive.scheduler.parking.bytes_left
-    while drive.scheduler.parking.bytes_left == budget and not drive.scheduler.idle:
+    drive = crowd(kind, opened, swap_space_mb=64)
+    budget = drive.scheduler.swap.bytes_left
+    while drive.scheduler.swap.bytes_left == budget and not drive.scheduler.idle:
         drive.step()
     parked = drive.scheduler.snapshot().waiting[0]  # it is older than who has not begun
     drive.scheduler.cancel(parked)
-    assert drive.scheduler.parking.bytes_left == budget
+    assert drive.scheduler.swap.bytes_left == budget
     answers = drive.finish()
     assert answers.pop(parked).finish_reason is FinishReason.CANCELLED
     for seed, length in LENGTHS.items():
@@ -89,8 +91,8 @@ def test_a_parked_request_can_be_cancelled_and_gives_its_ram_back(
 def test_a_lone_sequence_that_cannot_go_on_ends_with_length(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS))
-    feed(drive.backend, 3, words(9, CELLS - 20))  # somebody's cells that no one will give back
+    drive = StepDriver(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS))
+    feed(drive.runner, 3, words(9, CELLS - 20))  # somebody's cells that no one will give back
     drive.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
     drive.step(30)
     assert drive.scheduler.idle
@@ -98,6 +100,6 @@ def test_a_lone_sequence_that_cannot_go_on_ends_with_length(
     assert answer.finish_reason is FinishReason.LENGTH
     # 12 of the prompt and 8 of the answer are computed; the ninth is known but finds no room
     assert len(answer.tokens) == 9 and answer.work.cells == 20
-    drive.backend.truncate(3, 0)
+    drive.runner.truncate(3, 0)
     drive.check_idle()
     reference.check(kind, words(2, 12), 9, answer, endless=True)

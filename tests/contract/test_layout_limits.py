@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cllm.backend.llama.context import request_share
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 
@@ -25,9 +25,9 @@ def test_a_request_may_have_the_same_size_in_both_layouts(
         config = EngineConfig(
             model=str(models[kind]), ctx_size=cells, parallel=parallel, unified_kv=unified, threads=1
         )
-        backend = LlamaBackend(config)
-        allowed[unified] = backend.limits.request_tokens
-        backend.close()
+        runner = LlamaRunner(config)
+        allowed[unified] = runner.limits.request_tokens
+        runner.close()
     assert allowed[False] == allowed[True]
     if cells:
         assert allowed[False] == request_share(cells, parallel)
@@ -44,18 +44,18 @@ def test_an_explicit_limit_within_a_streams_share_too(models: dict[str, Path], t
             max_request_tokens=tokens,
             threads=1,
         )
-        backend = LlamaBackend(config)
-        assert backend.limits.request_tokens == tokens
-        backend.close()
+        runner = LlamaRunner(config)
+        assert runner.limits.request_tokens == tokens
+        runner.close()
 
 
 def test_most_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -> None:
     def context(**settings: Any) -> tuple[int, bool]:
         config = EngineConfig(model=str(models["dense"]), ctx_size=512, parallel=1, **settings)
-        backend = LlamaBackend(config)
-        governor = backend._context.workers.governor
-        found = backend._context.api.llama_n_threads(backend._context.pointer), governor is not None
-        backend.close()
+        runner = LlamaRunner(config)
+        governor = runner._context.workers.governor
+        found = runner._context.api.llama_n_threads(runner._context.pointer), governor is not None
+        runner.close()
         return found
 
     assert context(max_threads=1) == (1, True), "adapts, within the limit"

@@ -11,39 +11,39 @@ import numpy.typing as npt
 import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import SamplingParams, TokenLogprob
 from tests.contract.harness import native, words
-from tests.contract.kinds import NATIVE, open_backend
+from tests.contract.kinds import NATIVE, open_runner
 from tests.tiny_models import VOCABULARY
 
 CLOSE = 1e-3
 
 
 @pytest.fixture(scope="module", params=NATIVE, ids=lambda kind: kind.label)
-def backend(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[LlamaBackend]:
-    backend = open_backend(models, request.param)
-    yield native(backend)
-    backend.close()
+def runner(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[LlamaRunner]:
+    runner = open_runner(models, request.param)
+    yield native(runner)
+    runner.close()
 
 
 def told(
-    backend: LlamaBackend, prompts: dict[int, tuple[int, ...]], count: int, **sampling: Any
+    runner: LlamaRunner, prompts: dict[int, tuple[int, ...]], count: int, **sampling: Any
 ) -> tuple[list[TokenLogprob], npt.NDArray[np.float64]]:
     """What a step tells of its rows, and log-softmaxes of the raw logits of the same step."""
-    greedy = backend.create_sampler(SamplingParams(temperature=0))
+    greedy = runner.create_sampler(SamplingParams(temperature=0))
     rows = tuple(Row(i, 0, prompt, 1, greedy) for i, prompt in prompts.items())
-    assert backend.forward(Batch(rows)).status is StepStatus.DONE
-    raw = backend._context.logits(len(rows)).astype(np.float64)  # greedy leaves them as they are
+    assert runner.forward(Batch(rows)).status is StepStatus.DONE
+    raw = runner._context.logits(len(rows)).astype(np.float64)  # greedy leaves them as they are
     softmax = raw - np.log(np.exp(raw - raw.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
     softmax -= raw.max(axis=1, keepdims=True)
     for i in prompts:
-        backend.truncate(i, 0)
-    sampler = backend.create_sampler(SamplingParams(**sampling))
-    result = backend.forward(Batch(tuple(row._replace(sampler=sampler, logprobs=count) for row in rows)))
+        runner.truncate(i, 0)
+    sampler = runner.create_sampler(SamplingParams(**sampling))
+    result = runner.forward(Batch(tuple(row._replace(sampler=sampler, logprobs=count) for row in rows)))
     sampler.close()
     for i in prompts:
-        backend.truncate(i, 0)
+        runner.truncate(i, 0)
     for outcome in result.rows:
         assert [entry.token for entry in outcome.logprobs] == list(outcome.tokens)
     return [outcome.logprobs[0] for outcome in result.rows], softmax
@@ -53,8 +53,8 @@ PROMPTS = {0: words(0, 7), 1: words(1, 20), 2: words(2, 7)}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, VOCABULARY])
-def test_greedy_logprobs_are_the_log_softmax_of_the_raw_logits(backend: LlamaBackend, count: int) -> None:
-    entries, softmax = told(backend, PROMPTS, count, temperature=0)
+def test_greedy_logprobs_are_the_log_softmax_of_the_raw_logits(runner: LlamaRunner, count: int) -> None:
+    entries, softmax = told(runner, PROMPTS, count, temperature=0)
     for entry, expected in zip(entries, softmax, strict=True):
         assert len(entry.top) == count
         assert entry.top[0] == (entry.token, entry.logprob)
@@ -65,8 +65,8 @@ def test_greedy_logprobs_are_the_log_softmax_of_the_raw_logits(backend: LlamaBac
             assert abs(value - expected[token]) < CLOSE
 
 
-def test_all_logprobs_together_are_one(backend: LlamaBackend) -> None:
-    entries, _ = told(backend, PROMPTS, VOCABULARY, temperature=0)
+def test_all_logprobs_together_are_one(runner: LlamaRunner) -> None:
+    entries, _ = told(runner, PROMPTS, VOCABULARY, temperature=0)
     for entry in entries:
         assert len({token for token, _ in entry.top}) == VOCABULARY
         assert abs(np.exp([value for _, value in entry.top]).sum() - 1) < CLOSE
@@ -82,8 +82,8 @@ def test_all_logprobs_together_are_one(backend: LlamaBackend) -> None:
         {"temperature": 1.0, "mirostat": 2, "seed": 3, "ignore_eos": True},
     ],
 )
-def test_samplers_choose_but_do_not_change_logprobs(backend: LlamaBackend, sampling: dict[str, Any]) -> None:
-    entries, softmax = told(backend, PROMPTS, VOCABULARY, **sampling)
+def test_samplers_choose_but_do_not_change_logprobs(runner: LlamaRunner, sampling: dict[str, Any]) -> None:
+    entries, softmax = told(runner, PROMPTS, VOCABULARY, **sampling)
     for entry, expected in zip(entries, softmax, strict=True):
         assert abs(entry.logprob - expected[entry.token]) < CLOSE
         assert dict(entry.top)[entry.token] == entry.logprob, "the chosen token is among them"
@@ -91,10 +91,10 @@ def test_samplers_choose_but_do_not_change_logprobs(backend: LlamaBackend, sampl
             assert abs(value - expected[token]) < CLOSE
 
 
-def test_no_logprobs_are_told_unless_asked_for(backend: LlamaBackend) -> None:
-    sampler = backend.create_sampler(SamplingParams(temperature=0))
+def test_no_logprobs_are_told_unless_asked_for(runner: LlamaRunner) -> None:
+    sampler = runner.create_sampler(SamplingParams(temperature=0))
     rows = (Row(0, 0, (65,), 1, sampler, logprobs=0), Row(1, 0, (65,), 1, sampler, logprobs=3))
-    result = backend.forward(Batch(rows))
-    backend.truncate(0, 0)
-    backend.truncate(1, 0)
+    result = runner.forward(Batch(rows))
+    runner.truncate(0, 0)
+    runner.truncate(1, 0)
     assert result.rows[0].logprobs == () and len(result.rows[1].logprobs[0].top) == 3

@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cllm.backend.llama.library import Graveyard, load
+from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.text.prompt import Gap, Snippet
 from cllm.types import InfillTokens, Request
-from cllm.workers.tokenizer import Chat, Detokenize, RenderChat, Text, TextWorker, TokenizeInfill, Tokens
-from tests.contract.harness import Drive, ask, native, words
-from tests.contract.kinds import DENSE, open_backend
+from cllm.workers.tokenizer import Chat, Detokenize, RenderChat, Text, TokenizeInfill, TokenizerWorker, Tokens
+from tests.contract.harness import StepDriver, ask, native, words
+from tests.contract.kinds import DENSE, open_runner
 from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense
 
 CONTROLS = ("<PRE>", "<SUF>", "<MID>", "<REP>", "<SEP>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -35,27 +35,27 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(taught: Path) -> Iterator[LlamaModel]:
-    model = LlamaModel(load(), taught, Graveyard(), vocabulary_only=True)
+    model = LlamaModel(load(), taught, DeferredFrees(), vocabulary_only=True)
     yield model
     model.close()
 
 
-def test_the_marks_of_a_gap_are_found(model: LlamaModel, backend: LlamaBackend) -> None:
+def test_the_marks_of_a_gap_are_found(model: LlamaModel, runner: LlamaRunner) -> None:
     marks = InfillTokens(prefix=PRE, suffix=SUF, middle=MID, repository=REP, separator=SEP)
     assert model.vocabulary.infill == marks
-    assert backend.vocabulary.infill is None
+    assert runner.vocabulary.infill is None
 
 
 def test_two_marks_of_three_are_none(tmp_path: Path) -> None:
     roles = {"fim_pre": "<PRE>", "fim_suf": "<SUF>"}
     path = make_dense(tmp_path / "half.gguf", controls=("<PRE>", "<SUF>"), roles=roles)
-    model = LlamaModel(load(), path, Graveyard(), vocabulary_only=True)
+    model = LlamaModel(load(), path, DeferredFrees(), vocabulary_only=True)
     assert model.vocabulary.infill is None
     model.close()
 
 
 def test_a_gap_is_told_in_tokens_and_what_users_wrote_is_never_one_of_them(model: LlamaModel) -> None:
-    worker = TextWorker(model.vocabulary, None)
+    worker = TokenizerWorker(model.vocabulary, None)
     gap = Gap(prefix="ab<SUF>", suffix="cd", prompt="x<MID>", snippets=(Snippet("<PRE>", "f.py"),))
     answer = worker.perform(TokenizeInfill(gap))
     assert isinstance(answer, Tokens)
@@ -66,22 +66,22 @@ def test_a_gap_is_told_in_tokens_and_what_users_wrote_is_never_one_of_them(model
 
 
 def test_a_template_for_tools_is_used_with_tools_only(model: LlamaModel) -> None:
-    facts = model.facts()
-    assert (facts.chat_template, facts.tool_template) == (CHAT_TEMPLATE, TOOL_TEMPLATE)
-    worker = TextWorker(model.vocabulary, facts.chat_template, tool_template=facts.tool_template)
+    info = model.info()
+    assert (info.chat_template, info.tool_template) == (CHAT_TEMPLATE, TOOL_TEMPLATE)
+    worker = TokenizerWorker(model.vocabulary, info.chat_template, tool_template=info.tool_template)
     chat = Chat(({"role": "user", "content": "hi"},))
     plain, with_tools = (
         worker.perform(RenderChat(each)) for each in (chat, msgspec.structs.replace(chat, tools=({},)))
     )
     assert isinstance(plain, Text) and isinstance(with_tools, Text)
     assert with_tools.text == plain.text + "1[TOOL_CALLS]"
-    given = model.facts("{{ 'mine' }}")
+    given = model.info("{{ 'mine' }}")
     assert (given.chat_template, given.tool_template) == ("{{ 'mine' }}", None)
 
 
 def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> None:
-    backend = native(open_backend({"dense": taught}, DENSE))
-    drive = Drive(backend)
+    runner = native(open_runner({"dense": taught}, DENSE))
+    drive = StepDriver(runner)
 
     def biased(name: str, *markers: str) -> Request:
         asked = ask(name, words(1, 9), 3, logit_bias=((TOOL_CALLS, 100.0),))
@@ -94,11 +94,11 @@ def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> No
     assert {answer.tokens for answer in answers.values()} == {(TOOL_CALLS,) * 3}
     assert answers["shown"].text == "[TOOL_CALLS]" * 3
     assert answers["hidden"].text == answers["other"].text == ""
-    backend.close()
+    runner.close()
 
 
 def test_the_operators_template_replaces_the_models_own(taught: Path) -> None:
     config = EngineConfig(model=str(taught), parallel=1, ctx_size=512, threads=1, chat_template="{{ 1 }}")
-    backend = LlamaBackend(config)
-    assert (backend.facts.chat_template, backend.facts.tool_template) == ("{{ 1 }}", None)
-    backend.close()
+    runner = LlamaRunner(config)
+    assert (runner.info.chat_template, runner.info.tool_template) == ("{{ 1 }}", None)
+    runner.close()

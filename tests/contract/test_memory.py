@@ -1,4 +1,4 @@
-"""What every backend promises of its memory: positions, truncate, save, restore, copy."""
+"""What every runner promises of its memory: positions, truncate, save, restore, copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cllm.backend.base import Batch, StepStatus
 from tests.contract.alone import Reference, assert_alike
 from tests.contract.harness import feed, row, says, words
-from tests.contract.kinds import KINDS, NATIVE, SLIDING, Kind, Opened, open_backend
+from tests.contract.kinds import KINDS, NATIVE, SLIDING, Kind, Opened, open_runner
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 native_kinds = pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.label)
@@ -22,12 +22,12 @@ native_kinds = pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.lab
 
 @every_kind
 def test_the_next_position_counts_what_a_sequence_holds(kind: Kind, opened: Opened) -> None:
-    backend = opened(kind)
-    assert [backend.next_position(i) for i in range(3)] == [0, 0, 0]
-    feed(backend, 1, words(1, 100))
-    assert [backend.next_position(i) for i in range(3)] == [0, 100, 0]
-    feed(backend, 2, words(2, 1))
-    assert [backend.next_position(i) for i in range(3)] == [0, 100, 1]
+    runner = opened(kind)
+    assert [runner.next_position(i) for i in range(3)] == [0, 0, 0]
+    feed(runner, 1, words(1, 100))
+    assert [runner.next_position(i) for i in range(3)] == [0, 100, 0]
+    feed(runner, 2, words(2, 1))
+    assert [runner.next_position(i) for i in range(3)] == [0, 100, 1]
 
 
 # Truncate --------------------------------------------------------------------------------------------
@@ -37,13 +37,13 @@ def test_the_next_position_counts_what_a_sequence_holds(kind: Kind, opened: Open
 def test_truncating_to_nothing_empties_that_sequence_alone(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    for sequence_id in range(3):
-        feed(backend, sequence_id, words(sequence_id, 20))
-    assert backend.truncate(1, 0) == 0
-    assert [backend.next_position(i) for i in range(3)] == [20, 0, 20]
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (*words(0, 20), 65)))
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (65,)))
+    runner = opened(kind)
+    for seq_id in range(3):
+        feed(runner, seq_id, words(seq_id, 20))
+    assert runner.truncate(1, 0) == 0
+    assert [runner.next_position(i) for i in range(3)] == [20, 0, 20]
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(0, 20), 65)))
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (65,)))
 
 
 @every_kind
@@ -51,10 +51,10 @@ def test_truncating_to_nothing_empties_that_sequence_alone(
 def test_truncating_to_what_is_there_or_more_changes_nothing(
     kind: Kind, length: int, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 20))
-    assert backend.truncate(0, length) == 20
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (*words(0, 20), 65)))
+    runner = opened(kind)
+    feed(runner, 0, words(0, 20))
+    assert runner.truncate(0, length) == 20
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(0, 20), 65)))
 
 
 @every_kind
@@ -62,16 +62,16 @@ def test_truncating_to_what_is_there_or_more_changes_nothing(
 def test_what_truncate_says_remains_is_usable_and_the_rest_is_gone(
     kind: Kind, length: int, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
+    runner = opened(kind)
     prompt = words(0, 40)
-    feed(backend, 0, prompt)
-    feed(backend, 1, words(1, 40))
-    kept = backend.truncate(0, length)
+    feed(runner, 0, prompt)
+    feed(runner, 1, words(1, 40))
+    kept = runner.truncate(0, length)
     assert kept == (0 if kind.recurrent else length)
-    assert backend.next_position(0) == kept
-    feed(backend, 0, prompt[kept:30])
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (*prompt[:30], 65)))
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*words(1, 40), 65)))
+    assert runner.next_position(0) == kept
+    feed(runner, 0, prompt[kept:30])
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*prompt[:30], 65)))
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(1, 40), 65)))
 
 
 @pytest.mark.parametrize("kind", [SLIDING, Kind("sliding", unified=True), Kind("sliding", flash=False)])
@@ -79,15 +79,15 @@ def test_what_truncate_says_remains_is_usable_and_the_rest_is_gone(
 def test_a_window_that_has_moved_on_is_cut_exactly_or_removed_whole(
     kind: Kind, length: int, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind, cells=3 * 512)
+    runner = opened(kind, cells=3 * 512)
     prompt = words(0, 400)
-    feed(backend, 0, prompt)
-    kept = backend.truncate(0, length)
-    assert kept in (0, length) and backend.next_position(0) == kept
+    feed(runner, 0, prompt)
+    kept = runner.truncate(0, length)
+    assert kept in (0, length) and runner.next_position(0) == kept
     assert kept == 0 or length > 100, "what left the window cannot come back"
     assert kept == length or length < 390, "a short cut needs no recomputing"
-    feed(backend, 0, prompt[kept:length])
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (*prompt[:length], 65)))
+    feed(runner, 0, prompt[kept:length])
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*prompt[:length], 65)))
 
 
 # Save and restore ------------------------------------------------------------------------------------
@@ -96,50 +96,50 @@ def test_a_window_that_has_moved_on_is_cut_exactly_or_removed_whole(
 @every_kind
 @pytest.mark.parametrize("length", [1, 50, 400])
 def test_a_restored_sequence_says_bit_for_bit_the_same(kind: Kind, length: int, opened: Opened) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, length))
-    state = backend.save(0)
+    runner = opened(kind)
+    feed(runner, 0, words(0, length))
+    state = runner.save(0)
     assert state is not None
-    wanted = says(backend, 0, 65)
-    backend.truncate(0, 0)
-    assert backend.restore(0, state)
-    assert backend.next_position(0) == length
-    assert says(backend, 0, 65) == wanted
+    wanted = says(runner, 0, 65)
+    runner.truncate(0, 0)
+    assert runner.restore(0, state)
+    assert runner.next_position(0) == length
+    assert says(runner, 0, 65) == wanted
 
 
 @every_kind
 def test_a_state_can_be_restored_into_another_sequence_beside_others(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 80))
-    feed(backend, 1, words(1, 30))
-    state = backend.save(0)
+    runner = opened(kind)
+    feed(runner, 0, words(0, 80))
+    feed(runner, 1, words(1, 30))
+    state = runner.save(0)
     assert state is not None
-    backend.truncate(0, 0)
-    feed(backend, 0, words(5, 25))
-    assert backend.restore(2, state)
-    assert [backend.next_position(i) for i in range(3)] == [25, 30, 80]
-    assert_alike(kind, says(backend, 2, 65), reference.says(kind, (*words(0, 80), 65)))
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*words(1, 30), 65)))
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (*words(5, 25), 65)))
+    runner.truncate(0, 0)
+    feed(runner, 0, words(5, 25))
+    assert runner.restore(2, state)
+    assert [runner.next_position(i) for i in range(3)] == [25, 30, 80]
+    assert_alike(kind, says(runner, 2, 65), reference.says(kind, (*words(0, 80), 65)))
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(1, 30), 65)))
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(5, 25), 65)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if kind.unified and not kind.recurrent])
 def test_a_state_that_does_not_fit_is_refused_and_leaves_the_sequence_empty(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind, sequences=2, cells=256, request_tokens=256)
-    feed(backend, 0, words(0, 150))
-    state = backend.save(0)
+    runner = opened(kind, sequences=2, cells=256, request_tokens=256)
+    feed(runner, 0, words(0, 150))
+    state = runner.save(0)
     assert state is not None
-    backend.truncate(0, 0)
-    feed(backend, 1, words(1, 160))
-    assert not backend.restore(0, state)
-    assert [backend.next_position(i) for i in range(2)] == [0, 160]
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*words(1, 160), 65)))
-    backend.truncate(1, 0)
-    assert backend.restore(0, state)
+    runner.truncate(0, 0)
+    feed(runner, 1, words(1, 160))
+    assert not runner.restore(0, state)
+    assert [runner.next_position(i) for i in range(2)] == [0, 160]
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(1, 160), 65)))
+    runner.truncate(1, 0)
+    assert runner.restore(0, state)
 
 
 @native_kinds
@@ -147,14 +147,14 @@ def test_a_state_that_does_not_fit_is_refused_and_leaves_the_sequence_empty(
 def test_a_damaged_state_is_refused_and_leaves_the_sequence_empty(
     kind: Kind, damage: str, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 30))
-    state = backend.save(0)
+    runner = opened(kind)
+    feed(runner, 0, words(0, 30))
+    state = runner.save(0)
     assert state is not None
-    backend.truncate(0, 0)
-    assert not backend.restore(0, state[: len(state) // 2] if damage == "cut" else b"\x07" * len(state))
-    assert backend.next_position(0) == 0
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (65,)))
+    runner.truncate(0, 0)
+    assert not runner.restore(0, state[: len(state) // 2] if damage == "cut" else b"\x07" * len(state))
+    assert runner.next_position(0) == 0
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (65,)))
 
 
 # Copy ------------------------------------------------------------------------------------------------
@@ -165,74 +165,74 @@ def test_a_damaged_state_is_refused_and_leaves_the_sequence_empty(
 def test_a_copy_is_exact_or_empty_and_both_go_on_apart(
     kind: Kind, length: int, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
+    runner = opened(kind)
     prompt = words(0, 80)
-    feed(backend, 0, prompt)
-    feed(backend, 2, words(2, 20))
-    held = backend.copy(0, 1, length)
+    feed(runner, 0, prompt)
+    feed(runner, 2, words(2, 20))
+    held = runner.copy(0, 1, length)
     assert held == (0 if kind.recurrent and length < 80 else length)
-    assert [backend.next_position(i) for i in range(3)] == [80, held, 20]
-    feed(backend, 1, prompt[held:length])
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*prompt[:length], 65)))
-    assert_alike(kind, says(backend, 0, 66), reference.says(kind, (*prompt, 66)))
-    assert_alike(kind, says(backend, 1, 67), reference.says(kind, (*prompt[:length], 65, 67)))
-    assert_alike(kind, says(backend, 2, 65), reference.says(kind, (*words(2, 20), 65)))
+    assert [runner.next_position(i) for i in range(3)] == [80, held, 20]
+    feed(runner, 1, prompt[held:length])
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*prompt[:length], 65)))
+    assert_alike(kind, says(runner, 0, 66), reference.says(kind, (*prompt, 66)))
+    assert_alike(kind, says(runner, 1, 67), reference.says(kind, (*prompt[:length], 65, 67)))
+    assert_alike(kind, says(runner, 2, 65), reference.says(kind, (*words(2, 20), 65)))
 
 
 @every_kind
 def test_a_copy_survives_the_end_of_its_source(kind: Kind, opened: Opened, reference: Reference) -> None:
-    backend = opened(kind)
+    runner = opened(kind)
     prompt = words(0, 80)
-    feed(backend, 0, prompt)
-    assert backend.copy(0, 1, 80) == 80
-    backend.truncate(0, 0)  # before a decode could carry the copy out
-    feed(backend, 0, words(5, 30))  # and somebody else is there already
-    assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*prompt, 65)))
-    assert_alike(kind, says(backend, 0, 65), reference.says(kind, (*words(5, 30), 65)))
+    feed(runner, 0, prompt)
+    assert runner.copy(0, 1, 80) == 80
+    runner.truncate(0, 0)  # before a decode could carry the copy out
+    feed(runner, 0, words(5, 30))  # and somebody else is there already
+    assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*prompt, 65)))
+    assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(5, 30), 65)))
 
 
 @every_kind
 def test_a_copy_of_a_copy_is_right_before_any_decode(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
+    runner = opened(kind)
     prompt = words(0, 80)
-    feed(backend, 0, prompt)
-    assert backend.copy(0, 1, 80) == backend.copy(1, 2, 80) == 80
+    feed(runner, 0, prompt)
+    assert runner.copy(0, 1, 80) == runner.copy(1, 2, 80) == 80
     for i in (2, 0, 1):
-        assert_alike(kind, says(backend, i, 65 + i), reference.says(kind, (*prompt, 65 + i)))
+        assert_alike(kind, says(runner, i, 65 + i), reference.says(kind, (*prompt, 65 + i)))
 
 
 @every_kind
 def test_a_copy_that_is_not_carried_out_yet_is_not_saved_wrong(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 80))
-    assert backend.copy(0, 1, 80) == 80
-    if (state := backend.save(1)) is not None:  # it may be refused
-        assert backend.restore(2, state)
-        assert_alike(kind, says(backend, 2, 65), reference.says(kind, (*words(0, 80), 65)))
+    runner = opened(kind)
+    feed(runner, 0, words(0, 80))
+    assert runner.copy(0, 1, 80) == 80
+    if (state := runner.save(1)) is not None:  # it may be refused
+        assert runner.restore(2, state)
+        assert_alike(kind, says(runner, 2, 65), reference.says(kind, (*words(0, 80), 65)))
 
 
 @every_kind
 def test_a_copy_that_is_not_carried_out_yet_does_not_come_over_what_is_restored(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 80))
-    feed(backend, 2, words(2, 80))
-    state = backend.save(2)
+    runner = opened(kind)
+    feed(runner, 0, words(0, 80))
+    feed(runner, 2, words(2, 80))
+    state = runner.save(2)
     assert state is not None
-    assert backend.copy(0, 1, 80) == 80
-    backend.truncate(1, 0)  # the copy is given up, and its id is leased anew
-    if backend.restore(1, state):  # it may be refused
-        assert_alike(kind, says(backend, 1, 65), reference.says(kind, (*words(2, 80), 65)))
+    assert runner.copy(0, 1, 80) == 80
+    runner.truncate(1, 0)  # the copy is given up, and its id is leased anew
+    if runner.restore(1, state):  # it may be refused
+        assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(2, 80), 65)))
     else:
-        assert backend.next_position(1) == 0
+        assert runner.next_position(1) == 0
 
 
-# A life of one backend -------------------------------------------------------------------------------
+# A life of one runner -------------------------------------------------------------------------------
 
 ACTIONS = st.lists(
     st.tuples(
@@ -251,31 +251,31 @@ ACTIONS = st.lists(
 def test_after_any_life_every_sequence_says_what_its_tokens_say(
     kind: Kind, models: dict[str, Path], reference: Reference, actions: list[tuple[str, int, int]]
 ) -> None:
-    backend = open_backend(models, kind)
+    runner = open_runner(models, kind)
     held: list[tuple[int, ...]] = [(), (), ()]
     for number, (action, i, count) in enumerate(actions):
         more = words(number, count)
         match action:
             case "feed" if len(held[i]) + count <= 450:
-                feed(backend, i, more)
+                feed(runner, i, more)
                 held[i] += more
             case "together":
-                rows = [row(backend, j, words(j, 1 + count % (5 + 7 * j))) for j in range(3)]
+                rows = [row(runner, j, words(j, 1 + count % (5 + 7 * j))) for j in range(3)]
                 if all(r.position + len(r.tokens) <= 450 for r in rows):
-                    assert backend.forward(Batch(tuple(rows))).status is StepStatus.DONE
+                    assert runner.forward(Batch(tuple(rows))).status is StepStatus.DONE
                     held = [tokens + tuple(r.tokens) for tokens, r in zip(held, rows, strict=True)]
             case "cut":
-                held[i] = held[i][: backend.truncate(i, max(0, len(held[i]) - count))]
+                held[i] = held[i][: runner.truncate(i, max(0, len(held[i]) - count))]
             # Not in a common pool of window cells: llama.cpp cannot reuse one that two sequences share.
             case "copy" if kind != Kind("sliding", unified=True):
                 other, length = (i + 1) % 3, min(count, len(held[i]))
-                backend.truncate(other, 0)
-                held[other] = held[i][: backend.copy(i, other, length)] if length else ()
-            case "park" if (state := backend.save(i)) is not None:  # none: its cells are still being copied
-                backend.truncate(i, 0)
-                if not backend.restore(i, state):
+                runner.truncate(other, 0)
+                held[other] = held[i][: runner.copy(i, other, length)] if length else ()
+            case "park" if (state := runner.save(i)) is not None:  # none: its cells are still being copied
+                runner.truncate(i, 0)
+                if not runner.restore(i, state):
                     held[i] = ()
-        assert [backend.next_position(j) for j in range(3)] == [len(tokens) for tokens in held]
+        assert [runner.next_position(j) for j in range(3)] == [len(tokens) for tokens in held]
     for i, tokens in enumerate(held):
-        assert_alike(kind, says(backend, i, 65), reference.says(kind, (*tokens, 65)))
-    backend.close()
+        assert_alike(kind, says(runner, i, 65), reference.says(kind, (*tokens, 65)))
+    runner.close()

@@ -7,7 +7,7 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import FinishReason
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, ask, words
+from tests.contract.harness import StepDriver, ask, words
 from tests.contract.kinds import DENSE, NATIVE_LAYOUTS, Kind, Opened
 
 native_kinds = pytest.mark.parametrize("kind", NATIVE_LAYOUTS, ids=lambda kind: kind.label)
@@ -18,7 +18,7 @@ native_kinds = pytest.mark.parametrize("kind", NATIVE_LAYOUTS, ids=lambda kind: 
 def test_a_prompt_that_llama_refuses_fails_alone(
     kind: Kind, culprit: int, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=5))
+    drive = StepDriver(opened(kind, sequences=5))
     prompts = {seed: words(seed, 12) for seed in range(5)}
     prompts[culprit] = (*prompts[culprit][:-1], 10_000)  # no such token
     drive.submit(*(ask(f"r{seed}", prompt, 6) for seed, prompt in prompts.items()))
@@ -38,13 +38,13 @@ def test_a_refused_batch_whose_half_finds_no_room_parks_one_and_loses_nobody(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     # What the first half led to (the youngest is parked) may concern a row of the second.
-    drive = Drive(opened(kind, sequences=4))
+    drive = StepDriver(opened(kind, sequences=4))
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         statuses = {3: (StepStatus.BAD_BATCH, -1), 4: (StepStatus.NO_ROOM, 1)}
         return StepResult(statuses[number][0], code=statuses[number][1]) if number in statuses else None
 
-    drive.backend.fail = fail
+    drive.runner.fail = fail
     drive.submit(*(ask(f"r{seed}", words(seed, 12), 8) for seed in range(10, 14)))
     answers = drive.finish()
     for seed in range(10, 14):
@@ -55,8 +55,8 @@ def test_a_refused_batch_whose_half_finds_no_room_parks_one_and_loses_nobody(
 def test_more_logprobs_than_there_are_tokens_are_as_many_as_there_are(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
-    size = drive.backend.vocabulary.size
+    drive = StepDriver(opened(kind))
+    size = drive.runner.vocabulary.size
     drive.submit(
         ask("greedy for logprobs", words(0, 12), 4, logprobs=size + 1), ask("other", words(1, 12), 6)
     )
@@ -74,12 +74,12 @@ def test_a_sampler_that_raises_fails_its_own_request_and_no_other_sampler_has_mo
         raise ValueError("the samplers left no token to choose from")
 
     def texts(*, with_culprit: bool) -> dict[str, tuple[int, ...]]:
-        drive = Drive(opened(DENSE))
+        drive = StepDriver(opened(DENSE))
         seeded = [ask(f"r{n}", words(n, 12), 8, temperature=1.0, seed=n) for n in range(2)]
         drive.submit(*seeded, *[ask("culprit", words(9, 12), 8, temperature=1.0)] * with_culprit)
         drive.step(2)
         if with_culprit:
-            monkeypatch.setattr(drive.backend.samplers[-1], "sample", refuse)
+            monkeypatch.setattr(drive.runner.samplers[-1], "sample", refuse)
         answers = drive.finish()
         assert not with_culprit or answers["culprit"].finish_reason is FinishReason.ERROR
         return {request.id: answers[request.id].tokens for request in seeded}

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import Batch, Row
-from cllm.backend.llama.library import Graveyard, Owned, load
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.library import DeferredFrees, Owned, load
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 from cllm.types import SamplingParams
-from tests.contract.harness import GREEDY, Drive, ask, feed, native, says, words
-from tests.contract.kinds import DENSE, NATIVE_LAYOUTS, RECURRENT, SLIDING, Kind, Opened, open_backend
+from tests.contract.harness import GREEDY, StepDriver, ask, feed, native, says, words
+from tests.contract.kinds import DENSE, NATIVE_LAYOUTS, RECURRENT, SLIDING, Kind, Opened, open_runner
 
 DRAWN = SamplingParams(temperature=1.0)
 
@@ -38,7 +38,7 @@ def told(free: Callable[[Any], None], freed: list[int]) -> Callable[[Any], None]
 
 def test_close_frees_once_however_often_it_is_called() -> None:
     freed: list[int] = []
-    owned = Owned(7, freed.append, Graveyard())
+    owned = Owned(7, freed.append, DeferredFrees())
     owned.close()
     owned.close()
     assert freed == [7]
@@ -46,13 +46,13 @@ def test_close_frees_once_however_often_it_is_called() -> None:
 
 def test_leaving_the_context_frees() -> None:
     freed: list[int] = []
-    with Owned(7, freed.append, Graveyard()) as owned:
+    with Owned(7, freed.append, DeferredFrees()) as owned:
         assert owned.pointer == 7 and freed == []
     assert freed == [7]
 
 
 def test_use_after_close_is_a_bug_that_shows() -> None:
-    owned = Owned(7, id, Graveyard())
+    owned = Owned(7, id, DeferredFrees())
     owned.close()
     with pytest.raises(AssertionError, match="freed"):
         _ = owned.pointer
@@ -60,98 +60,98 @@ def test_use_after_close_is_a_bug_that_shows() -> None:
 
 def test_a_null_pointer_has_no_owner() -> None:
     with pytest.raises(AssertionError, match="NULL"):
-        Owned(None, id, Graveyard())
+        Owned(None, id, DeferredFrees())
 
 
 def test_a_forgotten_resource_is_freed_by_the_owner_thread_and_not_before() -> None:
-    graveyard = Graveyard()
+    deferred_frees = DeferredFrees()
     freed_on: list[int] = []
-    forgotten = [Owned(7, lambda _: freed_on.append(threading.get_ident()), graveyard)]
+    forgotten = [Owned(7, lambda _: freed_on.append(threading.get_ident()), deferred_frees)]
     thread = threading.Thread(target=forgotten.clear)  # the last reference dies on another thread
     thread.start()
     thread.join()
     gc.collect()
     assert freed_on == []
-    graveyard.bury()
+    deferred_frees.free_all()
     assert freed_on == [threading.get_ident()]
-    graveyard.bury()
+    deferred_frees.free_all()
     assert len(freed_on) == 1
 
 
 def test_a_closed_resource_never_comes_to_the_graveyard() -> None:
-    graveyard = Graveyard()
-    owned = Owned(7, id, graveyard)
+    deferred_frees = DeferredFrees()
+    owned = Owned(7, id, deferred_frees)
     owned.close()
     del owned
     gc.collect()
-    assert graveyard._queue.empty()
+    assert deferred_frees._queue.empty()
 
 
 def test_a_forgotten_sampler_is_freed_at_the_next_forward(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = native(opened(DENSE))
+    runner = native(opened(DENSE))
     freed: list[int] = []
-    free = backend._api.llama_sampler_free
-    monkeypatch.setattr(backend._api, "llama_sampler_free", told(free, freed))
-    sampler = backend.create_sampler(DRAWN)
+    free = runner._api.llama_sampler_free
+    monkeypatch.setattr(runner._api, "llama_sampler_free", told(free, freed))
+    sampler = runner.create_sampler(DRAWN)
     clone = sampler.clone()
     del sampler, clone
     gc.collect()
-    assert backend._graveyard._queue.qsize() == 2 and freed == []
-    feed(backend, 0, [65])
-    assert backend._graveyard._queue.empty() and len(freed) == 2
+    assert runner._deferred_frees._queue.qsize() == 2 and freed == []
+    feed(runner, 0, [65])
+    assert runner._deferred_frees._queue.empty() and len(freed) == 2
 
 
 def test_samplers_of_answered_requests_are_freed_at_once(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = native(opened(DENSE))
+    runner = native(opened(DENSE))
     freed: list[int] = []
-    monkeypatch.setattr(backend._api, "llama_sampler_free", told(backend._api.llama_sampler_free, freed))
-    drive = Drive(backend)
+    monkeypatch.setattr(runner._api, "llama_sampler_free", told(runner._api.llama_sampler_free, freed))
+    drive = StepDriver(runner)
     drive.submit(*(ask(f"r{seed}", words(seed, 9), 5, temperature=1.0) for seed in range(9)))
     drive.step(2)
     drive.scheduler.cancel("r0")
     drive.finish()
     assert len(freed) == 9
-    assert backend._graveyard._queue.empty()
+    assert runner._deferred_frees._queue.empty()
 
 
 def test_a_sampler_may_be_closed_twice_but_not_used_again(opened: Opened) -> None:
-    backend = native(opened(DENSE))
-    sampler = backend.create_sampler(DRAWN)
+    runner = native(opened(DENSE))
+    sampler = runner.create_sampler(DRAWN)
     sampler.close()
     sampler.close()
     with pytest.raises(AssertionError, match="freed"):
         sampler.clone()
     with pytest.raises(AssertionError, match="freed"):
-        backend.forward(Batch((Row(0, 0, (65,), 1, sampler),)))
+        runner.forward(Batch((Row(0, 0, (65,), 1, sampler),)))
 
 
 @pytest.mark.parametrize("kind", [DENSE, SLIDING, RECURRENT], ids=lambda kind: kind.label)
 def test_a_closed_backend_may_be_closed_again_but_not_used(kind: Kind, models: dict[str, Path]) -> None:
-    backend = open_backend(models, kind)
-    sampler = backend.create_sampler(GREEDY)
-    feed(backend, 0, words(0, 10))
-    backend.close()
-    backend.close()
+    runner = open_runner(models, kind)
+    sampler = runner.create_sampler(GREEDY)
+    feed(runner, 0, words(0, 10))
+    runner.close()
+    runner.close()
     with pytest.raises(AssertionError, match="freed"):
-        backend.forward(Batch((Row(0, 10, (65,), 1, sampler),)))
+        runner.forward(Batch((Row(0, 10, (65,), 1, sampler),)))
     with pytest.raises(AssertionError, match="freed"):
-        backend.save(0)
+        runner.save(0)
 
 
 # Was: both are pointers into what was freed, kept outside of their owner: `next_position` and `tokenize`
 # after close read freed memory. (The test does not do it: it asks whether the pointer is still to be had.)
 @pytest.mark.parametrize("inside", ["_context.memory", "_vocabulary.pointer"])
 def test_what_lies_inside_a_closed_resource_cannot_be_reached(inside: str, opened: Opened) -> None:
-    backend = native(opened(DENSE))
+    runner = native(opened(DENSE))
     reach = operator.attrgetter(inside)
-    assert reach(backend)
-    backend.close()
+    assert reach(runner)
+    runner.close()
     with pytest.raises(AssertionError, match="freed"):
-        reach(backend)
+        reach(runner)
 
 
 def test_a_backend_frees_each_of_its_own_once_and_users_before_the_used(
@@ -172,19 +172,19 @@ def test_a_backend_frees_each_of_its_own_once_and_users_before_the_used(
     spy(library.api, "llama_free")
     spy(library, "threadpool_free")
     spy(library.api, "llama_model_free")
-    backend = open_backend(models, DENSE)
-    feed(backend, 0, words(0, 10))
+    runner = open_runner(models, DENSE)
+    feed(runner, 0, words(0, 10))
     assert freed == []
-    backend.close()
+    runner.close()
     assert freed == ["llama_free", "threadpool_free", "llama_model_free"]
 
 
 def test_a_sampler_that_outlives_its_backend_is_freed_without_it(models: dict[str, Path]) -> None:
-    backend = open_backend(models, DENSE)
-    sampler = backend.create_sampler(DRAWN)
+    runner = open_runner(models, DENSE)
+    sampler = runner.create_sampler(DRAWN)
     assert isinstance(sampler, LlamaSampler) and sampler.chain is not None
     freeing = sampler.chain._finalizer
-    backend.close()
+    runner.close()
     assert freeing.alive
     sampler.close()
     assert not freeing.alive
@@ -214,10 +214,10 @@ def open_files_and_threads() -> tuple[int, int]:
 )
 def test_backends_come_and_go_without_a_trace(kind: Kind, models: dict[str, Path]) -> None:
     def life() -> None:
-        backend = open_backend(models, kind)
-        feed(backend, 0, words(0, 100))
-        backend.create_sampler(DRAWN).close()
-        backend.close()
+        runner = open_runner(models, kind)
+        feed(runner, 0, words(0, 100))
+        runner.create_sampler(DRAWN).close()
+        runner.close()
 
     for _ in range(6):
         life()
@@ -230,34 +230,34 @@ def test_backends_come_and_go_without_a_trace(kind: Kind, models: dict[str, Path
     assert open_files_and_threads() == kept
 
 
-# Was: LlamaBackend.__init__ loses the loaded model when the context cannot be made: it goes to a graveyard
-# that nobody buries any more.
+# Was: LlamaRunner.__init__ lost the loaded model when the context could not be made: it stayed on a deferred
+# free list that no thread empties.
 def test_a_context_that_cannot_be_made_leaves_no_model_behind(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = native(open_backend(models, DENSE))
-    api = backend._api
-    backend.close()
+    runner = native(open_runner(models, DENSE))
+    api = runner._api
+    runner.close()
     freed: list[int] = []
     monkeypatch.setattr(api, "llama_model_free", told(api.llama_model_free, freed))
     monkeypatch.setattr(api, "llama_init_from_model", lambda model, params: None)
     with pytest.raises(NotEnoughMemory):
-        LlamaBackend(EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=512, threads=1))
+        LlamaRunner(EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=512, threads=1))
     gc.collect()
     assert len(freed) == 1
 
 
 @pytest.mark.parametrize("kind", NATIVE_LAYOUTS, ids=lambda kind: kind.label)
 def test_states_saved_and_restored_a_hundred_times_leave_nothing_behind(kind: Kind, opened: Opened) -> None:
-    backend = opened(kind)
-    feed(backend, 0, words(0, 200))
+    runner = opened(kind)
+    feed(runner, 0, words(0, 200))
 
     def round_trip(count: int) -> None:
         for _ in range(count):
-            state = backend.save(0)
+            state = runner.save(0)
             assert state is not None
-            backend.truncate(0, 0)
-            assert backend.restore(0, state)
+            runner.truncate(0, 0)
+            assert runner.restore(0, state)
 
     round_trip(20)
     gc.collect()

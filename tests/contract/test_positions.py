@@ -8,7 +8,7 @@ import pytest
 
 from cllm.types import FinishReason
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, ask, feed, words
+from tests.contract.harness import StepDriver, ask, feed, words
 from tests.contract.kinds import LAYOUTS, Kind, Opened
 
 pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.labe
 def test_a_tampered_sequence_fails_alone_with_both_numbers(
     kind: Kind, tampering: str, opened: Opened, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     drive.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
     drive.step(3)
     (victim,) = [lease for lease in drive.scheduler.pool.leases if lease.request_id == "r1"]
-    computed = drive.backend.next_position(victim.sequence_id)
+    computed = drive.runner.next_position(victim.seq_id)
     match tampering:
         case "cut":
-            found = drive.backend.truncate(victim.sequence_id, computed - 1)
+            found = drive.runner.truncate(victim.seq_id, computed - 1)
             assert found == (0 if kind.recurrent else computed - 1)
         case "grown":
-            feed(drive.backend, victim.sequence_id, [65])
+            feed(drive.runner, victim.seq_id, [65])
             found = computed + 1
         case _:
-            found = drive.backend.truncate(victim.sequence_id, 0)
+            found = drive.runner.truncate(victim.seq_id, 0)
     with caplog.at_level(logging.ERROR, logger="cllm.core.scheduler"):
         answers = drive.finish()
     assert answers["r1"].finish_reason is FinishReason.ERROR
@@ -46,7 +46,7 @@ def test_a_tampered_sequence_fails_alone_with_both_numbers(
 def test_without_tampering_no_position_is_ever_inconsistent(
     kind: Kind, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     with caplog.at_level(logging.ERROR, logger="cllm"):
         drive.submit(*(ask(f"r{seed}", words(seed, 30), 6) for seed in range(12)))
         drive.finish()

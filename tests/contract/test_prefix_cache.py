@@ -1,4 +1,4 @@
-"""Prefixes that outlive their request, on every kind of memory: the same texts, and less to compute."""
+"""PrefixCache that outlive their request, on every kind of memory: the same texts, and less to compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import Request
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, Tokens, ask, words
+from tests.contract.harness import StepDriver, Tokens, ask, words
 from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
 
 every_layout = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
@@ -19,7 +19,7 @@ def cuttable(kind: Kind) -> bool:
     return kind.model in ("dense", "fake")
 
 
-def cached(drive: Drive, request: Request) -> int:
+def cached(drive: StepDriver, request: Request) -> int:
     """Ask alone; how many tokens were taken over."""
     drive.submit(request)
     drive.finish()
@@ -31,7 +31,7 @@ def cached(drive: Drive, request: Request) -> int:
 def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
     assert cached(drive, ask("first", SYSTEM, 12, ignore_eos=True)) == 0
     again = cached(drive, ask("again", SYSTEM, 12, ignore_eos=True))
     assert again == (149 if cuttable(kind) else 0)
@@ -41,7 +41,7 @@ def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
 
 @every_layout
 def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(kind, sequences=2, cells=2048), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).stop_clocks()
     history: Tokens = SYSTEM
     known = 0
     for turn in range(4):
@@ -56,7 +56,7 @@ def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, referen
 
 @every_layout
 def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
     prompts = {f"r{n}": SYSTEM + words(n, 20 + 30 * n) for n in range(6)}
     for number, (name, prompt) in enumerate(prompts.items()):
         found = cached(drive, ask(name, prompt, 10))
@@ -70,7 +70,7 @@ def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference
 def test_a_crowd_with_and_without_the_cache_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=3), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3), cache_mb=64).stop_clocks()
     asked: dict[str, tuple[Tokens, int]] = {}
     for number in range(30):
         begin = (SYSTEM, words(78, 90), SYSTEM[:100] + words(79, 60))[number % 3]
@@ -92,7 +92,7 @@ def test_a_crowd_with_and_without_the_cache_says_the_same(
 def test_states_that_do_not_fit_in_ram_are_pushed_out(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
     drive.submit(ask("measure", words(99, 120), 2))
     drive.finish()
     tier = drive.scheduler.prefixes.tier
@@ -109,7 +109,7 @@ def test_states_that_do_not_fit_in_ram_are_pushed_out(
     "kind", [Kind("fake", unified=True), Kind("dense", unified=True), Kind("sliding", unified=True)]
 )
 def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).stop_clocks()
     tier = drive.scheduler.prefixes.tier
     lengths = {1: 70, 2: 40, 3: 64, 4: 90}
     for round_ in range(2):
@@ -118,7 +118,7 @@ def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Re
         answers = drive.finish()
         for name, prompt in names.items():
             reference.check(kind, prompt, 120, answers[name], endless=True)
-        assert tier.parked_bytes == 0
+        assert tier.swapped_bytes == 0
         assert tier.cached_bytes > 0
 
 
@@ -127,21 +127,21 @@ def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Re
 def test_a_failed_step_leaves_no_wrong_state_behind(
     kind: Kind, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
     codes = {StepStatus.FAILED: -3, StepStatus.ABORTED: 2, StepStatus.BAD_BATCH: -1}
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if number not in (1, 5, 9):
             return None
         if not status.memory_intact:
-            drive.backend.inner.forward(batch)  # what it computed stays in memory
+            drive.runner.inner.forward(batch)  # what it computed stays in memory
         return StepResult(status, code=codes[status])
 
-    drive.backend.fail = fail
+    drive.runner.fail = fail
     prompts = {f"r{n}": SYSTEM + words(n, 70) for n in range(2)}
     drive.submit(*(ask(name, prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
     drive.finish()
-    drive.backend.fail = lambda number, batch: None
+    drive.runner.fail = lambda number, batch: None
     drive.submit(*(ask(f"{name} again", prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
     answers = drive.finish()
     for name, prompt in prompts.items():
@@ -154,7 +154,7 @@ def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: 
     kind = Kind("dense", unified=unified)
     texts = []
     for cache_mb in (64, 0):
-        drive = Drive(opened(kind), cache_mb=cache_mb).stop_clocks()
+        drive = StepDriver(opened(kind), cache_mb=cache_mb).stop_clocks()
         # 64 tokens are a step: the rest of the second prompt begins at the same place either way.
         drive.submit(ask("first", SYSTEM[:128], 1, logprobs=8))
         drive.finish()
@@ -166,7 +166,7 @@ def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: 
 
 
 def test_tenants_do_not_share(opened: Opened) -> None:
-    drive = Drive(opened(DENSE), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(DENSE), cache_mb=64).stop_clocks()
 
     def asked_by(tenant: str, name: str) -> int:
         plain = ask(name, SYSTEM, 4)

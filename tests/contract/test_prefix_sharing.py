@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, ask, words
+from tests.contract.harness import StepDriver, ask, words
 from tests.contract.kinds import LAYOUTS, Kind, Opened
 
 pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
@@ -21,7 +21,7 @@ def shares(kind: Kind) -> bool:
 def test_identical_long_prompts_that_arrive_together_are_computed_once(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=4)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=4)).stop_clocks()
     drive.submit(*(ask(f"r{n}", SYSTEM, 12, ignore_eos=True) for n in range(4)))
     answers = drive.finish()
     for answer in answers.values():
@@ -34,7 +34,7 @@ def test_identical_long_prompts_that_arrive_together_are_computed_once(
 def test_a_common_beginning_is_shared_and_the_rest_is_not(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=3)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3)).stop_clocks()
     prompts = {f"r{n}": (*SYSTEM, *words(n, 20 + n)) for n in range(9)}
     for number, (name, prompt) in enumerate(prompts.items()):
         drive.submit(ask(name, prompt, 4 + number % 5))
@@ -50,7 +50,7 @@ def test_a_common_beginning_is_shared_and_the_rest_is_not(
 def test_a_donor_that_is_cancelled_takes_nothing_along(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=3)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3)).stop_clocks()
     drive.submit(ask("donor", SYSTEM, 50, ignore_eos=True))
     drive.step(3)
     drive.submit(ask("heir", (*SYSTEM, 65), 10), ask("other", words(3, 80), 10))
@@ -68,7 +68,7 @@ def test_a_donor_that_is_cancelled_takes_nothing_along(
 def test_a_prefix_of_what_somebody_is_generating_is_shared_too(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=3)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3)).stop_clocks()
     drive.submit(ask("donor", SYSTEM, 60, ignore_eos=True))
     drive.step(30)
     history = SYSTEM + drive.answers["donor"].tokens[:20]

@@ -1,4 +1,4 @@
-"""One step loop over every kind of backend: the text under load is the text alone (DESIGN, "Same text")."""
+"""One step loop over every kind of runner: the text under load is the text alone (DESIGN, "Same text")."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.types import FinishReason
 from cllm.workers.messages import Report, StepReport, Stop, Submit
 from tests.contract.alone import Reference
-from tests.contract.harness import Answer, Drive, ask, words
-from tests.contract.kinds import KINDS, Kind, Opened, open_backend
+from tests.contract.harness import Answer, StepDriver, ask, words
+from tests.contract.kinds import KINDS, Kind, Opened, open_runner
 
 pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 
 
 def test_requests_in_a_row_say_what_they_say_alone(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     for seed in range(6):
         drive.submit(ask(f"r{seed}", words(seed, 5 + seed), 8))
         answer = drive.finish()[f"r{seed}"]
@@ -34,7 +34,7 @@ def test_requests_in_a_row_say_what_they_say_alone(kind: Kind, opened: Opened, r
 def test_concurrent_requests_say_what_they_say_alone(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind, sequences=4))
+    drive = StepDriver(opened(kind, sequences=4))
     lengths = {seed: 3 + 17 * seed % 40 for seed in range(10, 14)}
     for seed, length in lengths.items():
         drive.submit(ask(f"r{seed}", words(seed, length), 24))
@@ -48,18 +48,18 @@ def test_concurrent_requests_say_what_they_say_alone(
 def test_identical_prompts_at_the_same_time_say_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     drive.submit(*(ask(f"r{number}", words(7, 20), 16) for number in range(3)))
     for answer in drive.finish().values():
         reference.check(kind, words(7, 20), 16, answer)
 
 
 def test_prompts_longer_than_a_step_are_chunked(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(kind, batch_tokens=32))
+    drive = StepDriver(opened(kind, batch_tokens=32))
     lengths = {0: 200, 1: 150, 2: 31, 3: 32, 4: 33, 5: 97}
     drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
     answers = drive.finish()
-    assert max(batch.token_count for batch in drive.backend.batches) == 32
+    assert max(batch.token_count for batch in drive.runner.batches) == 32
     for seed, length in lengths.items():
         reference.check(kind, words(seed, length), 6, answers[f"r{seed}"])
         assert answers[f"r{seed}"].work.steps >= length / 32
@@ -68,7 +68,7 @@ def test_prompts_longer_than_a_step_are_chunked(kind: Kind, opened: Opened, refe
 def test_sixty_requests_on_three_sequences_are_all_answered(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     prompts = {f"r{seed}": words(seed, 1 + seed * 7 % 45) for seed in range(60)}
     drive.submit(*(ask(name, prompt, 1 + len(prompt) % 9) for name, prompt in prompts.items()))
     answers = drive.finish()
@@ -81,7 +81,7 @@ def test_sixty_requests_on_three_sequences_are_all_answered(
 
 
 def test_ids_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     lengths = {"a": 20, "b": 2, "c": 20, "d": 20}
     drive.submit(*(ask(name, words(3, 4), count, ignore_eos=True) for name, count in lengths.items()))
     answers = drive.finish()
@@ -91,7 +91,7 @@ def test_ids_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
 def test_cancelled_requests_leave_the_others_their_text(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = Drive(opened(kind))
+    drive = StepDriver(opened(kind))
     drive.submit(*(ask(f"r{seed}", words(seed, 70), 12) for seed in range(5)))
     drive.step()
     drive.scheduler.cancel("r1")  # in mid-prompt
@@ -105,9 +105,9 @@ def test_cancelled_requests_leave_the_others_their_text(
 
 
 def test_a_full_context_ends_with_length(kind: Kind, opened: Opened, reference: Reference) -> None:
-    backend = opened(kind, sequences=2, cells=1024, request_tokens=100)
-    assert backend.limits.request_tokens == 100
-    drive = Drive(backend)
+    runner = opened(kind, sequences=2, cells=1024, request_tokens=100)
+    assert runner.limits.request_tokens == 100
+    drive = StepDriver(runner)
     drive.submit(ask("full", words(1, 90), 1000, ignore_eos=True), ask("other", words(2, 10), 8))
     answers = drive.finish()
     assert answers["full"].finish_reason is FinishReason.LENGTH
@@ -142,8 +142,8 @@ ARRIVALS = st.lists(
 def test_any_arrivals_and_cancels_leave_every_text_right(
     kind: Kind, models: dict[str, Path], reference: Reference, arrivals: list[Arrival]
 ) -> None:
-    backend = open_backend(models, kind)
-    drive = Drive(backend)
+    runner = open_runner(models, kind)
+    drive = StepDriver(runner)
     to_cancel: dict[str, int] = {}  # request -> steps that it may still have
 
     def step() -> None:
@@ -162,7 +162,7 @@ def test_any_arrivals_and_cancels_leave_every_text_right(
     while to_cancel:
         step()
     answers = drive.finish()
-    backend.close()
+    runner.close()
     for number, arrival in enumerate(arrivals):
         answer = answers[f"r{number}"]
         if answer.finish_reason is not FinishReason.CANCELLED:
@@ -173,7 +173,7 @@ def test_the_loop_run_in_a_thread_answers_through_its_inbox(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     reports: SimpleQueue[Report] = SimpleQueue()
-    loop = StepLoop(opened(kind), EngineConfig(threads=1), reports.put)
+    loop = EngineCore(opened(kind), EngineConfig(threads=1), reports.put)
     for seed in range(5):
         loop.inbox.put(Submit(ask(f"r{seed}", words(seed, 12), 6)))
     thread = threading.Thread(target=loop.run)
@@ -194,7 +194,7 @@ def test_the_loop_run_in_a_thread_answers_through_its_inbox(
 
 def test_a_stopped_loop_gives_everybody_a_last_delta(kind: Kind, opened: Opened) -> None:
     reports: list[Report] = []
-    loop = StepLoop(opened(kind), EngineConfig(threads=1), reports.append)
+    loop = EngineCore(opened(kind), EngineConfig(threads=1), reports.append)
     for seed in range(5):
         loop.inbox.put(Submit(ask(f"r{seed}", words(seed, 12), 6)))
     loop.inbox.put(Stop())

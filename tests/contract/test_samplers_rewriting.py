@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import FinishReason, SamplingParams
 from tests.contract.drawing import (
     OFF,
@@ -24,19 +24,19 @@ from tests.contract.drawing import (
     draws,
     row_of,
 )
-from tests.contract.harness import Drive, Tokens, ask, words
+from tests.contract.harness import StepDriver, Tokens, ask, words
 from tests.tiny_models import END_OF_TEXT, TURN_END
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logit_bias_forces_and_forbids(backend: LlamaBackend, logits: Logits, temperature: float) -> None:
+def test_logit_bias_forces_and_forbids(runner: LlamaRunner, logits: Logits, temperature: float) -> None:
     best = int(logits.argmax())
-    assert set(draws(backend, logits, 50, temperature=temperature, logit_bias=((C, 100.0),))) == {C}
-    assert best not in draws(backend, logits, 200, temperature=temperature, logit_bias=((best, -100.0),))
+    assert set(draws(runner, logits, 50, temperature=temperature, logit_bias=((C, 100.0),))) == {C}
+    assert best not in draws(runner, logits, 200, temperature=temperature, logit_bias=((best, -100.0),))
 
 
-def test_a_forced_end_ends_unless_ends_are_ignored(backend: LlamaBackend) -> None:
-    drive = Drive(backend)
+def test_a_forced_end_ends_unless_ends_are_ignored(runner: LlamaRunner) -> None:
+    drive = StepDriver(runner)
     forced = tuple((token, 100.0) for token in (END_OF_TEXT, TURN_END))
     drive.submit(
         ask("ends", words(1, 5), 10, logit_bias=forced),
@@ -59,7 +59,7 @@ def test_a_forced_end_ends_unless_ends_are_ignored(backend: LlamaBackend) -> Non
     presence=st.floats(-2, 2),
 )
 def test_penalties_rewrite_logits_as_documented(
-    backend: LlamaBackend,
+    runner: LlamaRunner,
     history: list[int],
     last: int,
     repetition: float,
@@ -74,7 +74,7 @@ def test_penalties_rewrite_logits_as_documented(
     best, second = np.sort(expected)[::-1][:2]
     assume(best - second > 1e-3)
     (found,) = draws(
-        backend,
+        runner,
         row,
         1,
         history=history,
@@ -87,8 +87,8 @@ def test_penalties_rewrite_logits_as_documented(
     assert found == expected.argmax()
 
 
-def test_a_repetition_penalty_changes_greedy_text(backend: LlamaBackend) -> None:
-    drive = Drive(backend)
+def test_a_repetition_penalty_changes_greedy_text(runner: LlamaRunner) -> None:
+    drive = StepDriver(runner)
     drive.submit(
         ask("plain", words(4, 10), 40),
         ask("penalised", words(4, 10), 40, repetition_penalty=1.5, penalty_last_n=-1),
@@ -98,8 +98,8 @@ def test_a_repetition_penalty_changes_greedy_text(backend: LlamaBackend) -> None
 
 
 @pytest.mark.parametrize("parameters", [{"frequency_penalty": 2.0}, {"repetition_penalty": 10.0}])
-def test_penalties_see_the_prompt(backend: LlamaBackend, parameters: dict[str, Any]) -> None:
-    drive = Drive(backend)
+def test_penalties_see_the_prompt(runner: LlamaRunner, parameters: dict[str, Any]) -> None:
+    drive = StepDriver(runner)
     favoured = ((C, 30.0),)
     drive.submit(
         ask("seen", (C,) * 30, 1, logit_bias=favoured, **parameters),
@@ -123,17 +123,17 @@ def test_penalties_see_the_prompt(backend: LlamaBackend, parameters: dict[str, A
     ],
 )
 def test_dry_penalises_what_would_go_on_with_a_repetition(
-    backend: LlamaBackend, history: Tokens, multiplier: float, expected: int
+    runner: LlamaRunner, history: Tokens, multiplier: float, expected: int
 ) -> None:
     row = row_of(C=2.0, D=1.5)
-    assert draws(backend, row, 1, history=history, temperature=0, dry_multiplier=multiplier) == [expected]
+    assert draws(runner, row, 1, history=history, temperature=0, dry_multiplier=multiplier) == [expected]
 
 
-def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_look_back(backend: LlamaBackend) -> None:
+def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_look_back(runner: LlamaRunner) -> None:
     row, history = row_of(C=2.0, D=1.5), (A, B, C, A, B)
 
     def chosen(**dry: Any) -> int:
-        return draws(backend, row, 1, history=history, temperature=0, dry_multiplier=0.8, **dry)[0]
+        return draws(runner, row, 1, history=history, temperature=0, dry_multiplier=0.8, **dry)[0]
 
     assert chosen() == chosen(dry_sequence_breakers=()) == D
     assert chosen(dry_sequence_breakers=("B",)) == C
@@ -148,10 +148,10 @@ def resident_mib() -> float:
 # llama.cpp allocates what it is asked to look back on; the route allows 2³¹ − 1: 8 GiB, for DRY 16.
 @pytest.mark.parametrize("look_back", [{"penalty_last_n": 2**25}, {"dry_penalty_last_n": 2**24}])
 def test_no_request_can_make_a_sampler_that_is_larger_than_the_context(
-    backend: LlamaBackend, look_back: dict[str, int]
+    runner: LlamaRunner, look_back: dict[str, int]
 ) -> None:
     before = resident_mib()
-    sampler = backend.create_sampler(
+    sampler = runner.create_sampler(
         SamplingParams(repetition_penalty=1.1, dry_multiplier=0.5, **look_back)  # type: ignore[arg-type]
     )
     grown = resident_mib() - before
@@ -176,16 +176,16 @@ STATEFUL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("sampling", STATEFUL, ids=lambda sampling: "-".join(sampling) or "plain")
 def test_a_clone_goes_on_as_the_original_does_and_apart_from_it(
-    backend: LlamaBackend, logits: Logits, sampling: dict[str, Any]
+    runner: LlamaRunner, logits: Logits, sampling: dict[str, Any]
 ) -> None:
-    original = backend.create_sampler(SamplingParams(**{**OFF, "seed": 3, **sampling}))
+    original = runner.create_sampler(SamplingParams(**{**OFF, "seed": 3, **sampling}))
     original.accept((A, B, C, A, B))
     for _ in range(20):
-        choose(backend, original, logits)
+        choose(runner, original, logits)
     clone, spare = original.clone(), original.clone()
-    expected = [choose(backend, original, logits) for _ in range(40)]
+    expected = [choose(runner, original, logits) for _ in range(40)]
     original.close()
-    assert [choose(backend, clone, logits) for _ in range(40)] == expected
+    assert [choose(runner, clone, logits) for _ in range(40)] == expected
     clone.close()
-    assert [choose(backend, spare, logits) for _ in range(40)] == expected
+    assert [choose(runner, spare, logits) for _ in range(40)] == expected
     spare.close()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from cllm.backend.base import Backend, Batch, Drafter, Row, StepStatus
+from cllm.backend.base import Batch, Drafter, ModelRunner, Row, StepStatus
 from cllm.types import FinishReason, Request
 from tests.contract.alone import Reference
-from tests.contract.harness import GREEDY, Answer, Drive, Tokens, ask, words
+from tests.contract.harness import GREEDY, Answer, StepDriver, Tokens, ask, words
 from tests.contract.kinds import NATIVE, RECURRENT, SLIDING, Kind, Opened
 from tests.tiny_models import VOCABULARY
 
@@ -47,9 +47,9 @@ def knowing(texts: Sequence[Tokens], wrong: float) -> Callable[[], Drafter]:
     return lambda: Knowing(texts, wrong, source)
 
 
-def answered(backend: Backend, requests: Sequence[Request], **options: object) -> dict[str, Answer]:
+def answered(runner: ModelRunner, requests: Sequence[Request], **options: object) -> dict[str, Answer]:
     """All of them at once; afterwards the memory is empty (laws 3 and 7, by what llama.cpp says of it)."""
-    drive = Drive(backend, **options)  # type: ignore[arg-type]
+    drive = StepDriver(runner, **options)  # type: ignore[arg-type]
     drive.submit(*requests)
     return drive.finish()
 
@@ -85,7 +85,7 @@ def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
     begin = words(3, 20)
     said = reference.alone(kind, begin, 40, endless=True).tokens
     prompt = begin + said + words(4, 3) + begin
-    drive = Drive(opened(kind)).stop_clocks()
+    drive = StepDriver(opened(kind)).stop_clocks()
     drive.submit(ask("r", prompt, 60, ignore_eos=True))
     answer = drive.finish()["r"]
     reference.check(kind, prompt, 60, answer, endless=True)
@@ -99,10 +99,10 @@ def test_the_same_request_takes_the_same_steps_every_time(
     """Whatever the clock says: who is alone guesses by the text, so that work can be compared."""
     begin = words(3, 20)
     prompt = begin + reference.alone(kind, begin, 40, endless=True).tokens + words(4, 3) + begin
-    backend = opened(kind)
+    runner = opened(kind)
     works = set()
     for number in range(6):
-        drive = Drive(backend)
+        drive = StepDriver(runner)
         drive.submit(ask(f"r{number}", prompt, 60, ignore_eos=True))
         works.add(drive.finish()[f"r{number}"].work)
     (work,) = works
@@ -137,16 +137,16 @@ def test_a_stop_string_inside_right_guesses_ends_there(
     prompt = words(11, 30)
     alone = reference.alone(kind, prompt, 30, endless=True).tokens
     drafter = knowing([prompt + alone], RIGHT)
-    backend = opened(kind)
+    runner = opened(kind)
     plain = ask("r", prompt, 30, ignore_eos=True)
-    (free,) = answered(backend, [plain], draft_tokens=0).values()
-    pieces = [backend.vocabulary.piece(token) for token in free.tokens]
+    (free,) = answered(runner, [plain], draft_tokens=0).values()
+    pieces = [runner.vocabulary.piece(token) for token in free.tokens]
     stop = b"".join(pieces[at : at + 2]).decode(errors="ignore")
     if not stop or "\ufffd" in stop:
         stop = free.text[at : at + 2]
     request = msgspec.structs.replace(plain, stop=(stop,))
-    (without,) = answered(backend, [request], draft_tokens=0).values()
-    drive = Drive(backend, cache_mb=64, new_drafter=drafter).stop_clocks()
+    (without,) = answered(runner, [request], draft_tokens=0).values()
+    drive = StepDriver(runner, cache_mb=64, new_drafter=drafter).stop_clocks()
     drive.submit(request)
     (guessed,) = drive.finish().values()
     assert guessed.text == without.text and guessed.tokens == without.tokens
@@ -171,9 +171,9 @@ def test_max_tokens_is_never_exceeded(kind: Kind, most: int, opened: Opened, ref
 def test_a_full_context_is_never_exceeded(kind: Kind, opened: Opened, reference: Reference) -> None:
     prompt = words(13, 40)
     text = prompt + reference.alone(kind, prompt, 40, endless=True).tokens
-    backend = opened(kind, request_tokens=61)
+    runner = opened(kind, request_tokens=61)
     (answer,) = answered(
-        backend, [ask("r", prompt, 1000, ignore_eos=True)], new_drafter=knowing([text], RIGHT)
+        runner, [ask("r", prompt, 1000, ignore_eos=True)], new_drafter=knowing([text], RIGHT)
     ).values()
     reference.check(kind, prompt, 21, answer, endless=True)
     assert answer.finish_reason is FinishReason.LENGTH
@@ -183,14 +183,14 @@ def test_a_full_context_is_never_exceeded(kind: Kind, opened: Opened, reference:
 def test_an_end_token_inside_right_guesses_ends_there(kind: Kind, opened: Opened) -> None:
     """The end is made likely after a few tokens; the guesses run on beyond it."""
     prompt = words(14, 20)
-    backend = opened(kind)
-    ends = tuple((token, 6.5) for token in sorted(backend.vocabulary.ends))
+    runner = opened(kind)
+    ends = tuple((token, 6.5) for token in sorted(runner.vocabulary.ends))
     found = 0
     for seed in range(6):
         request = ask("r", prompt, 60, temperature=1.0, seed=seed, logit_bias=ends)
-        (plain,) = answered(backend, [request], draft_tokens=0).values()
-        text = (*prompt, *plain.tokens, min(backend.vocabulary.ends), *words(1, 20))
-        (guessed,) = answered(backend, [request], new_drafter=knowing([text], RIGHT)).values()
+        (plain,) = answered(runner, [request], draft_tokens=0).values()
+        text = (*prompt, *plain.tokens, min(runner.vocabulary.ends), *words(1, 20))
+        (guessed,) = answered(runner, [request], new_drafter=knowing([text], RIGHT)).values()
         if guessed.tokens == plain.tokens:
             assert guessed.finish_reason is plain.finish_reason
             assert guessed.text == plain.text and guessed.recomputed == 0
@@ -205,10 +205,10 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
     kind: Kind, wrong: float, opened: Opened, reference: Reference
 ) -> None:
     history, known = words(77, 150), 0
-    backend = opened(kind, sequences=2, cells=2048)
+    runner = opened(kind, sequences=2, cells=2048)
     texts: list[Tokens] = []
-    drive = Drive(
-        backend, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1))
+    drive = StepDriver(
+        runner, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1))
     ).stop_clocks()
     drive.stop_clocks()
     for turn in range(3):
@@ -226,13 +226,13 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
 @every_dense
 def test_memory_after_wrong_guesses_says_what_it_said_before(kind: Kind, opened: Opened) -> None:
     """On the seam: guesses, taken back, then the right tokens: the same probabilities as without."""
-    backend = opened(kind)
-    sampler = backend.create_sampler(GREEDY)
+    runner = opened(kind)
+    sampler = runner.create_sampler(GREEDY)
     prompt = words(5, 20)
 
     def forward(position: int, tokens: Sequence[int], outputs: int) -> Row:
         row = Row(0, position, tokens, outputs, sampler, logprobs=4)
-        result = backend.forward(Batch((row,)))
+        result = runner.forward(Batch((row,)))
         assert result.status is StepStatus.DONE
         results.append(result.rows[0])
         return row
@@ -242,11 +242,11 @@ def test_memory_after_wrong_guesses_says_what_it_said_before(kind: Kind, opened:
     first = results[-1].tokens[0]
     forward(20, [first, *words(6, 5)], 6)
     chosen = results[-1].tokens
-    assert len(chosen) == 1 and backend.next_position(0) == 26
-    assert backend.truncate(0, 21) == 21 and backend.next_position(0) == 21
+    assert len(chosen) == 1 and runner.next_position(0) == 26
+    assert runner.truncate(0, 21) == 21 and runner.next_position(0) == 21
     forward(21, [chosen[0]], 1)
     after = results[-1].logprobs[0]
-    backend.truncate(0, 0)
+    runner.truncate(0, 0)
     forward(0, prompt, 1)
     forward(20, [first], 1)
     forward(21, [chosen[0]], 1)

@@ -142,9 +142,9 @@ def test_the_beginning_of_a_long_context_is_computed_once(
     computed: list[tuple[int, int]] = []
     real = Bench._fill
 
-    def fill(self: Bench, sequence_id: int, begin: int, end: int) -> float:
+    def fill(self: Bench, seq_id: int, begin: int, end: int) -> float:
         computed.append((begin, end))
-        return real(self, sequence_id, begin, end)
+        return real(self, seq_id, begin, end)
 
     monkeypatch.setattr(Bench, "_fill", fill)
     trial = Trial(load())

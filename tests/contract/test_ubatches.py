@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row, StepStatus, count_ubatches
 from tests.contract.harness import GREEDY, Aborts, native
-from tests.contract.kinds import NATIVE, Kind, open_backend
+from tests.contract.kinds import NATIVE, Kind, open_runner
 
 
 def rows(lengths: dict[int, int]) -> tuple[Row, ...]:
@@ -54,28 +54,28 @@ def test_no_rows_are_no_work() -> None:
 
 @pytest.fixture(scope="module", params=NATIVE, ids=lambda kind: kind.label)
 def counting(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[Aborts]:
-    """A backend whose graph nodes are counted."""
+    """A runner whose graph nodes are counted."""
     kind: Kind = request.param
-    backend = open_backend(models, kind, sequences=5)
-    with Aborts(native(backend)).watching() as aborts:
+    runner = open_runner(models, kind, sequences=5)
+    with Aborts(native(runner)).watching() as aborts:
         yield aborts
-    backend.close()
+    runner.close()
 
 
 def computed(aborts: Aborts, lengths: dict[int, int]) -> tuple[int, int]:
-    """Of a step with these rows: the graph nodes computed, and the ubatches the backend tells."""
-    backend = aborts.backend
-    sampler = backend.create_sampler(GREEDY)
+    """Of a step with these rows: the graph nodes computed, and the ubatches the runner tells."""
+    runner = aborts.runner
+    sampler = runner.create_sampler(GREEDY)
     aborts.nodes = 0
-    result = backend.forward(Batch(tuple(row._replace(outputs=1, sampler=sampler) for row in rows(lengths))))
+    result = runner.forward(Batch(tuple(row._replace(outputs=1, sampler=sampler) for row in rows(lengths))))
     assert result.status is StepStatus.DONE
-    for sequence_id in lengths:
-        backend.truncate(sequence_id, 0)
+    for seq_id in lengths:
+        runner.truncate(seq_id, 0)
     return aborts.nodes, result.ubatches
 
 
 # Was (recurrent, unified): llama_memory_recurrent splits by equal length and consecutive ids in either layout
-# (split_equal with sequential=true), so LlamaBackend must not count such a model as unified.
+# (split_equal with sequential=true), so LlamaRunner must not count such a model as unified.
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(lengths=st.dictionaries(st.integers(0, 4), st.integers(1, 12), min_size=1))
 def test_as_many_graphs_are_computed_as_are_told(counting: Aborts, lengths: dict[int, int]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cllm.backend.base import Batch, Row, StepStatus
 from cllm.backend.llama.memory import embedded_model
-from cllm.backend.llama.runner import LlamaBackend
+from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 
@@ -33,19 +33,19 @@ def visible(pieces: list[bytes]) -> str:
 
 
 class Soloist:
-    """One backend of one sequence; greedy answers, one after the other."""
+    """One runner of one sequence; greedy answers, one after the other."""
 
     def __init__(self, model: Path | None = None) -> None:
         path = str(model or embedded_model())
-        self.backend = LlamaBackend(EngineConfig(model=path, parallel=1, ctx_size=4096, threads=1))
+        self.runner = LlamaRunner(EngineConfig(model=path, parallel=1, ctx_size=4096, threads=1))
 
     def answer(self, prompt: str, max_tokens: int) -> Alone:
-        vocabulary = self.backend.vocabulary
-        sampler = self.backend.create_sampler(SamplingParams(temperature=0))
+        vocabulary = self.runner.vocabulary
+        sampler = self.runner.create_sampler(SamplingParams(temperature=0))
         tokens = vocabulary.tokenize(prompt, add_special=True, parse_special=False)
         position, pieces, certain = 0, list[bytes](), None
         while len(pieces) < max_tokens:
-            result = self.backend.forward(Batch((Row(0, position, tokens, 1, sampler, logprobs=2),)))
+            result = self.runner.forward(Batch((Row(0, position, tokens, 1, sampler, logprobs=2),)))
             assert result.status is StepStatus.DONE
             position += len(tokens)
             (token,) = result.rows[0].tokens
@@ -57,8 +57,8 @@ class Soloist:
             pieces.append(vocabulary.piece(token))
             tokens = [token]
         sampler.close()
-        self.backend.truncate(0, 0)
+        self.runner.truncate(0, 0)
         return Alone(visible(pieces), certain or "", certain is not None)
 
     def close(self) -> None:
-        self.backend.close()
+        self.runner.close()

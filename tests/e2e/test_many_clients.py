@@ -43,7 +43,7 @@ def check(server: Server, model: Path | None, prompts: list[str], max_tokens: in
     ids = Ids(server.log_text[before:])
     assert {request for _, request in ids.leases} == {answer["id"] for answer in answers}
     assert ids.held == {} and ids.cleared == len(prompts)
-    assert {sequence_id for sequence_id, _ in ids.leases} == set(range(8)), "it never ran eight at a time"
+    assert {seq_id for seq_id, _ in ids.leases} == set(range(8)), "it never ran eight at a time"
 
     with closing(Soloist(model)) as soloist:
         alone = [soloist.answer(prompt, max_tokens) for prompt in prompts]
@@ -65,5 +65,5 @@ def test_200_clients_on_8_sequences_tiny_model(tiny: Server, tiny_model: Path) -
 
 def test_24_clients_on_8_sequences_embedded_model(embedded: Server) -> None:
     animals = ("cat", "dog", "owl", "fox", "bee", "cow")
-    prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
+    prompts = [f"{count} info about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
     check(embedded, None, prompts, 12)

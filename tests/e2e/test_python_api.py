@@ -12,7 +12,7 @@ import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.errors import ContextLengthExceeded, EngineNotReady, InvalidRequest, ModelFileError
-from cllm.testing import FakeBackend
+from cllm.testing import FakeRunner
 from cllm.types import FinishReason
 from tests.e2e.server import environment
 
@@ -99,7 +99,7 @@ def test_a_missing_model_raises_at_once(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_open_yet_says_so() -> None:
     with pytest.raises(EngineNotReady, match="open it first"):
-        LLM(make_backend=lambda _: FakeBackend()).facts  # noqa: B018
+        LLM(make_runner=lambda _: FakeRunner()).info  # noqa: B018
 
 
 def test_closing_twice_is_fine(tiny_model: Path) -> None:

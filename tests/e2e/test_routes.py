@@ -1,4 +1,4 @@
-"""The routes beside /generate: tokens, model facts, and what operators look at."""
+"""The routes beside /generate: tokens, model info, and what operators look at."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_nothing_encodes_to_nothing(tiny: Server) -> None:
 
 def test_model_info(tiny: Server) -> None:
     info = tiny.get("/model/info")
-    facts = ("architecture", "vocabulary_size", "context_train", "embedding_length", "layers")
-    assert [info[name] for name in facts] == ["llama", 512, 4096, 64, 2]
+    names = ("architecture", "vocabulary_size", "context_train", "embedding_length", "layers")
+    assert [info[name] for name in names] == ["llama", 512, 4096, 64, 2]
     assert info["limits"]["sequences"] == 8
     assert info["limits"]["request_tokens"] <= 4096
     assert "/" not in info["name"]

@@ -73,4 +73,4 @@ def test_each_request_takes_the_lowest_id_again(embedded: Server) -> None:
     before = len(embedded.log_text)
     for _ in range(3):
         embedded.generate("1+1=", 2)
-    assert [sequence_id for sequence_id, _ in Ids(embedded.log_text[before:]).leases] == [0, 0, 0]
+    assert [seq_id for seq_id, _ in Ids(embedded.log_text[before:]).leases] == [0, 0, 0]

@@ -134,7 +134,7 @@ def test_fault_08_without_keys_operators_routes_are_for_loopback_only(start_for_
     assert open_server.client.get("/health", headers={"host": "any.name"}).status_code == 200
 
 
-# 9: Host and Origin ----------------------------------------------------------------------------------
+# 9: Host and PrefixMatch ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied
-from cllm.frontend.engine_client import Engine, Health
-from cllm.frontend.output_stream import BlockingStream
-from cllm.testing import FakeBackend
+from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.output_stream import BlockingOutputStream
+from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadHost
+from cllm.workers.executor import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.contract.alone import Reference
-from tests.contract.harness import Drive, ask, feed, words
+from tests.contract.harness import StepDriver, ask, feed, words
 from tests.contract.kinds import DENSE, Kind, Opened
 from tests.tiny_models import VOCABULARY
 
@@ -33,14 +33,14 @@ def important(request: Request, priority: int) -> Request:
 
 
 def test_fault_37_no_room_parks_the_youngest_of_lowest_priority(opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(POOLED, sequences=3, cells=256, request_tokens=256))
+    drive = StepDriver(opened(POOLED, sequences=3, cells=256, request_tokens=256))
     endless = {"ignore_eos": True}
     drive.submit(
         ask("old", words(1, 60), 150, **endless),
         ask("minor", words(2, 60), 150, **endless),
         important(ask("young", words(3, 60), 150, **endless), 5),
     )
-    while drive.backend.saves == 0:
+    while drive.runner.saves == 0:
         drive.step()
     assert drive.scheduler.snapshot().waiting == ("minor",), "the younger one matters more"
     answers = drive.finish()
@@ -50,19 +50,19 @@ def test_fault_37_no_room_parks_the_youngest_of_lowest_priority(opened: Opened, 
 
 
 def test_fault_37_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
-    drive = Drive(opened(POOLED, sequences=2, cells=256, request_tokens=256))
-    feed(drive.backend, 1, words(9, 236))  # somebody's cells that no one will give back
+    drive = StepDriver(opened(POOLED, sequences=2, cells=256, request_tokens=256))
+    feed(drive.runner, 1, words(9, 236))  # somebody's cells that no one will give back
     drive.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
     drive.step(30)
     assert drive.scheduler.idle and drive.answers["lone"].finish_reason is FinishReason.LENGTH
-    drive.backend.truncate(1, 0)
+    drive.runner.truncate(1, 0)
 
 
 def test_fault_38_aborted_cuts_back_every_member_and_the_others_go_on(
     opened: Opened, reference: Reference
 ) -> None:
     """llama.cpp's own code 2, through the switch that a cancel uses."""
-    drive = Drive(opened(DENSE, sequences=4))
+    drive = StepDriver(opened(DENSE, sequences=4))
     lengths = {0: 100, 1: 50, 2: 7, 3: 1}
     drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
     codes: list[int] = []
@@ -70,14 +70,14 @@ def test_fault_38_aborted_cuts_back_every_member_and_the_others_go_on(
     def forward(number: int, batch: Batch) -> StepResult:
         if number in (1, 3):
             drive.loop._interrupt.cancelled(None)
-        before = [drive.backend.next_position(row.sequence_id) for row in batch.rows]
-        result = drive.backend.inner.forward(batch)
+        before = [drive.runner.next_position(row.seq_id) for row in batch.rows]
+        result = drive.runner.inner.forward(batch)
         codes.append(result.code)
         if result.status is StepStatus.ABORTED:
             assert before == [row.position for row in batch.rows] and result.rows == ()
         return result
 
-    drive.backend.fail = forward
+    drive.runner.fail = forward
     answers = drive.finish()
     assert codes.count(2) >= 1
     for seed, length in lengths.items():
@@ -89,7 +89,7 @@ def test_fault_39_a_bad_batch_is_bisected_and_only_the_culprit_fails(
     opened: Opened, reference: Reference
 ) -> None:
     """llama.cpp's own code -1: a token that is not in its vocabulary."""
-    drive = Drive(opened(DENSE, sequences=4))
+    drive = StepDriver(opened(DENSE, sequences=4))
     drive.submit(*(ask(f"r{seed}", words(seed, 9), 6) for seed in range(3)))
     drive.submit(ask("culprit", [*words(7, 5), VOCABULARY + 1000], 6))
     answers = drive.finish()
@@ -99,7 +99,7 @@ def test_fault_39_a_bad_batch_is_bisected_and_only_the_culprit_fails(
 
 
 def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, reference: Reference) -> None:
-    drive = Drive(opened(DENSE))
+    drive = StepDriver(opened(DENSE))
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if number not in (2, 5):
@@ -107,10 +107,10 @@ def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, re
         half = [
             row._replace(tokens=row.tokens[: (len(row.tokens) + 1) // 2], outputs=0) for row in batch.rows
         ]
-        drive.backend.inner.forward(Batch(tuple(half)))
+        drive.runner.inner.forward(Batch(tuple(half)))
         return StepResult(StepStatus.FAILED, code=-3)
 
-    drive.backend.fail = fail
+    drive.runner.fail = fail
     drive.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
     answers = drive.finish()
     for seed in range(3):
@@ -118,8 +118,8 @@ def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, re
 
 
 def test_fault_40_two_failed_steps_in_a_row_end_the_engine(opened: Opened) -> None:
-    drive = Drive(opened(DENSE))
-    drive.backend.fail = lambda number, batch: (
+    drive = StepDriver(opened(DENSE))
+    drive.runner.fail = lambda number, batch: (
         StepResult(StepStatus.FAILED, code=-3) if number in (2, 3) else None
     )
     drive.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
@@ -130,13 +130,13 @@ def test_fault_40_two_failed_steps_in_a_row_end_the_engine(opened: Opened) -> No
 @pytest.mark.parametrize("seed", range(3))
 def test_fault_41_a_batch_over_n_batch_cannot_be_built(opened: Opened, seed: int) -> None:
     source = random.Random(seed)
-    drive = Drive(opened(DENSE, sequences=8, batch_tokens=32))
+    drive = StepDriver(opened(DENSE, sequences=8, batch_tokens=32))
     drive.submit(*(ask(f"r{n}", words(n, source.randint(1, 400)), 5) for n in range(24)))
     for number in range(0, 24, 5):
         drive.loop.post(Cancel(f"r{number}"))
     assert drive.loop._take_commands()
     drive.finish()
-    assert max(batch.token_count for batch in drive.backend.batches) == 32
+    assert max(batch.token_count for batch in drive.runner.batches) == 32
 
 
 # FAULTS 51 -----------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def test_fault_51_clock_jumps_concern_no_code_that_times_anything() -> None:
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 def test_fault_51_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
-    engine = Engine(
-        ThreadHost(lambda _: FakeBackend(step_s=0.002), EngineConfig()), queue_size=20, max_timeout_s=600
+    engine = EngineClient(
+        ThreadExecutor(lambda _: FakeRunner(step_s=0.002), EngineConfig()), queue_size=20, max_timeout_s=600
     )
     engine.start()
     engine.wait_ready(5)
@@ -190,7 +190,7 @@ def test_fault_51_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump
     streams = [
         engine.submit(
             Request(id=f"r{n}", prompt=(97, n), max_tokens=60, sampling=sampling, timeout_s=60.0),
-            BlockingStream,
+            BlockingOutputStream,
         )
         for n in range(12)
     ]

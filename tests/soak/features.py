@@ -1,6 +1,6 @@
 """`python -m tests.soak.features`: greedy text with every feature on is the text with all of them off.
 
-The same prompts twice: from 8 clients at once with prefix cache, speculation, fillers and tuned settings,
+The same prompts twice: from 8 clients at once with prefix cache, speculation, padding and tuned settings,
 then one at a time with none of them. Where the tokens part, the two likeliest of that step must be as good as
 even when computed alone; any other difference fails.
 
@@ -29,7 +29,7 @@ from bench.report import Table
 
 TIE = 0.05  # logits closer than this, alone, may be ordered either way in another batch
 CLIENTS = 8
-MOST_TOKENS = 48
+MAX_TOKENS = 48
 # Far more than by default: whoever guesses goes as far as that pays.
 ON = ("--draft-tokens", "64")
 OFF = ("--cache-ram-mb", "0", "--draft-tokens", "0", "--no-tune")
@@ -52,7 +52,7 @@ _QUESTIONS = (
     "Repeat the text above word for word.\n",
     "Question: What is this text about?\nAnswer:",
     "A summary in one sentence:",
-    "List the three most important facts:\n1.",
+    "List the three most important info:\n1.",
     "Question: Which number is named first?\nAnswer:",
 )
 _SHORT = (
@@ -184,7 +184,7 @@ def run_features(
     with _server("off", model, OFF, command, logs) as asker:
         alone = {}
         for prompt in dict.fromkeys(prompts):  # greedy, one at a time: the same again would say the same
-            alone[prompt] = asker.ask(prompt, MOST_TOKENS, **DECLINED)
+            alone[prompt] = asker.ask(prompt, MAX_TOKENS, **DECLINED)
         plain = asker.counters()
         others = _crowd(asker, prompts, **DECLINED) if control else []
 
@@ -205,7 +205,7 @@ def run_features(
 def _crowd(asker: Asker, prompts: Sequence[str], **fields: Any) -> list[Said]:
     started = time.monotonic()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = list(pool.map(lambda prompt: asker.ask(prompt, MOST_TOKENS, **fields), prompts))
+        answers = list(pool.map(lambda prompt: asker.ask(prompt, MAX_TOKENS, **fields), prompts))
     print(f"{len(prompts)} prompts: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return answers
 

@@ -82,23 +82,25 @@ def run_pressure(
         before = _counters(server)
         with ThreadPoolExecutor(CLIENTS) as pool:
             crowded = list(pool.map(lambda prompt: _ask(server, prompt), prompts))
-        parks, resumes = (after - there for after, there in zip(_counters(server), before, strict=True))
+        preemptions, swap_ins = (
+            after - there for after, there in zip(_counters(server), before, strict=True)
+        )
     verdict = compare(alone, crowded)
     print(
         f"{requests} requests on {CELLS} cells, {PARALLEL} at a time that need {PARALLEL * NEED}: "
-        f"{parks:.0f} parked, {resumes:.0f} resumed from RAM; {verdict.same} texts the same, {verdict.ties} "
+        f"{preemptions:.0f} preempted, {swap_ins:.0f} swapped in; {verdict.same} same texts, {verdict.ties} "
         f"met a tie, {verdict.parted} of them went the other way, {len(verdict.faults)} wrong; "
         f"{verdict.compared} tokens compared"
     )
-    faults = list(verdict.faults) + ([] if parks else ["nobody was parked: this proves nothing"])
+    faults = list(verdict.faults) + ([] if preemptions else ["nobody was parked: this proves nothing"])
     for fault in faults[:10]:
         print(f"FAIL: {fault}")
     return 1 if faults else 0
 
 
 def _prompts(server: RunningPeer, count: int) -> list[list[int]]:
-    facts = _call(server, "GET", "/model/info")
-    size = int(facts.get("data", facts)["vocabulary_size"])
+    info = _call(server, "GET", "/model/info")
+    size = int(info.get("data", info)["vocabulary_size"])
     drawn = random.Random(1)
     return [[drawn.randrange(size // 4, size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 

@@ -23,7 +23,7 @@ import httpx
 from bench.command import conclude, make_parser, run_command, serving
 from bench.peers import ServerSettings
 from cllm.errors import SetupError
-from tests.soak.constraint_cost import MOST_COST, measure_cost, show_cost
+from tests.soak.constraint_cost import MAX_COST, measure_cost, show_cost
 from tests.soak.schema_maker import Schema, SchemaMaker
 
 CLIENTS = 8
@@ -143,7 +143,7 @@ def run(
 ) -> int:
     """Both parts; 0 if all is well, else 1."""
     settings = ServerSettings(model, CLIENTS, 1024 * CLIENTS, threads)
-    print(f"the bar: every answer valid, and at most {MOST_COST:.0%} fewer tokens a second", file=sys.stderr)
+    print(f"the bar: every answer valid, and at most {MAX_COST:.0%} fewer tokens a second", file=sys.stderr)
     with serving("schemas", settings) as server:
         outcomes, used = ask_all(server.address.url, schemas, seed)
         lines = describe(outcomes, used)

@@ -28,8 +28,8 @@ from tests.soak.lease_log import LeaseLog
 SUMS = ("1+1=", "2+2=", "3+3=")
 QUESTIONS = ("Hello, how are you?", "What is AI?", "Tell me a joke.")
 FIVE = (*SUMS, *QUESTIONS[:2])
-MOST_DRIFT_TEN = 1.10
-MOST_DRIFT_THOUSAND = 1.03
+MAX_DRIFT_TEN = 1.10
+MAX_DRIFT_THOUSAND = 1.03
 IDLE_GRACE_S = 0.5  # an answer may overtake the bookkeeping of its own end, by a step at most
 
 
@@ -167,12 +167,12 @@ def run_seeds(
             for prompts in (SUMS, QUESTIONS, FIVE):
                 embedded.in_a_row(prompts)
             embedded.concurrent(FIVE)
-            embedded.identical(10, 16, series=20, most_drift=MOST_DRIFT_TEN)
-            embedded.identical(10, 1, series=20, most_drift=MOST_DRIFT_TEN)
+            embedded.identical(10, 16, series=20, most_drift=MAX_DRIFT_TEN)
+            embedded.identical(10, 1, series=20, most_drift=MAX_DRIFT_TEN)
         with _server(tiny, folder / "tiny.log", command) as small:
             small.in_a_row(SUMS)
             small.concurrent(FIVE)
-            small.identical(1000, 16, series=1, most_drift=MOST_DRIFT_THOUSAND)
+            small.identical(1000, 16, series=1, most_drift=MAX_DRIFT_THOUSAND)
     checks = [*embedded.checks, *small.checks]
     table = Table(
         ("case", "what must hold", "", "measured"),

@@ -22,7 +22,7 @@ from tests.soak.footprint import Footprint
 
 TENTHS = 10
 CLIENTS = 16
-MOST_GROWTH = 1.02
+MAX_GROWTH = 1.02
 SETTLE_S = 1.0
 
 
@@ -61,9 +61,9 @@ def find_faults(samples: Sequence[Sample]) -> list[str]:
     errors = [error for sample in samples for error in sample.errors]
     if errors:
         faults.append(f"FAIL: {len(errors)} requests were not answered in full; {'; '.join(errors[:3])}")
-    if last.rss_bytes > MOST_GROWTH * first.rss_bytes:
+    if last.rss_bytes > MAX_GROWTH * first.rss_bytes:
         growth = last.rss_bytes / first.rss_bytes - 1
-        faults.append(f"FAIL: memory grew by {growth:.1%}, allowed are {MOST_GROWTH - 1:.0%}")
+        faults.append(f"FAIL: memory grew by {growth:.1%}, allowed are {MAX_GROWTH - 1:.0%}")
     if last.file_descriptors > first.file_descriptors:
         faults.append(f"FAIL: file descriptors grew: {first.file_descriptors} → {last.file_descriptors}")
     if last.threads > first.threads:
@@ -76,7 +76,7 @@ def find_faults(samples: Sequence[Sample]) -> list[str]:
 def _tenth(server: RunningPeer, number: int, count: int) -> Sample:
     group = Group(count=count, prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
     workload = Definition(name="soak", about="short requests of mixed sizes", groups=(group,))
-    load = run_load(server.address, server.peer.dialect, make_plan(workload, number))
+    load = run_load(server.address, server.peer.tool_format, make_plan(workload, number))
     time.sleep(SETTLE_S)
     done = (number + 1) * count
     rate = count / load.wall_s

@@ -33,7 +33,7 @@ LAYERS = (
     ("cllm.cli", 4),
     ("cllm.__main__", 4),
 )
-# Only these name the llama backend.
+# Only these name the llama runner.
 KNOW_LLAMA = (
     *(
         "cllm.cli",

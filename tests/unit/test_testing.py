@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
-from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedBackend, say
+from cllm.core.engine_core import EngineCore
+from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, say
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
-from cllm.types import Delta, FinishReason, Request
+from cllm.types import FinishReason, Request, RequestOutput
 from cllm.workers.messages import Report, StepReport
 from tests.unit.text.test_detokenizer import oracle, woven
 
 
-def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[Delta]:
+def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]:
     """The deltas of one request, beside another that says something else."""
     reports: list[Report] = []
-    loop = StepLoop(ScriptedBackend(sequences=2, cells=4096), EngineConfig(draft_tokens=0), reports.append)
+    loop = EngineCore(ScriptedRunner(sequences=2, cells=4096), EngineConfig(draft_tokens=0), reports.append)
     other = list(say("something else").encode())
     for number, tokens in enumerate((prompt, other)):
         stops = stop if number == 0 else ()

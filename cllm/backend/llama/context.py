@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from cllm.backend.base import StepStatus
-from cllm.backend.llama.library import Graveyard, Library, Owned
+from cllm.backend.base import Row, StepStatus
+from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig
@@ -67,10 +68,10 @@ class LlamaContext(Owned):
     """Owns a `llama_context` and the threads that work for it."""
 
     def __init__(
-        self, library: Library, model: LlamaModel, config: EngineConfig, graveyard: Graveyard
+        self, library: Library, model: LlamaModel, config: EngineConfig, deferred_frees: DeferredFrees
     ) -> None:
         api = library.api
-        workers = Workers(library, config, graveyard)
+        workers = Workers(library, config, deferred_frees)
         params = api.llama_context_default_params()
         params.n_ctx = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
         params.n_seq_max = config.parallel
@@ -89,7 +90,7 @@ class LlamaContext(Owned):
                 f"llama.cpp cannot create a context of {params.n_ctx} cells "
                 f"(K {config.cache_type_k}, V {config.cache_type_v}); try a smaller --ctx-size or --parallel"
             )
-        super().__init__(pointer, api.llama_free, graveyard)
+        super().__init__(pointer, api.llama_free, deferred_frees)
         self.api = api
         self._memory = api.llama_get_memory(pointer)
         # Encoders (and diffusion models) look at all tokens at once and remember none.
@@ -143,46 +144,46 @@ class LlamaContext(Owned):
             self._logits = view.reshape(outputs, self._vocabulary_size)
         return self._logits
 
-    def next_position(self, sequence_id: int) -> int:
-        last: int = self._last_position(self.memory, sequence_id)
+    def next_position(self, seq_id: int) -> int:
+        last: int = self._last_position(self.memory, seq_id)
         return last + 1
 
-    def remove(self, sequence_id: int) -> None:
+    def remove(self, seq_id: int) -> None:
         """Remove a whole sequence; llama.cpp never refuses that.
 
         When a common pool is empty, the place where llama.cpp looks for cells next goes back to the first:
         left in the middle, it would widen the attention of whoever comes, and round their text otherwise.
         """
-        self.api.llama_memory_seq_rm(self.memory, sequence_id, -1, -1)
+        self.api.llama_memory_seq_rm(self.memory, seq_id, -1, -1)
         if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
             self.api.llama_memory_clear(self.memory, False)
 
-    def truncate(self, sequence_id: int, length: int) -> int:
-        """See `Backend.truncate`."""
-        held = self.next_position(sequence_id)
+    def truncate(self, seq_id: int, length: int) -> int:
+        """See `ModelRunner.truncate`."""
+        held = self.next_position(seq_id)
         if length >= held:
             return held
         if (
             length > 0
-            and self._can_cut_to(sequence_id, length)
-            and self.api.llama_memory_seq_rm(self.memory, sequence_id, length, -1)
-            and self.next_position(sequence_id) == length
+            and self._can_cut_to(seq_id, length)
+            and self.api.llama_memory_seq_rm(self.memory, seq_id, length, -1)
+            and self.next_position(seq_id) == length
         ):
             return length
-        self.remove(sequence_id)
+        self.remove(seq_id)
         return 0
 
-    def _can_cut_to(self, sequence_id: int, length: int) -> bool:
+    def _can_cut_to(self, seq_id: int, length: int) -> bool:
         """False where what the next token would look back on is gone, even if llama.cpp says yes."""
         if self.recurrent:
             return False
         if not self.sliding_window:
             return True
-        oldest = int(self.api.llama_memory_seq_pos_min(self.memory, sequence_id))
+        oldest = int(self.api.llama_memory_seq_pos_min(self.memory, seq_id))
         return oldest == 0 or oldest < length - self.sliding_window
 
     def copy(self, source: int, target: int, length: int) -> int:
-        """See `Backend.copy`. Whole first, then trimmed: llama.cpp dies of a partial copy between streams."""
+        """See `ModelRunner.copy`. llama.cpp aborts on a partial copy between KV streams: copy, then trim."""
         held = self.next_position(source)
         if length < held and not self._can_cut_to(source, length):
             return 0
@@ -191,23 +192,23 @@ class LlamaContext(Owned):
             self._copying |= {source, target}
         return self.truncate(target, length)
 
-    def save(self, sequence_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> bytes | None:
         """The sequence's KV as bytes; None while its cells are still to be copied."""
-        if sequence_id in self._copying:
+        if seq_id in self._copying:
             return None
-        size = self.api.llama_state_seq_get_size(self.pointer, sequence_id)
+        size = self.api.llama_state_seq_get_size(self.pointer, seq_id)
         state = _new_bytes(None, size)  # filled once, before anybody else sees it: no second copy of it
-        written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, sequence_id)
+        written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, seq_id)
         return state if written == size else None
 
-    def restore(self, sequence_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: bytes) -> bool:
         """Put saved KV into an empty sequence; on failure it is empty again."""
-        if sequence_id in self._copying:
+        if seq_id in self._copying:
             return False
         size = len(state)
-        if self.api.llama_state_seq_set_data(self.pointer, _address(state), size, sequence_id) == size:
+        if self.api.llama_state_seq_set_data(self.pointer, _address(state), size, seq_id) == size:
             return True
-        self.remove(sequence_id)
+        self.remove(seq_id)
         return False
 
 
@@ -219,3 +220,54 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
 def _address(state: bytes) -> Any:
     """Where the bytes lie; good while `state` is held."""
     return ctypes.cast(ctypes.c_char_p(state), ctypes.POINTER(ctypes.c_uint8))
+
+
+class NativeBatch:
+    """A `llama_batch` over arrays that Python owns; holds up to `capacity` tokens of `sequences` ids."""
+
+    def __init__(self, api: Any, capacity: int, sequences: int) -> None:
+        self.capacity = capacity
+        self._token = np.zeros(capacity, np.int32)
+        self._position = np.zeros(capacity, np.int32)
+        self._id_count = np.ones(capacity, np.int32)
+        self._output = np.zeros(capacity, np.int8)
+        # Each token points at its sequence's entry in this table.
+        self._ids = np.arange(sequences, dtype=np.int32)
+        self._base = int(self._ids.ctypes.data)
+        self._id_pointer = np.full(capacity + 1, self._base, np.uintp)
+        self._ramp = np.arange(capacity, dtype=np.int32)
+        self.struct = api.llama_batch(
+            n_tokens=0,
+            token=self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            embd=None,
+            pos=self._position.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            n_seq_id=self._id_count.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            seq_id=ctypes.cast(self._id_pointer.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+            logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def fill(self, rows: Sequence[Row]) -> None:
+        """Lay the rows out one after the other. A batch over the capacity cannot be built: it raises."""
+        count = sum(len(row.tokens) for row in rows)
+        if count > self.capacity:
+            raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
+        ids = [row.seq_id for row in rows]
+        assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
+        base = self._base
+        if count == len(rows):  # everybody generates: one assignment for all of them
+            self._token[:count] = [row.tokens[0] for row in rows]
+            self._position[:count] = [row.position for row in rows]
+            self._id_pointer[:count] = [base + 4 * seq_id for seq_id in ids]
+            self._output[:count] = [row.outputs for row in rows]
+            self.struct.n_tokens = count
+            return
+        begin = 0
+        self._output[:count] = 0
+        for row in rows:
+            end = begin + len(row.tokens)
+            self._token[begin:end] = row.tokens
+            self._position[begin:end] = self._ramp[: end - begin] + row.position
+            self._id_pointer[begin:end] = base + 4 * row.seq_id
+            self._output[end - row.outputs : end] = 1
+            begin = end
+        self.struct.n_tokens = count

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cllm.backend.base import Backend, Batch, Drafter, Row, StepStatus
+from cllm.backend.base import Batch, Drafter, ModelRunner, Row, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
-from cllm.types import Limits, ModelFacts, SamplingParams, Vocabulary
+from cllm.types import Limits, ModelInfo, SamplingParams, Vocabulary
 
 log = logging.getLogger(__name__)
 SLOTS = 2  # with more who generate, guesses cost the others more than they save
@@ -33,10 +33,10 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
     )
 
 
-def check_cuttable(facts: ModelFacts, which: str) -> None:
+def check_cuttable(info: ModelInfo, which: str) -> None:
     """Raises ConfigError for a memory from which wrong guesses cannot be removed."""
-    if facts.recurrent or facts.sliding_window:
-        kind = "recurrent" if facts.recurrent else "with a sliding window"
+    if info.recurrent or info.sliding_window:
+        kind = "recurrent" if info.recurrent else "with a sliding window"
         raise ConfigError(f"draft_model: the {which} model is {kind}, so guesses could not be taken back")
 
 
@@ -77,28 +77,28 @@ class DraftModel:
     Nothing that goes wrong in it goes further: then there is no guess.
     """
 
-    def __init__(self, backend: Backend, vocabulary: Vocabulary) -> None:
-        """Takes the backend over, and closes it if it cannot guess for that vocabulary (ConfigError)."""
+    def __init__(self, runner: ModelRunner, vocabulary: Vocabulary) -> None:
+        """Takes the runner over, and closes it if it cannot guess for that vocabulary (ConfigError)."""
         try:
-            check_cuttable(backend.facts, "draft")
-            check_vocabulary(vocabulary, backend.vocabulary)
+            check_cuttable(runner.info, "draft")
+            check_vocabulary(vocabulary, runner.vocabulary)
         except ConfigError:
-            backend.close()
+            runner.close()
             raise
-        self._backend = backend
-        self._sampler = backend.create_sampler(SamplingParams(temperature=0))
-        self._slots = [_Slot(number) for number in range(backend.limits.sequences)]
+        self._runner = runner
+        self._sampler = runner.create_sampler(SamplingParams(temperature=0))
+        self._slots = [_Slot(number) for number in range(runner.limits.sequences)]
 
     @property
     def limits(self) -> Limits:
-        return self._backend.limits
+        return self._runner.limits
 
     def new_drafter(self) -> Drafter:
         return ModelDrafter(self)
 
     def close(self) -> None:
         self._sampler.close()
-        self._backend.close()
+        self._runner.close()
 
     def propose(self, drafter: ModelDrafter, tokens: Sequence[int], most: int) -> list[int]:
         """What the small model would say next; nothing while it has not caught up with a long prompt."""
@@ -129,7 +129,7 @@ class DraftModel:
         # The last token is always computed: what comes after it is wanted.
         common = min(_common(slot.held, tokens, slot.settled), len(tokens) - 1)
         if common < len(slot.held):
-            common = self._backend.truncate(slot.number, common)
+            common = self._runner.truncate(slot.number, common)
             del slot.held[common:]
         slot.settled = common
         pending = list(tokens[common : common + self.limits.batch_tokens])
@@ -137,7 +137,7 @@ class DraftModel:
         guesses: list[int] = []
         while pending and len(guesses) < most:
             row = Row(slot.number, len(slot.held), pending, int(wanted), self._sampler)
-            result = self._backend.forward(Batch((row,)))
+            result = self._runner.forward(Batch((row,)))
             if result.status is not StepStatus.DONE:
                 self._empty(slot)
                 return guesses
@@ -148,7 +148,7 @@ class DraftModel:
 
     def _empty(self, slot: _Slot) -> None:
         slot.held, slot.settled = [], 0
-        self._backend.truncate(slot.number, 0)
+        self._runner.truncate(slot.number, 0)
 
 
 class ModelDrafter:

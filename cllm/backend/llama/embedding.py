@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, status_of
+from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, NativeBatch, status_of
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.library import Graveyard, Library, Owned
+from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.memory import EmbeddingMemory
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.runner import NativeBatch
 from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
@@ -57,7 +56,7 @@ class EmbeddingContext(Owned):
         config: EngineConfig,
         limits: EmbedLimits,
         workers: Workers,
-        graveyard: Graveyard,
+        deferred_frees: DeferredFrees,
     ) -> None:
         api = library.api
         memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, model.vocabulary.size)
@@ -82,7 +81,7 @@ class EmbeddingContext(Owned):
                 f"llama.cpp cannot create a context to embed {limits.tokens} tokens; "
                 "try a smaller --embed-tokens"
             )
-        super().__init__(pointer, api.llama_free, graveyard)
+        super().__init__(pointer, api.llama_free, deferred_frees)
         self._api = api
         self._limits = limits
         self._memory = api.llama_get_memory(pointer)  # NULL for encoders, which every function takes
@@ -126,7 +125,7 @@ class EmbeddingContext(Owned):
         return sum(int(position(self._memory, row)) + 1 for row in range(self._limits.rows))
 
     def _result(self, row: Row) -> RowResult:
-        pointer = self._api.llama_get_embeddings_seq(self.pointer, row.sequence_id)
+        pointer = self._api.llama_get_embeddings_seq(self.pointer, row.seq_id)
         if not pointer:
             return RowResult(error="llama.cpp gave no vector")
         pooled = np.ctypeslib.as_array(pointer, (self._length,)).copy()

@@ -36,7 +36,7 @@ def tune_identity(
 def state_identity(config: EngineConfig, *, unified: bool) -> str:
     """Facts that the bytes of a saved sequence depend on. Raises SetupError."""
     header = GgufHeader(Path(config.model))
-    facts = {
+    info = {
         "model": _model(header),
         "weights": _sample(header.path),
         "library": _library(find()),
@@ -45,7 +45,7 @@ def state_identity(config: EngineConfig, *, unified: bool) -> str:
         "transposed": str(not config.flash_attention),
         "unified": str(unified),
     }
-    return "\n".join(f"{name}={value}" for name, value in facts.items())
+    return "\n".join(f"{name}={value}" for name, value in info.items())
 
 
 def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
@@ -74,8 +74,8 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def _library(folder: Path) -> str:
     """A rebuilt library is another one; a folder that was moved is not."""
     files = (file for pattern in ("libllama.*", "libggml*") for file in sorted(folder.glob(pattern)))
-    facts = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
-    return _digest("\n".join(facts).encode())
+    info = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
+    return _digest("\n".join(info).encode())
 
 
 def _model(header: GgufHeader) -> str:

@@ -16,10 +16,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from cllm.errors import ModelFileError
 
-MOST_PAIRS = 100_000
-MOST_TENSORS = 1_000_000
-MOST_ARRAY = 20_000_000
-MOST_STRING = 64 << 20
+MAX_PAIRS = 100_000
+MAX_TENSORS = 1_000_000
+MAX_ARRAY = 20_000_000
+MAX_STRING = 64 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _SIZES = (
@@ -68,7 +68,7 @@ class GgufHeader:
                 f"{self.path.name} has GGUF version {version}; versions 2 and 3 are supported"
             )
         self.tensor_count, pairs = cursor.scalar("Q"), cursor.scalar("Q")
-        if self.tensor_count > MOST_TENSORS or pairs > MOST_PAIRS:
+        if self.tensor_count > MAX_TENSORS or pairs > MAX_PAIRS:
             raise ModelFileError(
                 f"{self.path.name} is corrupt: it claims {self.tensor_count} tensors "
                 f"and {pairs} metadata entries"
@@ -80,7 +80,7 @@ class GgufHeader:
         for _ in range(self.tensor_count):
             end_of_data = max(end_of_data, self._tensor_end(cursor))
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= MOST_STRING:
+        if not isinstance(alignment, int) or not 0 < alignment <= MAX_STRING:
             raise ValueError(f"alignment {alignment!r:.20}")
         for name in _SIZES:
             value = self.metadata.get(f"{self.architecture}.{name}", 0)
@@ -156,7 +156,7 @@ class _Cursor:
 
     def string(self) -> str:
         length = self.scalar("Q")
-        if length > MOST_STRING:
+        if length > MAX_STRING:
             raise ValueError(f"a string of {length} bytes")
         return self._bytes(length).decode("utf-8", "replace")
 
@@ -177,7 +177,7 @@ class _Cursor:
     def _array(self) -> list[Any] | None:
         """A short array's values; None for a long one, which is skipped."""
         kind, count = self.scalar("I"), self.scalar("Q")
-        if count > MOST_ARRAY:
+        if count > MAX_ARRAY:
             raise ValueError(f"an array of {count} elements")
         if kind in _SCALARS and count > _KEPT_ARRAY:
             self._bytes(struct.calcsize("<" + _SCALARS[kind]) * count)

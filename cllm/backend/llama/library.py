@@ -152,20 +152,20 @@ def _log_line(level: int, text: bytes, _: Any) -> None:
         log.log(_LEVELS.get(level, logging.DEBUG), "%s", _FOLDERS.sub("…/", line))
 
 
-Burial = tuple[Callable[[Any], Any], Any]
+PendingFree = tuple[Callable[[Any], Any], Any]
 
 
-class Graveyard:
+class DeferredFrees:
     """Pointers whose Python owner was garbage-collected; the owner thread frees them between steps."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Burial] = SimpleQueue()
+        self._queue: SimpleQueue[PendingFree] = SimpleQueue()
 
     def put(self, free: Callable[[Any], Any], pointer: Any) -> None:
         """Safe from any thread, and from a finaliser."""
         self._queue.put((free, pointer))
 
-    def bury(self) -> None:
+    def free_all(self) -> None:
         """Free what has come in. Owner thread only."""
         while not self._queue.empty():  # nobody else takes out of it
             free, pointer = self._queue.get()
@@ -173,13 +173,13 @@ class Graveyard:
 
 
 class Owned:
-    """One native pointer. `close` frees it; forgotten, it goes to the graveyard, never freed in place."""
+    """One native pointer. `close` frees it; a forgotten one is put on the deferred free list."""
 
-    def __init__(self, pointer: Any, free: Callable[[Any], Any], graveyard: Graveyard) -> None:
+    def __init__(self, pointer: Any, free: Callable[[Any], Any], deferred_frees: DeferredFrees) -> None:
         assert pointer, "a native constructor returned NULL"
         self._pointer = pointer
         self._free = free
-        self._finalizer = weakref.finalize(self, graveyard.put, free, pointer)
+        self._finalizer = weakref.finalize(self, deferred_frees.put, free, pointer)
         self._finalizer.atexit = False  # the process is going: the system takes everything back
 
     @property

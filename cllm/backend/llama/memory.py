@@ -18,7 +18,7 @@ from cllm.text.chat_template import read_template
 from cllm.types import EmbedLimits
 
 _MIB = 1 << 20
-LEAST_BUFFERS = 256 * _MIB  # of the graph, the allocator and Python; what was seen here, rounded up
+MIN_BUFFERS = 256 * _MIB  # of the graph, the allocator and Python; what was seen here, rounded up
 GRAMMARS = 64 * _MIB  # the table of the vocabulary that grammars need, and a few of them
 USUAL_VOCABULARY = 1 << 17  # where the header does not tell
 
@@ -97,14 +97,14 @@ class MemoryFit:
         self.embedding = EmbeddingMemory.of(header, limits, vocabulary, flash=True).total
         self.draft = draft_bytes(config, self.cells // config.parallel) if config.draft_model else 0
         self.grammars = GRAMMARS
-        self.states = max(config.cache_ram_mb, config.park_mb) * _MIB
+        self.states = max(config.cache_ram_mb, config.swap_space_mb) * _MIB
 
     @staticmethod
     def _buffers(header: GgufHeader, config: EngineConfig, vocabulary: int, share: int) -> int:
         """llama.cpp's largest graph: logits of every token, and without flash attention its scores."""
         tokens = max(config.batch_tokens, config.parallel)
         heads = 0 if config.flash_attention else header.number("attention.head_count")
-        return max(LEAST_BUFFERS, LEAST_BUFFERS // 4 + 4 * tokens * (vocabulary + heads * share))
+        return max(MIN_BUFFERS, MIN_BUFFERS // 4 + 4 * tokens * (vocabulary + heads * share))
 
     @property
     def kv(self) -> int:
@@ -196,7 +196,7 @@ def with_less_ram(config: EngineConfig, header: GgufHeader, available: int | Non
         *(fit.describe(), fit.describe_rest(), most, fit.states // _MIB),
     )
     return msgspec.structs.replace(
-        config, cache_ram_mb=min(config.cache_ram_mb, most), park_mb=min(config.park_mb, most)
+        config, cache_ram_mb=min(config.cache_ram_mb, most), swap_space_mb=min(config.swap_space_mb, most)
     )
 
 

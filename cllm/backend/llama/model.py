@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import Graveyard, Library, Owned
+from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.errors import ModelFileError
-from cllm.types import InfillTokens, ModelFacts, Pooling
+from cllm.types import InfillTokens, ModelInfo, Pooling
 
 _CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
 
@@ -25,7 +25,7 @@ class LlamaModel(Owned):
         self,
         library: Library,
         path: Path,
-        graveyard: Graveyard,
+        deferred_frees: DeferredFrees,
         *,
         vocabulary_only: bool = False,
         extra_buffers: bool = True,
@@ -49,7 +49,7 @@ class LlamaModel(Owned):
         pointer = api.llama_model_load_from_file(str(path).encode(), params)
         if not pointer:
             raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
-        super().__init__(pointer, api.llama_model_free, graveyard)
+        super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
         self.name = path.stem
         self._asked_pooling = pooling
@@ -95,7 +95,7 @@ class LlamaModel(Owned):
             return int(self.api.llama_model_n_cls_out(self.pointer))
         return int(self.api.llama_model_n_embd_out(self.pointer))
 
-    def facts(self, chat_template: str = "", *, generates: bool = True) -> ModelFacts:
+    def info(self, chat_template: str = "", *, generates: bool = True) -> ModelInfo:
         """What is known of it. A `chat_template` replaces all of the file's own.
 
         Whether it generates is known of its context only.
@@ -103,7 +103,7 @@ class LlamaModel(Owned):
         api, pointer = self.api, self.pointer
         description = ctypes.create_string_buffer(256)
         api.llama_model_desc(pointer, description, len(description))
-        return ModelFacts(
+        return ModelInfo(
             name=self.name,
             architecture=self.architecture,
             description=description.value.decode("utf-8", "replace"),

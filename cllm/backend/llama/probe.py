@@ -110,33 +110,33 @@ def _main() -> int:
     import time
 
     from cllm.backend.base import Batch, BatchKind, Row, StepStatus
-    from cllm.backend.llama.runner import LlamaBackend
+    from cllm.backend.llama.runner import LlamaRunner
     from cllm.types import SamplingParams
 
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
-        backend = LlamaBackend(config)
+        runner = LlamaRunner(config)
     except ModelFileError as error:
         print(f"model: {error}", file=sys.stderr)
         return 1
-    if not backend.facts.generates:
+    if not runner.info.generates:
         row = Row(0, 0, (0,) * PROBE_TOKENS, 1, None)
         started = time.perf_counter()
-        result = backend.forward(Batch((row,), BatchKind.EMBED))
+        result = runner.forward(Batch((row,), BatchKind.EMBED))
         if result.status is not StepStatus.DONE:
             print(f"llama_decode returned {result.code}", file=sys.stderr)
             return 1
         print(PROBE_TOKENS / (time.perf_counter() - started))
         return 0
-    sampler = backend.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
+    sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
     # A prompt of several tokens takes the matrix path (where AMX died), single tokens the vector path.
-    tokens: list[int] = backend.vocabulary.tokenize(
+    tokens: list[int] = runner.vocabulary.tokenize(
         "one two three " * 8, add_special=True, parse_special=False
     )
     position, started = 0, time.perf_counter()
     for _ in range(PROBE_TOKENS):
-        result = backend.forward(Batch((Row(0, position, tokens, 1, sampler),)))
+        result = runner.forward(Batch((Row(0, position, tokens, 1, sampler),)))
         if result.status is not StepStatus.DONE:
             print(f"llama_decode returned {result.code}", file=sys.stderr)
             return 1

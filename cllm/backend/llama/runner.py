@@ -1,21 +1,19 @@
-"""The real backend: a GGUF on llama.cpp behind the engine's seam."""
+"""The real runner: a GGUF on llama.cpp behind the engine's seam."""
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import (
-    Backend,
     Batch,
     BatchKind,
     Drafter,
+    ModelRunner,
     Row,
     RowResult,
     StepResult,
@@ -23,31 +21,31 @@ from cllm.backend.base import (
     count_ubatches,
 )
 from cllm.backend.llama import fingerprint as identity
-from cllm.backend.llama.batch_sampler import Chooser
-from cllm.backend.llama.context import LlamaContext, status_of
+from cllm.backend.llama.batch_sampler import BatchSampler
+from cllm.backend.llama.context import LlamaContext, NativeBatch, status_of
 from cllm.backend.llama.draft_model import DraftModel, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.library import Graveyard, Library, Owned, load
+from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
-from cllm.types import Limits, ModelFacts, SamplingParams
+from cllm.types import Limits, ModelInfo, SamplingParams
 
-MOST_SAMPLER_THREADS = 8
+MAX_SAMPLER_THREADS = 8
 _NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 def _with_fillers(batch: Batch) -> tuple[Row, ...]:
-    if not batch.fillers:
+    if not batch.padding:
         return batch.rows
-    fillers = (Row(sequence_id, 0, (0,), 0, None) for sequence_id in batch.fillers)
-    return tuple(sorted((*batch.rows, *fillers), key=lambda row: row.sequence_id))
+    padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
+    return tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
 
 
-class LlamaBackend(Backend):
+class LlamaRunner(ModelRunner):
     """Everything native, owned by the thread that made it."""
 
     def __init__(
@@ -61,11 +59,11 @@ class LlamaBackend(Backend):
         self._library = library
         self._config = config
         self._api = library.api
-        self._graveyard = Graveyard()
+        self._deferred_frees = DeferredFrees()
         self._model = LlamaModel(
             library,
             Path(config.model),
-            self._graveyard,
+            self._deferred_frees,
             extra_buffers=config.extra_buffers,
             gpu_layers=config.gpu_layers,
             pooling=config.pooling,
@@ -73,7 +71,7 @@ class LlamaBackend(Backend):
         )
         self._embedding: EmbeddingContext | None = None
         try:
-            self._context = LlamaContext(library, self._model, config, self._graveyard)
+            self._context = LlamaContext(library, self._model, config, self._deferred_frees)
         except BaseException:
             self._model.close()
             raise
@@ -87,12 +85,12 @@ class LlamaBackend(Backend):
             raise
         self._vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
-        self._facts = self._model.facts(config.chat_template, generates=self._context.generates)
+        self._info = self._model.info(config.chat_template, generates=self._context.generates)
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
-        threads = min(MOST_SAMPLER_THREADS, config.threads or default_threads())
-        self.chooser = Chooser(self._api, self._vocabulary.size, threads)
+        threads = min(MAX_SAMPLER_THREADS, config.threads or default_threads())
+        self.batch_sampler = BatchSampler(self._api, self._vocabulary.size, threads)
         self._dry = DryPrototypes(
-            self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._graveyard
+            self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._deferred_frees
         )
         self._warm_up()
         self._drafts: DraftModel | None = None
@@ -105,9 +103,9 @@ class LlamaBackend(Backend):
 
     def _open_draft_model(self) -> DraftModel:
         """Raises SetupError where it cannot guess for this model."""
-        check_cuttable(self._facts, "served")
+        check_cuttable(self._info, "served")
         config = draft_config(self._config, self._limits.request_tokens)
-        return DraftModel(LlamaBackend(config, library=self._library), self._vocabulary)
+        return DraftModel(LlamaRunner(config, library=self._library), self._vocabulary)
 
     def _warm_up(self) -> None:
         """A token or two through the model: the first request must not pay for reading the weights."""
@@ -135,8 +133,8 @@ class LlamaBackend(Backend):
         )
 
     @property
-    def facts(self) -> ModelFacts:
-        return self._facts
+    def info(self) -> ModelInfo:
+        return self._info
 
     @property
     def limits(self) -> Limits:
@@ -147,7 +145,7 @@ class LlamaBackend(Backend):
         return self._vocabulary
 
     def forward(self, batch: Batch) -> StepResult:
-        self._graveyard.bury()
+        self._deferred_frees.free_all()
         if batch.kind is BatchKind.EMBED:
             assert self._embedding is not None, "open_embedding comes first"
             return self._embedding.forward(batch)
@@ -155,8 +153,8 @@ class LlamaBackend(Backend):
         self._batch.fill(rows)
         started = time.perf_counter()
         code = self._context.decode(self._batch.struct)
-        for sequence_id in batch.fillers:
-            self._context.remove(sequence_id)
+        for seq_id in batch.padding:
+            self._context.remove(seq_id)
         decoded = time.perf_counter()
         status = status_of(code)
         if status is not StepStatus.DONE:
@@ -179,7 +177,7 @@ class LlamaBackend(Backend):
         outputs = sum(row.outputs for row in rows)
         if outputs == 0:
             return (RowResult(),) * len(rows)
-        return self.chooser.choose(rows, self._context.logits(outputs))
+        return self.batch_sampler.choose(rows, self._context.logits(outputs))
 
     def interrupt(self, stop: bool) -> None:
         self._context.abort_switch.set(stop)
@@ -194,34 +192,34 @@ class LlamaBackend(Backend):
                 vocabulary_size=self._vocabulary.size,
                 context=self._limits.sequence_cells,
             )
-            chain = Owned(pointer, self._api.llama_sampler_free, self._graveyard)
+            chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
         return LlamaSampler(
             self._api,
             params,
             chain,
-            self._graveyard,
+            self._deferred_frees,
             self._ends if params.ignore_eos else _NOTHING_EXCLUDED,
         )
 
-    def next_position(self, sequence_id: int) -> int:
-        return self._context.next_position(sequence_id)
+    def next_position(self, seq_id: int) -> int:
+        return self._context.next_position(seq_id)
 
-    def truncate(self, sequence_id: int, length: int) -> int:
-        return self._context.truncate(sequence_id, length)
+    def truncate(self, seq_id: int, length: int) -> int:
+        return self._context.truncate(seq_id, length)
 
     def copy(self, source: int, target: int, length: int) -> int:
         return self._context.copy(source, target, length)
 
-    def save(self, sequence_id: int) -> bytes | None:
-        return self._context.save(sequence_id)
+    def save(self, seq_id: int) -> bytes | None:
+        return self._context.save(seq_id)
 
-    def restore(self, sequence_id: int, state: bytes) -> bool:
-        return self._context.restore(sequence_id, state)
+    def restore(self, seq_id: int, state: bytes) -> bool:
+        return self._context.restore(seq_id, state)
 
     def memory_bytes(self) -> dict[str, int]:
         fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
         return {
-            "model": self._facts.size_bytes,
+            "model": self._info.size_bytes,
             "kv": fit.per_cell * self._limits.cells,
             "buffers": fit.compute,
             "embedding_limit": fit.embedding,
@@ -239,7 +237,7 @@ class LlamaBackend(Backend):
                 self._config,
                 self._limits.embed,
                 self._context.workers,
-                self._graveyard,
+                self._deferred_frees,
             )
 
     def reset_embedding(self) -> None:
@@ -253,61 +251,10 @@ class LlamaBackend(Backend):
         if self._drafts is not None:
             self._drafts.close()
             self._drafts = None
-        self.chooser.close()
+        self.batch_sampler.close()
         self._dry.close()
-        self._graveyard.bury()
+        self._deferred_frees.free_all()
         if self._embedding is not None:
             self._embedding.close()  # before the context whose workers it borrows
         self._context.close()
         self._model.close()
-
-
-class NativeBatch:
-    """A `llama_batch` over arrays that Python owns; holds up to `capacity` tokens of `sequences` ids."""
-
-    def __init__(self, api: Any, capacity: int, sequences: int) -> None:
-        self.capacity = capacity
-        self._token = np.zeros(capacity, np.int32)
-        self._position = np.zeros(capacity, np.int32)
-        self._id_count = np.ones(capacity, np.int32)
-        self._output = np.zeros(capacity, np.int8)
-        # Each token points at its sequence's entry in this table.
-        self._ids = np.arange(sequences, dtype=np.int32)
-        self._base = int(self._ids.ctypes.data)
-        self._id_pointer = np.full(capacity + 1, self._base, np.uintp)
-        self._ramp = np.arange(capacity, dtype=np.int32)
-        self.struct = api.llama_batch(
-            n_tokens=0,
-            token=self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            embd=None,
-            pos=self._position.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            n_seq_id=self._id_count.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            seq_id=ctypes.cast(self._id_pointer.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-            logits=self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-        )
-
-    def fill(self, rows: Sequence[Row]) -> None:
-        """Lay the rows out one after the other. A batch over the capacity cannot be built: it raises."""
-        count = sum(len(row.tokens) for row in rows)
-        if count > self.capacity:
-            raise ValueError(f"a batch of {count} tokens is over the limit of {self.capacity}")
-        ids = [row.sequence_id for row in rows]
-        assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
-        base = self._base
-        if count == len(rows):  # everybody generates: one assignment for all of them
-            self._token[:count] = [row.tokens[0] for row in rows]
-            self._position[:count] = [row.position for row in rows]
-            self._id_pointer[:count] = [base + 4 * sequence_id for sequence_id in ids]
-            self._output[:count] = [row.outputs for row in rows]
-            self.struct.n_tokens = count
-            return
-        begin = 0
-        self._output[:count] = 0
-        for row in rows:
-            end = begin + len(row.tokens)
-            self._token[begin:end] = row.tokens
-            self._position[begin:end] = self._ramp[: end - begin] + row.position
-            self._id_pointer[begin:end] = base + 4 * row.sequence_id
-            self._output[end - row.outputs : end] = 1
-            begin = end
-        self.struct.n_tokens = count

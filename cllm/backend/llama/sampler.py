@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.batch_sampler import Candidates, Cut, Logits
-from cllm.backend.llama.library import Graveyard, Owned
+from cllm.backend.llama.candidates import Candidates, Logits, TopKPrefilter
+from cllm.backend.llama.library import DeferredFrees, Owned
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
 
 
@@ -23,14 +23,14 @@ class LlamaSampler:
         api: Any,
         params: SamplingParams,
         chain: Owned | None,
-        graveyard: Graveyard,
+        deferred_frees: DeferredFrees,
         excluded: npt.NDArray[np.int32],
     ) -> None:
         self._api = api
         self.params = params
         self.chain = chain
-        self.cut = Cut(params)
-        self._graveyard = graveyard
+        self.cut = TopKPrefilter(params)
+        self._deferred_frees = deferred_frees
         self.excluded = excluded  # tokens never chosen (ends, when they are to be ignored)
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -51,8 +51,8 @@ class LlamaSampler:
         chain = None
         if self.chain is not None:
             copy = self._api.llama_sampler_clone(self.chain.pointer)
-            chain = Owned(copy, self._api.llama_sampler_free, self._graveyard)
-        return LlamaSampler(self._api, self.params, chain, self._graveyard, self.excluded)
+            chain = Owned(copy, self._api.llama_sampler_free, self._deferred_frees)
+        return LlamaSampler(self._api, self.params, chain, self._deferred_frees, self.excluded)
 
     def close(self) -> None:
         if self.chain is not None:
@@ -65,11 +65,11 @@ class DryPrototypes:
 
     REMEMBERED = 16
 
-    def __init__(self, api: Any, vocabulary: Any, context: int, graveyard: Graveyard) -> None:
+    def __init__(self, api: Any, vocabulary: Any, context: int, deferred_frees: DeferredFrees) -> None:
         self._api = api
         self._vocabulary = vocabulary
         self._context = context
-        self._graveyard = graveyard
+        self._deferred_frees = deferred_frees
         self._made: OrderedDict[tuple[Any, ...], Owned] = OrderedDict()
 
     def clone(self, params: SamplingParams) -> Any:
@@ -86,7 +86,7 @@ class DryPrototypes:
             breakers = [text.encode() for text in params.dry_sequence_breakers]
             array = (ctypes.c_char_p * len(breakers))(*breakers)
             pointer = self._api.llama_sampler_init_dry(self._vocabulary, *key[:-1], array, len(breakers))
-            prototype = self._made[key] = Owned(pointer, self._api.llama_sampler_free, self._graveyard)
+            prototype = self._made[key] = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
             if len(self._made) > self.REMEMBERED:
                 self._made.popitem(last=False)[1].close()
         return self._api.llama_sampler_clone(prototype.pointer)

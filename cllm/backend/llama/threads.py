@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import Graveyard, Library, Owned, ThreadpoolParams
+from cllm.backend.llama.library import DeferredFrees, Library, Owned, ThreadpoolParams
 from cllm.config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -140,20 +140,22 @@ def cores_used_by_others(window_s: float = 0.4) -> float | None:
 class Threadpool(Owned):
     """Persistent ggml workers. Without one, ggml starts and joins threads at every decode."""
 
-    def __init__(self, library: Library, threads: int, poll: int, graveyard: Graveyard) -> None:
+    def __init__(self, library: Library, threads: int, poll: int, deferred_frees: DeferredFrees) -> None:
         params = ThreadpoolParams()
         library.threadpool_params(ctypes.byref(params), threads)
         params.poll = poll
-        super().__init__(library.threadpool_new(ctypes.byref(params)), library.threadpool_free, graveyard)
+        super().__init__(
+            library.threadpool_new(ctypes.byref(params)), library.threadpool_free, deferred_frees
+        )
 
 
 class Workers:
     """Work for one context at a time. Close them after every context they work for."""
 
-    def __init__(self, library: Library, config: EngineConfig, graveyard: Graveyard) -> None:
+    def __init__(self, library: Library, config: EngineConfig, deferred_frees: DeferredFrees) -> None:
         self._library = library
         self._poll = config.poll
-        self._graveyard = graveyard
+        self._deferred_frees = deferred_frees
         cores = default_threads()
         self.threads = config.threads or min(config.max_threads or cores, cores)
         # A number that was asked for is kept; our own default makes room for neighbours.
@@ -169,7 +171,7 @@ class Workers:
             return
         pool = self._pools.get(self.threads)
         if pool is None:
-            pool = Threadpool(self._library, self.threads, self._poll, self._graveyard)
+            pool = Threadpool(self._library, self.threads, self._poll, self._deferred_frees)
             self._pools[self.threads] = pool
         self._library.attach_threadpool(context, pool.pointer, pool.pointer)
         self._library.api.llama_set_n_threads(context, self.threads, self.threads)

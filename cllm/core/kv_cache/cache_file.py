@@ -25,8 +25,8 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from cllm.backend.base import Backend
-from cllm.core.kv_cache.host_cache import Entry, RamTier
+from cllm.backend.base import ModelRunner
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache
 from cllm.errors import (
     CllmError,
     EngineError,
@@ -86,7 +86,7 @@ def _digest(*parts: bytes) -> bytes:
 # Saving --------------------------------------------------------------------------------------------
 
 
-def save(tier: RamTier, path: Path, identity: str) -> Work:
+def save(tier: HostKVCache, path: Path, identity: str) -> Work:
     """Write everything the tier holds, atomically: the old file stays until the new one is on the disk.
 
     Raises StorageFailed; then nothing is left of the new one.
@@ -161,7 +161,7 @@ def _in_thread(file: BinaryIO) -> Generator[bool, None, None]:
 # Restoring -----------------------------------------------------------------------------------------
 
 
-def restore(tier: RamTier, path: Path, identity: str) -> Work:
+def restore(tier: HostKVCache, path: Path, identity: str) -> Work:
     """Put a file's entries behind what the tier holds, as far as there is room; nobody has to go for them.
 
     The whole file is checked before the first of them. Raises StateFileError, NotFound or StorageFailed:
@@ -276,7 +276,7 @@ def _reason(error: OSError) -> str:
 
 
 log = logging.getLogger(__name__)
-MOST_WAITING = 8
+MAX_WAITING = 8
 
 
 class _Job(NamedTuple):
@@ -285,11 +285,13 @@ class _Job(NamedTuple):
     work: Work
 
 
-class StateWork:
+class CacheFileJobs:
     """Does one job at a time, in the order they came; each ends with exactly one report."""
 
-    def __init__(self, backend: Backend, tier: RamTier, folder: str, emit: Callable[[Report], None]) -> None:
-        self._backend = backend
+    def __init__(
+        self, runner: ModelRunner, tier: HostKVCache, folder: str, emit: Callable[[Report], None]
+    ) -> None:
+        self._runner = runner
         self._tier = tier
         self._folder = folder
         self._emit = emit
@@ -305,9 +307,9 @@ class StateWork:
         """Begin a job, or report at once why not."""
         try:
             path = path_of(self._folder, command.name)
-            if len(self._jobs) >= MOST_WAITING:
-                raise EngineError(f"{MOST_WAITING} state files are being written or read already")
-            self._identity = self._identity or self._backend.state_identity()
+            if len(self._jobs) >= MAX_WAITING:
+                raise EngineError(f"{MAX_WAITING} state files are being written or read already")
+            self._identity = self._identity or self._runner.state_identity()
             saving = isinstance(command, SavePrefixes)
             work = (save if saving else restore)(self._tier, path, self._identity)
             self._jobs.append(_Job(command.ticket, f"{'save' if saving else 'restore'} {command.name}", work))

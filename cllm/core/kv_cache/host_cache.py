@@ -32,19 +32,19 @@ def size_of(tokens: int, state_bytes: int) -> int:
     return state_bytes + tokens * KEY_BYTES
 
 
-class RamTier:
+class HostKVCache:
     """Cached prefixes by tenant and tokens, least recently used out first.
 
-    Never more than `cached_limit` bytes of them, nor more than `parked_limit` reserved for the parked, nor
+    Never more than `cached_limit` bytes of them, nor more than `swap_limit` reserved for the parked, nor
     more than the larger of the two together.
     """
 
-    def __init__(self, *, cached_limit: int, parked_limit: int = 0) -> None:
+    def __init__(self, *, cached_limit: int, swap_limit: int = 0) -> None:
         self.cached_limit = cached_limit
-        self.parked_limit = parked_limit
-        self.limit = max(cached_limit, parked_limit)
+        self.swap_limit = swap_limit
+        self.limit = max(cached_limit, swap_limit)
         self.cached_bytes = 0
-        self.parked_bytes = 0
+        self.swapped_bytes = 0
         self.evictions = 0
         self._entries: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._indexes: dict[str, RadixIndex[Entry]] = {}
@@ -60,7 +60,7 @@ class RamTier:
     @property
     def cache_room(self) -> int:
         """Bytes that can be cached without pushing anything out."""
-        return min(self.cached_limit - self.cached_bytes, self.limit - self.parked_bytes - self.cached_bytes)
+        return min(self.cached_limit - self.cached_bytes, self.limit - self.swapped_bytes - self.cached_bytes)
 
     # Cached ----------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class RamTier:
 
     def could_hold(self, size: int) -> bool:
         """Whether an entry of this size fits if everything else is pushed out."""
-        return size <= min(self.cached_limit, self.limit - self.parked_bytes)
+        return size <= min(self.cached_limit, self.limit - self.swapped_bytes)
 
     def put(self, entry: Entry) -> bool:
         """Cache an entry; False if it is too large. The same tokens are kept once."""
@@ -121,16 +121,16 @@ class RamTier:
 
     def reserve(self, size: int) -> bool:
         """Take bytes for a parked request, from cached prefixes if need be; False if there are too few."""
-        if self.parked_bytes + size > self.parked_limit:
+        if self.swapped_bytes + size > self.swap_limit:
             return False
-        while self.parked_bytes + size + self.cached_bytes > self.limit:
+        while self.swapped_bytes + size + self.cached_bytes > self.limit:
             self._evict()
-        self.parked_bytes += size
+        self.swapped_bytes += size
         return True
 
     def give_back(self, size: int) -> None:
-        self.parked_bytes -= size
-        assert self.parked_bytes >= 0, "more was given back than reserved"
+        self.swapped_bytes -= size
+        assert self.swapped_bytes >= 0, "more was given back than reserved"
 
 
 Value = TypeVar("Value")

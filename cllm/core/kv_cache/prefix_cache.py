@@ -10,20 +10,20 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cllm.backend.base import Backend
-from cllm.core.kv_cache.host_cache import Entry, Match, RamTier, size_of
-from cllm.core.kv_cache.transfer import Moves
-from cllm.core.prefill_budget import StepBudget
+from cllm.backend.base import ModelRunner
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache, Match, size_of
+from cllm.core.kv_cache.transfer import KVTransfer
+from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
 WORTH_COPYING = 64  # tokens; computing fewer costs no more than copying a stream
 WORTH_RESTORING = 16  # tokens; of a state in RAM only what it holds is moved, so a system prompt is worth it
-MOST_CANDIDATES = 64  # states looked at, of all that begin alike
+MAX_CANDIDATES = 64  # states looked at, of all that begin alike
 
 
-class Origin(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Where the first `length` tokens of a sequence can be had: from a running one, or from RAM."""
 
     length: int
@@ -33,7 +33,7 @@ class Origin(NamedTuple):
     @property
     def ready(self) -> bool:
         """False while a donor is still computing what is wanted of it."""
-        return self.donor is None or self.donor.computed >= self.length
+        return self.donor is None or self.donor.num_computed >= self.length
 
     @property
     def arrival(self) -> int:
@@ -53,7 +53,7 @@ class PrefixCounts(NamedTuple):
 _NOTHING = PrefixCounts()
 
 
-class Prefixes:
+class PrefixCache:
     """Finds beginnings, takes them over, leaves them behind. What fails is computed instead."""
 
     NEW_PART = 8  # a full tier takes a state only if one part in so many of it is new
@@ -61,15 +61,21 @@ class Prefixes:
     TOKEN_S = 1e-3  # to compute a token, until it was measured
 
     def __init__(
-        self, backend: Backend, moves: Moves, budget: StepBudget, tier: RamTier, *, across_tenants: bool
+        self,
+        runner: ModelRunner,
+        moves: KVTransfer,
+        budget: PrefillBudget,
+        tier: HostKVCache,
+        *,
+        across_tenants: bool,
     ) -> None:
-        self._backend = backend
+        self._runner = runner
         self._moves = moves
         self._budget = budget
         self.tier = tier
         self._across_tenants = across_tenants
         # Where memory cannot be cut, a state is good only as a whole, which a running one never is for long.
-        self._cuttable = not (backend.facts.recurrent or backend.facts.sliding_window)
+        self._cuttable = not (runner.info.recurrent or runner.info.sliding_window)
         self._last_saved = (1, 0)  # tokens and bytes of a state: what to expect of the next
         self._moved_before_s = 0.0  # until this step
         self._counts = _NOTHING  # since they were taken last
@@ -92,7 +98,7 @@ class Prefixes:
 
     # Finding ---------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, running: Iterable[Sequence]) -> Origin | None:
+    def find(self, sequence: Sequence, running: Iterable[Sequence]) -> PrefixMatch | None:
         """The best beginning there is for a sequence, or will be soon: then it is not `ready` yet."""
         if not sequence.request.reuse or len(sequence.tokens) <= WORTH_RESTORING:
             return None
@@ -103,20 +109,20 @@ class Prefixes:
             return donated or cached
         assert donated.donor is not None
         if not donated.ready and (
-            donated.donor.computed < cached.length or donated.length < cached.length + WORTH_COPYING
+            donated.donor.num_computed < cached.length or donated.length < cached.length + WORTH_COPYING
         ):
             return cached  # waiting pays only if the donor is ahead of what can be had at once, and goes far
         # As good as each other before anything was measured: only a common pool copies for nothing.
         favourite = donated if self._unified else cached
         return max(donated, cached, key=lambda origin: (self._gain_s(origin), origin is favourite))
 
-    def _best_donor(self, sequence: Sequence, running: tuple[Sequence, ...]) -> Origin | None:
+    def _best_donor(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         if not self._cuttable:
             return None
         opening = sequence.tokens[:WORTH_COPYING]
         tenant = self._tenant(sequence)
         donors = (
-            Origin(sequence.shared_with(other), donor=other)
+            PrefixMatch(sequence.shared_with(other), donor=other)
             for other in running
             if other.tokens[:WORTH_COPYING] == opening
             and other.request.reuse
@@ -127,16 +133,16 @@ class Prefixes:
         best = max(useful, key=lambda donor: donor.length, default=None)
         return best if best is not None and best.length >= WORTH_COPYING else None
 
-    def _best_entry(self, sequence: Sequence, running: tuple[Sequence, ...]) -> Origin | None:
+    def _best_entry(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         # A state is restored whole, even where only its beginning is wanted.
-        room = self._backend.limits.sequence_cells
+        room = self._runner.limits.sequence_cells
         if self._unified:
-            room = min(room, self._backend.limits.cells - sum(other.computed for other in running))
+            room = min(room, self._runner.limits.cells - sum(other.num_computed for other in running))
         best = max(
             (
-                Origin(match.length, entry=match.value)
+                PrefixMatch(match.length, entry=match.value)
                 # the last token is always computed: what comes after it is wanted
-                for match in self._known(sequence, sequence.tokens[:-1], WORTH_RESTORING)[-MOST_CANDIDATES:]
+                for match in self._known(sequence, sequence.tokens[:-1], WORTH_RESTORING)[-MAX_CANDIDATES:]
                 if len(match.value.tokens) <= room
             ),
             key=lambda origin: (self._gain_s(origin), origin.length),
@@ -154,19 +160,19 @@ class Prefixes:
 
     @property
     def _unified(self) -> bool:
-        return self._backend.limits.unified
+        return self._runner.limits.unified
 
     def _token_s(self) -> float:
         return self._budget.seconds_per_token or self.TOKEN_S
 
-    def _gain_s(self, origin: Origin) -> float:
+    def _gain_s(self, origin: PrefixMatch) -> float:
         """Seconds saved by taking over instead of computing."""
         if origin.entry is not None:
             moved = origin.entry.size
         elif self._unified:
             moved = 0
         else:  # the whole stream
-            moved = self._state_bytes(self._backend.limits.sequence_cells)
+            moved = self._state_bytes(self._runner.limits.sequence_cells)
         return origin.length * self._token_s() - self._moves.restoring.seconds(moved)
 
     def _state_bytes(self, tokens: int) -> int:
@@ -176,7 +182,7 @@ class Prefixes:
 
     # Taking over -----------------------------------------------------------------------------------
 
-    def take(self, sequence: Sequence, origin: Origin) -> None:
+    def take(self, sequence: Sequence, origin: PrefixMatch) -> None:
         """Fill the sequence's own, empty memory with its beginning."""
         assert origin.ready
         first_start = sequence.decoded_tokens == 0
@@ -184,22 +190,22 @@ class Prefixes:
         try:
             entry = origin.entry or self._through_ram(origin)
             if entry is not None:
-                held = self._restore(sequence.sequence_id, entry, origin.length)
+                held = self._restore(sequence.seq_id, entry, origin.length)
             elif origin.donor is not None:
-                held = self._moves.copy(origin.donor.sequence_id, sequence.sequence_id, origin.length)
+                held = self._moves.copy(origin.donor.seq_id, sequence.seq_id, origin.length)
         except Exception:
             log.exception("request %s could not take over what is known of it; it is computed", sequence.id)
         if held != origin.length:
-            held = self._backend.truncate(sequence.sequence_id, 0)
+            held = self._runner.truncate(sequence.seq_id, 0)
             if origin.entry is not None:
                 self.tier.drop(origin.entry)
-        sequence.computed = held
+        sequence.num_computed = held
         if first_start:  # one that was parked has computed this before
             sequence.cached_tokens = held
         counts = self._counts
         self._counts = counts._replace(hits=counts.hits + (held > 0), tokens=counts.tokens + held)
 
-    def _through_ram(self, origin: Origin) -> Entry | None:
+    def _through_ram(self, origin: PrefixMatch) -> Entry | None:
         """The donor's state put into RAM, where that and restoring it are quicker than copying a stream.
 
         Whoever comes next with the same beginning has only the restoring left to do.
@@ -207,22 +213,22 @@ class Prefixes:
         donor = origin.donor
         if donor is None or self._unified or not self.tier.cached_limit:
             return None
-        size = size_of(donor.computed, self._state_bytes(donor.computed))
-        stream = self._state_bytes(self._backend.limits.sequence_cells)
+        size = size_of(donor.num_computed, self._state_bytes(donor.num_computed))
+        stream = self._state_bytes(self._runner.limits.sequence_cells)
         if self._moves.saving.seconds(size) + self._moves.restoring.seconds(
             size
         ) >= self._moves.restoring.seconds(stream):
             return None
-        tokens = donor.tokens[: donor.computed]
+        tokens = donor.tokens[: donor.num_computed]
         return self._keep(donor, tokens, self._known(donor, tokens, WORTH_COPYING))
 
-    def _restore(self, sequence_id: int, entry: Entry, length: int) -> int:
-        if not self._moves.restore(sequence_id, entry.state):
+    def _restore(self, seq_id: int, entry: Entry, length: int) -> int:
+        if not self._moves.restore(seq_id, entry.state):
             return 0
         self.tier.touch(entry)
-        if self._backend.next_position(sequence_id) != len(entry.tokens):
+        if self._runner.next_position(seq_id) != len(entry.tokens):
             return 0
-        return self._backend.truncate(sequence_id, length)
+        return self._runner.truncate(seq_id, length)
 
     # Leaving behind --------------------------------------------------------------------------------
 
@@ -231,7 +237,7 @@ class Prefixes:
 
         `others` are running and wait meanwhile: never longer than the gap between tokens they must bear.
         """
-        tokens = sequence.tokens[: sequence.computed]
+        tokens = sequence.tokens[: sequence.num_computed]
         if not sequence.request.reuse or len(tokens) < WORTH_COPYING or not self.tier.cached_limit:
             return
         known = self._known(sequence, tokens, WORTH_COPYING)
@@ -276,12 +282,12 @@ class Prefixes:
     def _save(self, sequence: Sequence) -> bytes | None:
         """The sequence's state, or None where it is in doubt or cannot be had."""
         try:
-            if self._backend.next_position(sequence.sequence_id) != sequence.computed:
+            if self._runner.next_position(sequence.seq_id) != sequence.num_computed:
                 return None
-            state = self._moves.save(sequence.sequence_id)
+            state = self._moves.save(sequence.seq_id)
         except Exception:
             log.exception("what request %s has computed could not be saved", sequence.id)
             return None
         if state is not None:
-            self._last_saved = (sequence.computed, len(state))
+            self._last_saved = (sequence.num_computed, len(state))
         return state

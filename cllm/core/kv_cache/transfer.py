@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from cllm.backend.base import Backend
-from cllm.core.kv_cache.host_cache import RamTier
+from cllm.backend.base import ModelRunner
+from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.sequence import Sequence
 
 
-class MemorySpeed:
+class BandwidthEstimate:
     """Seconds for a byte moved between KV memory and RAM: the median of the last moves.
 
     It begins with a guess, and falls back to it bit by bit while nothing is moved: one bad moment of the
@@ -36,35 +36,35 @@ class MemorySpeed:
         return median(self._seen) * size
 
 
-class Moves:
+class KVTransfer:
     """The one way for KV memory into RAM, back, and from one sequence to another: all of it is timed."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.saving = MemorySpeed()
-        self.restoring = MemorySpeed()
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.saving = BandwidthEstimate()
+        self.restoring = BandwidthEstimate()
         self.seconds = 0.0  # in all
 
-    def save(self, sequence_id: int) -> bytes | None:
-        """As `Backend.save`."""
+    def save(self, seq_id: int) -> bytes | None:
+        """As `ModelRunner.save`."""
         with self._timed() as started:
-            state = self._backend.save(sequence_id)
+            state = self._runner.save(seq_id)
         if state is not None:
             self.saving.observe(len(state), time.perf_counter() - started)
         return state
 
-    def restore(self, sequence_id: int, state: bytes) -> bool:
-        """As `Backend.restore`."""
+    def restore(self, seq_id: int, state: bytes) -> bool:
+        """As `ModelRunner.restore`."""
         with self._timed() as started:
-            restored = self._backend.restore(sequence_id, state)
+            restored = self._runner.restore(seq_id, state)
         if restored:
             self.restoring.observe(len(state), time.perf_counter() - started)
         return restored
 
     def copy(self, source: int, target: int, length: int) -> int:
-        """As `Backend.copy`. Between streams, the work itself is part of the next step."""
+        """As `ModelRunner.copy`. Between streams, the work itself is part of the next step."""
         with self._timed():
-            return self._backend.copy(source, target, length)
+            return self._runner.copy(source, target, length)
 
     @contextmanager
     def _timed(self) -> Iterator[float]:
@@ -78,31 +78,31 @@ class Moves:
 log = logging.getLogger(__name__)
 
 
-class Parking:
+class SwapSpace:
     """Saves and restores KV. What does not fit the budget, or cannot be saved, is recomputed instead."""
 
-    def __init__(self, backend: Backend, moves: Moves, tier: RamTier) -> None:
-        self._backend = backend
+    def __init__(self, runner: ModelRunner, moves: KVTransfer, tier: HostKVCache) -> None:
+        self._runner = runner
         self._moves = moves
         self._tier = tier
-        self._parks = self._resumes = 0  # since they were taken last
+        self._preemptions = self._swap_ins = 0  # since they were taken last
 
     @property
     def bytes_left(self) -> int:
-        return self._tier.parked_limit - self._tier.parked_bytes
+        return self._tier.swap_limit - self._tier.swapped_bytes
 
     def save(self, sequence: Sequence) -> None:
         """Keep the KV of a sequence that is about to lose its lease."""
-        self._parks += 1
+        self._preemptions += 1
         state = None
         try:
-            state = self._moves.save(sequence.sequence_id)
+            state = self._moves.save(sequence.seq_id)
         except Exception:
             log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
         if state is not None and self._tier.reserve(len(state)):
             sequence.saved = state
         else:
-            sequence.computed = 0
+            sequence.num_computed = 0
 
     def restore(self, sequence: Sequence) -> None:
         """Put what was kept back under the sequence's new lease."""
@@ -111,18 +111,18 @@ class Parking:
         self.forget(sequence)
         restored = False
         try:
-            restored = self._moves.restore(sequence.sequence_id, state)
+            restored = self._moves.restore(sequence.seq_id, state)
         except Exception:
             log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
-        self._resumes += restored
+        self._swap_ins += restored
         if not restored:
-            self._backend.truncate(sequence.sequence_id, 0)
-            sequence.computed = 0
+            self._runner.truncate(sequence.seq_id, 0)
+            sequence.num_computed = 0
 
     def take_counts(self) -> tuple[int, int]:
         """Since the last call: how many were parked, and how many resumed from RAM."""
-        counts = self._parks, self._resumes
-        self._parks = self._resumes = 0
+        counts = self._preemptions, self._swap_ins
+        self._preemptions = self._swap_ins = 0
         return counts
 
     def forget(self, sequence: Sequence) -> None:

@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
 
-MOST_DEPTH = 64
-MOST_BIASES = 1024
+MAX_DEPTH = 64
+MAX_BIASES = 1024
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 
 
@@ -50,8 +50,8 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MOST_BIASES:
-        raise ValueError(f"has {len(value)} entries, over the limit of {MOST_BIASES}")
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
     return value
 
 
@@ -72,8 +72,8 @@ class Body(BaseModel):
         level, depth = [value], 0
         while level := [item for outer in level for item in _inside(outer) if isinstance(item, dict | list)]:
             depth += 1
-            if depth >= MOST_DEPTH:
-                raise ValueError(f"it is nested deeper than {MOST_DEPTH}")
+            if depth >= MAX_DEPTH:
+                raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
         return value
 
 
@@ -140,7 +140,7 @@ class SamplingBody(SchedulingBody):
     mirostat_eta: float = Field(0.1, ge=0, le=1, description="Mirostat: how fast it corrects itself")
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] = Field(
         default={},
-        max_length=MOST_BIASES,
+        max_length=MAX_BIASES,
         description="Token id (as text) → added to its logit",
         examples=[{"42": -100}],
     )
@@ -290,7 +290,7 @@ class NullableBody(Body):
         return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
 
 
-NO_EYES = "only text is read: the model has no eyes or ears"
+UNSUPPORTED_MEDIA = "only text is read: the model has no eyes or ears"
 
 
 def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None = None) -> BeforeValidator:

@@ -14,12 +14,12 @@ from cllm.server.protocol import completions as render
 from cllm.server.protocol.base import Body, JsonObject, Text, ToolDescription, check_tools
 from cllm.server.protocol.completions import Name, OpenAIBody
 from cllm.server.sse import encode
-from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
+from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.text.tool_formats import Tool
-from cllm.types import Delta, FinishReason, TokenLogprob
+from cllm.types import FinishReason, RequestOutput, TokenLogprob
 
-MOST_MESSAGES = 4096
-MOST_TOOLS = 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -60,13 +60,13 @@ class MessageBody(Body):
     """One message. Only text: the model has no eyes."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks")
-    content: Text | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = Field(
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Text, or parts of text; control tokens spelled in it stay plain text",
         examples=["What is AI?", [{"type": "text", "text": "What is AI?"}]],
     )
     name: Name | None = Field(None, description="Of the speaker, for templates that use it", examples=["Ann"])
-    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MOST_TOOLS)] | None = Field(
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS)] | None = Field(
         None,
         description="Calls of an assistant's message",
         examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
@@ -142,11 +142,11 @@ class ConversationBody(Body):
 
     messages: list[MessageBody] = Field(
         min_length=1,
-        max_length=MOST_MESSAGES,
+        max_length=MAX_MESSAGES,
         description="The conversation; if the assistant's words end it, they are continued",
         examples=[[{"role": "user", "content": "What is AI?"}]],
     )
-    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = Field(
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = Field(
         None,
         description="Functions the model may call",
         examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
@@ -288,10 +288,10 @@ class ChatAnswer:
                 return
             if delta.finish_reason is None and not delta.logprobs and len(events) == 1:
                 event = events[0]
-                if type(event) is AnswerText:  # nearly all of them: put together as bytes
+                if type(event) is ContentText:  # nearly all of them: put together as bytes
                     yield b"%b%d%b%b%b" % (self._opening, index, _CONTENT, _json.encode(event.text), _CLOSING)
                     continue
-            called[index] = called[index] or any(isinstance(event, CallBegun) for event in events)
+            called[index] = called[index] or any(isinstance(event, ToolCallStart) for event in events)
             if pieces := self._pieces(index, events, delta, called=called[index]):
                 yield pieces
             if delta.finish_reason is not None:
@@ -300,7 +300,9 @@ class ChatAnswer:
             yield encode(self._chunk([], usage=render.usage(ended, job.prompt_tokens)))
         yield DONE
 
-    def _pieces(self, index: int, events: Sequence[ReplyEvent], delta: Delta, *, called: bool) -> bytes:
+    def _pieces(
+        self, index: int, events: Sequence[OutputEvent], delta: RequestOutput, *, called: bool
+    ) -> bytes:
         """A step's chunks. Its log-probabilities go with the last of them that says something."""
         deltas = [_delta(event) for event in events]
         spoken = max(0, len(deltas) - 1)
@@ -330,20 +332,20 @@ class ChatAnswer:
         return self._prefix + _json.encode(choice) + b"]}\n\n"
 
 
-def _delta(event: ReplyEvent) -> dict[str, Any]:
+def _delta(event: OutputEvent) -> dict[str, Any]:
     match event:
-        case AnswerText(text):
+        case ContentText(text):
             return {"content": text}
         case ReasoningText(text):
             return {"reasoning_content": text}
-        case CallBegun(index, name):
+        case ToolCallStart(index, name):
             function = {"name": name, "arguments": ""}
             return {
                 "tool_calls": [
                     {"index": index, "id": new_call_id(), "type": "function", "function": function}
                 ]
             }
-        case CallArguments(index, text):
+        case ToolCallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.protocol.base import Body, ConstrainedBody, NullableBody, StopText, Text, TokenIds
-from cllm.types import Delta, TokenLogprob, Usage
+from cllm.types import RequestOutput, TokenLogprob, Usage
 
-MOST_CHOICES = 64
-MOST_PROMPTS = 256
+MAX_CHOICES = 64
+MAX_PROMPTS = 256
 
 Name = Annotated[str, Field(max_length=256)]
 
@@ -83,7 +83,7 @@ class OpenAIBody(OpenAIFields):
 
     form = "response_format"
 
-    n: int = Field(1, ge=1, le=MOST_CHOICES, description="How many answers; the prompt is computed once")
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="How many answers; the prompt is computed once")
     response_format: ResponseFormat | None = Field(
         None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
     )
@@ -111,8 +111,8 @@ class CompletionBody(OpenAIBody):
     prompt: (
         Text
         | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
     ) = Field(description="Text, texts, tokens, or lists of tokens", examples=["Once upon a time", [1, 2, 3]])
     suffix: Text | None = Field(
         None,
@@ -121,7 +121,7 @@ class CompletionBody(OpenAIBody):
     )
     max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
     best_of: int | None = Field(
-        None, ge=1, le=MOST_CHOICES, description="Generate this many, answer the best n", examples=[4]
+        None, ge=1, le=MAX_CHOICES, description="Generate this many, answer the best n", examples=[4]
     )
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Log-probabilities of this many likeliest tokens", examples=[2]
@@ -138,8 +138,8 @@ class CompletionBody(OpenAIBody):
             raise ValueError(f"best_of must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
             raise ValueError("best_of above n cannot be streamed: the best is known at the end")
-        if (self.best_of or self.n) * len(self.prompts) > MOST_PROMPTS:
-            raise ValueError(f"n (or best_of) times prompts must be at most {MOST_PROMPTS}")
+        if (self.best_of or self.n) * len(self.prompts) > MAX_PROMPTS:
+            raise ValueError(f"n (or best_of) times prompts must be at most {MAX_PROMPTS}")
         return self
 
     @property
@@ -210,15 +210,15 @@ def chat_logprobs(entries: Sequence[TokenLogprob], count: int) -> dict[str, Any]
     }
 
 
-def joined_logprobs(deltas: Sequence[Delta]) -> list[TokenLogprob]:
+def joined_logprobs(deltas: Sequence[RequestOutput]) -> list[TokenLogprob]:
     return [entry for delta in deltas for entry in delta.logprobs]
 
 
-def joined_text(deltas: Sequence[Delta]) -> str:
+def joined_text(deltas: Sequence[RequestOutput]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def mean_logprob(deltas: Sequence[Delta]) -> float:
+def mean_logprob(deltas: Sequence[RequestOutput]) -> float:
     """How likely an answer is, per token: what `best_of` ranks by."""
     entries = joined_logprobs(deltas)
     return sum(entry.logprob for entry in entries) / len(entries) if entries else float("-inf")

@@ -9,15 +9,15 @@ from pydantic import AliasChoices, ConfigDict, Field
 from cllm.server.protocol.base import Body, Text, TokenIds
 from cllm.server.protocol.completions import Name
 
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 
 InputText = Annotated[Text, Field(min_length=1)]
 InputTokens = Annotated[TokenIds, Field(min_length=1)]
 Input = (
     InputText
     | InputTokens
-    | Annotated[list[InputText], Field(min_length=1, max_length=MOST_INPUTS)]
-    | Annotated[list[InputTokens], Field(min_length=1, max_length=MOST_INPUTS)]
+    | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)]
+    | Annotated[list[InputTokens], Field(min_length=1, max_length=MAX_INPUTS)]
 )
 
 
@@ -32,7 +32,7 @@ class EmbeddingsBody(Body):
     """`POST /v1/embeddings`."""
 
     input: Input = Field(
-        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}",
+        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MAX_INPUTS}",
         examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
     )
     model: Name | None = Field(
@@ -59,7 +59,7 @@ class LlamaEmbeddingBody(Body):
 
     content: Input = Field(
         validation_alias=AliasChoices("content", "input"),
-        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MOST_INPUTS}",
+        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MAX_INPUTS}",
         examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
     )
     embd_normalize: int = Field(
@@ -84,8 +84,8 @@ class RerankBody(Body):
     )
     documents: list[InputText | DocumentBody] = Field(
         min_length=1,
-        max_length=MOST_INPUTS,
-        description='Texts, or objects with a "text"; at most ' + str(MOST_INPUTS),
+        max_length=MAX_INPUTS,
+        description='Texts, or objects with a "text"; at most ' + str(MAX_INPUTS),
         examples=[["It is a bear.", {"text": "hi"}]],
     )
     top_n: int | None = Field(None, ge=1, description="Answer only the best so many; none: all", examples=[1])

@@ -13,7 +13,7 @@ from cllm.errors import InvalidRequest
 from cllm.server.blocks import Begun, Block, BlockAnswer, BlockEvent, BlockKind, Event, Grew
 from cllm.server.errors import failure_body
 from cllm.server.protocol.base import (
-    NO_EYES,
+    UNSUPPORTED_MEDIA,
     Body,
     ConstrainedBody,
     JsonObject,
@@ -24,17 +24,17 @@ from cllm.server.protocol.base import (
     check_tools,
     kinds,
 )
-from cllm.text.output_parser import ReplyEvent
+from cllm.text.output_parser import OutputEvent
 from cllm.text.tool_formats import Tool
-from cllm.types import Delta, FinishReason
+from cllm.types import FinishReason, RequestOutput
 
-MOST_MESSAGES = 4096
-MOST_TOOLS = 512
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
 
 
 class UserMessage(Body):
     role: Literal["user"] = Field(description="Who speaks")
-    content: Text | Annotated[list[UserBlock], Field(max_length=MOST_BLOCKS)] = Field(
+    content: Text | Annotated[list[UserBlock], Field(max_length=MAX_BLOCKS)] = Field(
         description="Text, or blocks: text and results of tools",
         examples=["What is AI?", [{"type": "text", "text": "What is AI?"}]],
     )
@@ -42,7 +42,7 @@ class UserMessage(Body):
 
 class AssistantMessage(Body):
     role: Literal["assistant"] = Field(description="Who speaks")
-    content: Text | Annotated[list[AssistantBlock], Field(max_length=MOST_BLOCKS)] = Field(
+    content: Text | Annotated[list[AssistantBlock], Field(max_length=MAX_BLOCKS)] = Field(
         description="Text, or blocks: text, calls of tools, thoughts",
         examples=["AI is", [{"type": "tool_use", "id": "toolu_1", "name": "now", "input": {}}]],
     )
@@ -135,7 +135,7 @@ class CountBody(NullableBody, ConstrainedBody):
     )
     messages: list[Message] = Field(
         min_length=1,
-        max_length=MOST_MESSAGES,
+        max_length=MAX_MESSAGES,
         description="The conversation; if the assistant's words end it, they are continued",
         examples=[[{"role": "user", "content": "What is AI?"}]],
     )
@@ -145,7 +145,7 @@ class CountBody(NullableBody, ConstrainedBody):
     tools: (
         Annotated[
             list[Annotated[ClientTool, kinds("custom", default="custom", why=_NO_SERVER_TOOLS)]],
-            Field(max_length=MOST_TOOLS),
+            Field(max_length=MAX_TOOLS),
         ]
         | None
     ) = Field(
@@ -247,10 +247,10 @@ class MessagesBody(CountBody):
     )
 
 
-MOST_BLOCKS = 4096
+MAX_BLOCKS = 4096
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Identifier = Annotated[str, Field(max_length=256)]
-_EYELESS = {"image": NO_EYES, "document": NO_EYES}
+_EYELESS = {"image": UNSUPPORTED_MEDIA, "document": UNSUPPORTED_MEDIA}
 
 
 class TextBlock(Body):
@@ -267,7 +267,7 @@ class TextBlock(Body):
 
 Texts = Annotated[
     list[Annotated[TextBlock, kinds("text", why=_EYELESS)]],
-    Field(max_length=MOST_BLOCKS),
+    Field(max_length=MAX_BLOCKS),
 ]
 
 
@@ -351,7 +351,7 @@ class MessageAnswer(BlockAnswer):
     def start(self) -> list[Event]:
         return [{"type": "message_start", "message": self.body()}, {"type": "ping"}]
 
-    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[Event]:
+    def add(self, events: Sequence[OutputEvent], delta: RequestOutput) -> list[Event]:
         told = [_told(event) for event in self._blocks.add(events, delta)]
         if delta.error is not None:
             return [*told, failure_body(ROUTE, delta.error)]

@@ -8,8 +8,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from cllm.chat.conversation import Conversation, Turns
 from cllm.errors import InvalidRequest
-from cllm.server.protocol.base import NO_EYES, Body, JsonObject, Text, check_tools, kinds
-from cllm.server.protocol.chat import MOST_MESSAGES, MOST_TOOLS, FunctionBody, FunctionName
+from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, check_tools, kinds
+from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, FunctionBody, FunctionName
 from cllm.server.protocol.completions import Name, OpenAIFields
 
 LOGPROBS = "message.output_text.logprobs"
@@ -30,7 +30,7 @@ class AllowedTools(Body):
     mode: Literal["auto", "required"] = Field(description="Whether one must be")
     tools: Annotated[
         list[Annotated[NamedFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
-        Field(min_length=1, max_length=MOST_TOOLS),
+        Field(min_length=1, max_length=MAX_TOOLS),
     ] = Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
 
 
@@ -87,7 +87,7 @@ class ResponsesBody(OpenAIFields):
 
     input: (
         Annotated[Text, Field(min_length=1)]
-        | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     ) = Field(
         description="A question, or items: messages, function calls and their outputs, reasoning",
         examples=["What is AI?", [{"role": "user", "content": "What is AI?"}]],
@@ -96,7 +96,7 @@ class ResponsesBody(OpenAIFields):
         None, description="A system message before the input", examples=["Be brief."]
     )
     tools: Annotated[
-        list[Annotated[FunctionTool, kinds("function", why=_FUNCTIONS_ONLY)]], Field(max_length=MOST_TOOLS)
+        list[Annotated[FunctionTool, kinds("function", why=_FUNCTIONS_ONLY)]], Field(max_length=MAX_TOOLS)
     ] = Field(
         default=[],
         description="Functions the model may call",
@@ -240,7 +240,11 @@ class ResponsesBody(OpenAIFields):
 
 
 _STATELESS = "nothing is stored here, so nothing can be referred to; send the items themselves"
-_EYELESS = {"input_image": NO_EYES, "input_file": NO_EYES, "input_audio": NO_EYES}
+_EYELESS = {
+    "input_image": UNSUPPORTED_MEDIA,
+    "input_file": UNSUPPORTED_MEDIA,
+    "input_audio": UNSUPPORTED_MEDIA,
+}
 
 
 class ItemText(Body):
@@ -262,7 +266,7 @@ Part = Annotated[
     Field(discriminator="type"),
     kinds("input_text", "output_text", "text", "refusal", why=_EYELESS),
 ]
-Parts = Annotated[list[Part], Field(max_length=MOST_MESSAGES)]
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
 
 
 def text_of(content: str | list[ItemText | RefusalPart]) -> str:
@@ -315,12 +319,12 @@ class ReasoningItem(Body):
     """What the assistant thought earlier, for templates that repeat it."""
 
     type: Literal["reasoning"] = Field(description="Always `reasoning`")
-    content: Annotated[list[Thought], Field(max_length=MOST_MESSAGES)] | None = Field(
+    content: Annotated[list[Thought], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="The thoughts",
         examples=[[{"type": "reasoning_text", "text": "A short answer will do."}]],
     )
-    summary: Annotated[list[Thought], Field(max_length=MOST_MESSAGES)] | None = Field(
+    summary: Annotated[list[Thought], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Used where there is no `content`",
         examples=[[{"type": "summary_text", "text": "A short answer will do."}]],

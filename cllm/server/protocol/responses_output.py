@@ -9,8 +9,8 @@ from typing import Any
 from cllm.server.blocks import Begun, Block, BlockAnswer, BlockEvent, BlockKind, Ended, Event, Grew
 from cllm.server.protocol.completions import chat_logprobs
 from cllm.server.protocol.responses import ResponsesBody
-from cllm.text.output_parser import ReplyEvent
-from cllm.types import Delta, Failure, FinishReason, TokenLogprob, Usage
+from cllm.text.output_parser import OutputEvent
+from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob, Usage
 
 _PREFIXES = {BlockKind.THOUGHTS: "rs", BlockKind.WORDS: "msg", BlockKind.CALL: "fc"}
 
@@ -60,7 +60,7 @@ class ResponseAnswer(BlockAnswer):
             self._numbered("response.in_progress", response=self.body()),
         ]
 
-    def add(self, events: Sequence[ReplyEvent], delta: Delta) -> list[Event]:
+    def add(self, events: Sequence[OutputEvent], delta: RequestOutput) -> list[Event]:
         told = [told for event in self._blocks.add(events, delta) for told in self._told(event)]
         if delta.error is not None:
             self._failure = delta.error

@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
-from cllm.frontend.engine_client import Engine, Health
-from cllm.frontend.engine_registry import EngineSwitch
+from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.base import Body, Text
 from cllm.server.submit import loaded
 from cllm.workers.messages import StateFileDone
@@ -22,7 +22,7 @@ from cllm.workers.messages import StateFileDone
 INSPECT_LIMIT_S = 10.0
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["operation"])
 
@@ -101,7 +101,7 @@ class StateFileBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
 
 
-def cache_routes(engine: Engine) -> APIRouter:
+def cache_routes(engine: EngineClient) -> APIRouter:
     """The router over one engine. A large file takes its time: streams go on meanwhile."""
     router = APIRouter(tags=["operation"], prefix="/admin/prefixes")
 
@@ -135,16 +135,16 @@ class ReloadBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
 
 
-def reload_routes(switch: EngineSwitch) -> APIRouter:
+def reload_routes(switch: EngineRegistry) -> APIRouter:
     router = APIRouter(tags=["operation"])
 
     @router.post("/admin/reload")
     async def reload(body: ReloadBody) -> dict[str, Any]:
         """Load a model beside the one that serves, then change over; running streams end on the old one."""
-        facts, limits = loaded(await switch.reload(body.model))
+        info, limits = loaded(await switch.reload(body.model))
         return {
-            "model": facts.name,
-            "description": facts.description,
+            "model": info.name,
+            "description": info.description,
             "sequences": limits.sequences,
             "request_tokens": limits.request_tokens,
         }

@@ -14,15 +14,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.errors import InvalidRequest
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.middleware import tenant_of
 from cllm.server.protocol.embeddings import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
 from cllm.server.sse import GONE, collect
-from cllm.server.submit import check_model, checked_tokens, do_text, loaded, model_name
+from cllm.server.submit import check_model, checked_tokens, loaded, model_name, run_tokenizer
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request, Usage
-from cllm.workers.tokenizer import TextTask, TokenizePairs, TokenizeTexts, TokenLists
+from cllm.workers.tokenizer import TokenizePairs, TokenizerTask, TokenizeTexts, TokenLists
 
 ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]
@@ -53,13 +53,13 @@ async def as_json(entries: Iterable[dict[str, Any]], **head: Any) -> Response:
     return Response(encoder.encode({**head, "data": data} if head else data), media_type="application/json")
 
 
-async def token_lists(engine: Engine, task: TextTask) -> Inputs:
-    answer = await do_text(engine, task)
+async def token_lists(engine: EngineClient, task: TokenizerTask) -> Inputs:
+    answer = await run_tokenizer(engine, task)
     assert isinstance(answer, TokenLists)
     return answer.lists
 
 
-async def inputs_of(engine: Engine, value: Input, field: str) -> Inputs:
+async def inputs_of(engine: EngineClient, value: Input, field: str) -> Inputs:
     """The tokens of each input; those that cannot fit raise ContextLengthExceeded."""
     _, limits = loaded(engine)
     given = as_list(value)
@@ -69,10 +69,10 @@ async def inputs_of(engine: Engine, value: Input, field: str) -> Inputs:
     return tuple(checked_tokens(engine, one, field) for one in given if not isinstance(one, str))
 
 
-async def embed(engine: Engine, inputs: Inputs, http: HttpRequest) -> Vectors | None:
+async def embed(engine: EngineClient, inputs: Inputs, http: HttpRequest) -> Vectors | None:
     """The vectors of inputs, or None if the client left: then nothing more is computed for it."""
     request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs, tenant=tenant_of(http).name)
-    stream = engine.submit(request, AsyncStream)
+    stream = engine.submit(request, AsyncOutputStream)
     answers = await collect(engine, [stream], http.receive)
     if answers is None:
         return None
@@ -81,30 +81,30 @@ async def embed(engine: Engine, inputs: Inputs, http: HttpRequest) -> Vectors | 
     return Vectors(last.vectors, last.usage)
 
 
-def vector_length(engine: Engine) -> int:
+def vector_length(engine: EngineClient) -> int:
     """How many numbers a vector of this model has; raises InvalidRequest for one that makes none."""
-    facts, _ = loaded(engine)
-    if facts.pooling is Pooling.RANK:
+    info, _ = loaded(engine)
+    if info.pooling is Pooling.RANK:
         raise InvalidRequest(
-            f"{facts.name} is a reranker: it scores pairs and makes no vectors; use /v1/rerank "
+            f"{info.name} is a reranker: it scores pairs and makes no vectors; use /v1/rerank "
             "(or start the server with --pooling mean, cls or last)",
             field="model",
         )
-    return facts.vector_length
+    return info.vector_length
 
 
-def refuse_unless_reranker(engine: Engine) -> None:
+def refuse_unless_reranker(engine: EngineClient) -> None:
     """No score is made up from a model that was not trained to give one."""
-    facts, _ = loaded(engine)
-    if facts.pooling is not Pooling.RANK:
+    info, _ = loaded(engine)
+    if info.pooling is not Pooling.RANK:
         raise InvalidRequest(
-            f"{facts.name} is not a reranker: it has no ranking head (its pooling is {facts.pooling.value}); "
+            f"{info.name} is not a reranker: it has no ranking head (its pooling is {info.pooling.value}); "
             "serve a reranker, or rank by the similarity of /v1/embeddings",
             field="model",
         )
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["vectors"])
 

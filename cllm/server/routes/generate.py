@@ -12,25 +12,25 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_event
 from cllm.server.protocol.base import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import (
     checked_tokens,
     constraint_of,
-    do_text,
     loaded,
     prompt_tokens,
     request_of,
+    run_tokenizer,
     to_tokens,
 )
-from cllm.types import Delta, Request
+from cllm.types import Request, RequestOutput
 from cllm.workers.tokenizer import Detokenize, Text, TokenizeText
 
 
-async def to_request(engine: Engine, body: GenerateBody, http: HttpRequest) -> Request:
+async def to_request(engine: EngineClient, body: GenerateBody, http: HttpRequest) -> Request:
     """A validated body as the engine's own request."""
     return request_of(
         engine,
@@ -44,7 +44,7 @@ async def to_request(engine: Engine, body: GenerateBody, http: HttpRequest) -> R
     )
 
 
-def answer(deltas: list[Delta], max_tokens: int, seconds: float) -> dict[str, Any]:
+def answer(deltas: list[RequestOutput], max_tokens: int, seconds: float) -> dict[str, Any]:
     """The body of a finished `/generate`."""
     last = deltas[-1]
     assert last.usage is not None and last.finish_reason is not None
@@ -64,7 +64,7 @@ def answer(deltas: list[Delta], max_tokens: int, seconds: float) -> dict[str, An
     }
 
 
-async def events(stream: AsyncStream) -> AsyncIterator[bytes]:
+async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
     """`/generate_stream`'s events: a token each, then the summary or the error."""
     async for delta in stream:
         if delta.text:
@@ -85,13 +85,13 @@ async def events(stream: AsyncStream) -> AsyncIterator[bytes]:
             )
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["cLLM"])
 
     async def generate_events(body: GenerateBody, http: HttpRequest) -> Response:
         request = await to_request(engine, body, http)
-        stream = engine.submit(request, AsyncStream)
+        stream = engine.submit(request, AsyncOutputStream)
         return EventStream(engine, [stream], events(stream))
 
     @router.post("/generate", response_model=None)
@@ -101,7 +101,7 @@ def routes(engine: Engine) -> APIRouter:
             return await generate_events(body, http)
         started = time.perf_counter()
         request = await to_request(engine, body, http)
-        stream = engine.submit(request, AsyncStream)
+        stream = engine.submit(request, AsyncOutputStream)
         collected = await collect(engine, [stream], http.receive)
         if collected is None:
             return Response(status_code=GONE)
@@ -121,14 +121,14 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/decode")
     async def decode_tokens(body: DecodeBody) -> dict[str, str]:
         """Token ids to text."""
-        result = await do_text(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
+        result = await run_tokenizer(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
         assert isinstance(result, Text)
         return {"text": result.text}
 
     @router.get("/model/info")
     async def model_info() -> dict[str, Any]:
         """What is served, and its limits."""
-        facts, limits = loaded(engine)
-        return {**msgspec.to_builtins(facts), "limits": msgspec.to_builtins(limits)}
+        info, limits = loaded(engine)
+        return {**msgspec.to_builtins(info), "limits": msgspec.to_builtins(limits)}
 
     return router

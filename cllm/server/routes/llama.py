@@ -12,27 +12,27 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm import __version__
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as render
 from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.llama import InfillBody, LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.sse import GONE, EventStream, collect, encode
-from cllm.server.submit import checked_tokens, constraint_of, do_text, loaded, request_of, to_tokens
-from cllm.text.tool_formats import dialect_of
-from cllm.types import Delta, FinishReason, Request
+from cllm.server.submit import checked_tokens, constraint_of, loaded, request_of, run_tokenizer, to_tokens
+from cllm.text.tool_formats import get_tool_format
+from cllm.types import FinishReason, Request, RequestOutput
 from cllm.workers.tokenizer import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
 
 ROUTE = "/completion"
 
 
-class TimedStream(AsyncStream):
+class TimedStream(AsyncOutputStream):
     """Remembers when its first token came, however it is read."""
 
     first: float | None = None
 
-    def push(self, delta: Delta) -> None:
+    def push(self, delta: RequestOutput) -> None:
         if self.first is None and delta.tokens:
             self.first = time.perf_counter()
         super().push(delta)
@@ -41,30 +41,30 @@ class TimedStream(AsyncStream):
 class LlamaJob:
     """One `/completion`, submitted: its stream and the clock for its timings."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: EngineClient, request: Request) -> None:
         self.engine = engine
         self.started = time.perf_counter()
         self.stream = engine.submit(request, TimedStream)
 
-    def event(self, delta: Delta) -> dict[str, Any]:
+    def event(self, delta: RequestOutput) -> dict[str, Any]:
         """A piece of the answer, as a stream tells it."""
         piece: dict[str, Any] = {"content": delta.text, "tokens": list(delta.tokens), "stop": False}
         if delta.logprobs:
             piece["completion_probabilities"] = probabilities(delta.logprobs)
         return piece
 
-    def result(self, last: Delta) -> dict[str, Any]:
+    def result(self, last: RequestOutput) -> dict[str, Any]:
         """What the final event or the whole answer says about how it ended and what it took."""
         assert last.usage is not None
         now = time.perf_counter()
         first = self.stream.first or now
         prompt_s, predict_s = first - self.started, now - first
         usage = last.usage
-        facts, _ = loaded(self.engine)
+        info, _ = loaded(self.engine)
         kind = "limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos"
         return {
             "stop": True,
-            "model": facts.name,
+            "model": info.name,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,
@@ -99,7 +99,7 @@ def probabilities(entries: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def prompt_of(engine: Engine, body: LlamaCompletionBody) -> tuple[int, ...]:
+async def prompt_of(engine: EngineClient, body: LlamaCompletionBody) -> tuple[int, ...]:
     """The tokens of a prompt, which may spell control tokens."""
     engine.check_room()
     if not isinstance(body.prompt, str):
@@ -108,7 +108,7 @@ async def prompt_of(engine: Engine, body: LlamaCompletionBody) -> tuple[int, ...
     return await to_tokens(engine, TokenizeText(body.prompt, most, parse_special=True))
 
 
-async def infill_of(engine: Engine, body: InfillBody) -> tuple[int, ...]:
+async def infill_of(engine: EngineClient, body: InfillBody) -> tuple[int, ...]:
     """The tokens of a text with a gap; cut at its far ends so that the answer has room."""
     engine.check_room()
     most = loaded(engine)[1].request_tokens
@@ -127,7 +127,7 @@ async def events(job: LlamaJob) -> AsyncIterator[bytes]:
         yield encode(piece)
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["llama-server"])
 
@@ -181,7 +181,7 @@ def routes(engine: Engine) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: LlamaDetokenizeBody) -> dict[str, str]:
         """Token ids to text."""
-        text = await do_text(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
+        text = await run_tokenizer(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
         assert isinstance(text, Text)
         return {"content": text.text}
 
@@ -190,20 +190,22 @@ def routes(engine: Engine) -> APIRouter:
         """What the chat template makes of a conversation."""
         conversation = body.conversation()
         template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-        rendered = await do_text(engine, RenderChat(conversation.for_template(dialect_of(template))))
+        rendered = await run_tokenizer(
+            engine, RenderChat(conversation.for_template(get_tool_format(template)))
+        )
         assert isinstance(rendered, Text)
         return {"prompt": rendered.text}
 
     @router.get("/props")
     async def props() -> dict[str, Any]:
         """The model and the defaults."""
-        facts, limits = loaded(engine)
+        info, limits = loaded(engine)
         return {
             "default_generation_settings": {"n_ctx": limits.request_tokens},
             "total_slots": limits.sequences,
-            "model_alias": facts.name,
-            "chat_template": facts.chat_template or "",
-            **({"chat_template_tool_use": facts.tool_template} if facts.tool_template else {}),
+            "model_alias": info.name,
+            "chat_template": info.chat_template or "",
+            **({"chat_template_tool_use": info.tool_template} if info.tool_template else {}),
             "build_info": f"cllm {__version__}",
         }
 

@@ -10,12 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.conversation import count_tokens, open_chat
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.server.protocol.messages import CountBody, MessageAnswer, MessagesBody
 from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["Anthropic"])
 

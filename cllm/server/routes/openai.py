@@ -13,8 +13,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.conversation import open_chat
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as render
 from cllm.server.protocol.chat import DONE, ChatAnswer, ChatBody
@@ -25,23 +25,23 @@ from cllm.server.submit import (
     checked_tokens,
     choices_of,
     constraint_of,
-    do_text,
     loaded,
     model_name,
     prompt_tokens,
     request_of,
+    run_tokenizer,
     submit_all,
     to_tokens,
 )
 from cllm.text.prompt import Gap
-from cllm.types import Delta, Request
+from cllm.types import Request, RequestOutput
 from cllm.workers.tokenizer import Detokenize, Text, TokenizeInfill
 
 ROUTE = "/v1/completions"
 _json = msgspec.json.Encoder()
 _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
-Choices = Callable[[int, Delta], dict[str, Any]]
+Choices = Callable[[int, RequestOutput], dict[str, Any]]
 
 
 class Job:
@@ -49,7 +49,7 @@ class Job:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         body: CompletionBody,
         prompts: Sequence[tuple[int, ...]],
         request: Request,
@@ -64,7 +64,7 @@ class Job:
         created = int(time.time())
         self.head = {"id": request.id, "object": "text_completion", "created": created, "model": model}
 
-    def submit(self, choices: int) -> list[AsyncStream]:
+    def submit(self, choices: int) -> list[AsyncOutputStream]:
         """All requests at once, or none."""
         requests = (
             msgspec.structs.replace(self.request, id=f"{self.request.id}-{number}", prompt=prompt)
@@ -75,14 +75,14 @@ class Job:
         )
 
     async def events(
-        self, streams: Sequence[AsyncStream], choice: Choices, first: bytes
+        self, streams: Sequence[AsyncOutputStream], choice: Choices, first: bytes
     ) -> AsyncIterator[bytes]:
         """Chunks as the choices come, the usage if it was asked for, `[DONE]`; or an error, and the end."""
         head = self.head
         opening = b"data: " + _json.encode({**head, "choices": []})[:-2] + b'{"index":'
         if first:
             yield first
-        ended: list[Delta] = []
+        ended: list[RequestOutput] = []
         async for index, delta in merged(streams):
             if delta.error is not None:
                 yield encode(failure_body(ROUTE, delta.error))
@@ -104,19 +104,19 @@ class Job:
         yield DONE
 
 
-def _finish(delta: Delta) -> str | None:
+def _finish(delta: RequestOutput) -> str | None:
     return delta.finish_reason.value if delta.finish_reason is not None else None
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The loaded model."""
-        facts, _ = loaded(engine)
-        model = {"id": facts.name, "object": "model", "created": 0, "owned_by": "cllm"}
+        info, _ = loaded(engine)
+        model = {"id": info.name, "object": "model", "created": 0, "owned_by": "cllm"}
         return {"object": "list", "data": [model]}
 
     @router.post(ROUTE, response_model=None)
@@ -140,7 +140,7 @@ def routes(engine: Engine) -> APIRouter:
         shown = body.logprobs is not None
         offsets = [len(echoes[index // best_of]) for index in range(len(streams))]
 
-        def chunk(index: int, delta: Delta) -> dict[str, Any]:
+        def chunk(index: int, delta: RequestOutput) -> dict[str, Any]:
             told = render.completion_logprobs(delta.logprobs, offsets[index]) if shown else None
             offsets[index] += sum(map(len, told["tokens"])) if told else 0
             return {
@@ -210,7 +210,7 @@ def routes(engine: Engine) -> APIRouter:
     return router
 
 
-async def _prompts(engine: Engine, body: CompletionBody) -> list[tuple[int, ...]]:
+async def _prompts(engine: EngineClient, body: CompletionBody) -> list[tuple[int, ...]]:
     prompts: list[tuple[int, ...]] = []
     for given in body.prompts:
         prompt = given if isinstance(given, str) else checked_tokens(engine, given, "prompt")
@@ -223,7 +223,7 @@ async def _prompts(engine: Engine, body: CompletionBody) -> list[tuple[int, ...]
     return prompts
 
 
-async def _echoes(engine: Engine, body: CompletionBody) -> list[str]:
+async def _echoes(engine: EngineClient, body: CompletionBody) -> list[str]:
     """The text of each prompt, where it is to be repeated."""
     if not body.echo:
         return [""] * len(body.prompts)
@@ -232,17 +232,17 @@ async def _echoes(engine: Engine, body: CompletionBody) -> list[str]:
         if isinstance(given, str):
             echoes.append(given)
         else:
-            answer = await do_text(engine, Detokenize(tuple(given)))
+            answer = await run_tokenizer(engine, Detokenize(tuple(given)))
             assert isinstance(answer, Text)
             echoes.append(answer.text)
     return echoes
 
 
-def _best(answers: Sequence[list[Delta]], best_of: int, n: int) -> list[list[Delta]]:
+def _best(answers: Sequence[list[RequestOutput]], best_of: int, n: int) -> list[list[RequestOutput]]:
     """Of each prompt's answers the n likeliest, likeliest first; all of them when that is all."""
     if best_of == n:
         return list(answers)
-    kept: list[list[Delta]] = []
+    kept: list[list[RequestOutput]] = []
     for begin in range(0, len(answers), best_of):
         ranked = sorted(answers[begin : begin + best_of], key=render.mean_logprob, reverse=True)
         kept += ranked[:n]

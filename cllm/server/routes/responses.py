@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from cllm.chat.conversation import count_tokens, open_chat
 from cllm.errors import NotFound
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.protocol.responses_output import ResponseAnswer, echo
 from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
-def routes(engine: Engine) -> APIRouter:
+def routes(engine: EngineClient) -> APIRouter:
     """The router over one engine."""
     router = APIRouter(tags=["OpenAI"])
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from cllm.text.tool_formats.base import Dialect, Tool
+from cllm.text.tool_formats.base import Tool, ToolFormat
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
 
-__all__ = ["Dialect", "Tool", "dialect_of"]
+__all__ = ["Tool", "ToolFormat", "get_tool_format"]
 
 
-def dialect_of(template: str | None) -> Dialect:
-    """The first dialect that the template was written for; the generic one suits any."""
+def get_tool_format(template: str | None) -> ToolFormat:
+    """The first tool_format that the template was written for; the generic one suits any."""
     template = template or ""
-    dialects: tuple[Dialect, ...] = (Mistral(), Hermes(), Llama3(), Generic(template))
-    return next(dialect for dialect in dialects if dialect.suits(template))
+    tool_formats: tuple[ToolFormat, ...] = (Mistral(), Hermes(), Llama3(), Generic(template))
+    return next(tool_format for tool_format in tool_formats if tool_format.suits(template))

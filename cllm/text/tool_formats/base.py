@@ -1,4 +1,4 @@
-"""How a family of models writes tool calls: what every dialect says about itself, and what they share."""
+"""How a family of models writes tool calls: what every tool_format says about itself, and what they share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from cllm.types import ConstraintKind, ConstraintSpec
 
 Message = dict[str, Any]
-MOST_CALLS = 16  # in one forced answer
+MAX_CALLS = 16  # in one forced answer
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -32,7 +32,7 @@ class Tool(msgspec.Struct, frozen=True):
         return {"type": "function", "function": function}
 
 
-class Dialect:
+class ToolFormat:
     """One family's way. Stateless; the subclasses differ in what they declare.
 
     A call is a JSON object between `opening` and `closing`. Where `bare` is set, an answer that begins with
@@ -70,7 +70,7 @@ class Dialect:
     def forced(self, tools: Sequence[Tool], *, parallel: bool) -> ConstraintSpec:
         """A grammar of nothing but calls of these tools, each with arguments that fit its schema."""
         schema = json.dumps(self._schema(tools))
-        more = f"(BETWEEN call){{0,{MOST_CALLS - 1}}}" if parallel else ""
+        more = f"(BETWEEN call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         parts = [
             f"start: {'BEFORE' if self.before else ''} call {more} {'AFTER' if self.after else ''}",
             f"call: %json {schema}",

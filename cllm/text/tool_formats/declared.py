@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from cllm.text.tool_formats.base import Dialect, Message, Tool
+from cllm.text.tool_formats.base import Message, Tool, ToolFormat
 
 
-class Hermes(Dialect):
+class Hermes(ToolFormat):
     name = "hermes"
     opening = "<tool_call>"
     closing = "</tool_call>"
@@ -21,7 +21,7 @@ class Hermes(Dialect):
         return "<tool_call>" in template
 
 
-class Llama3(Dialect):
+class Llama3(ToolFormat):
     name = "llama3"
     opening = "<|python_tag|>"
     bare = True
@@ -51,7 +51,7 @@ class Llama3(Dialect):
         return turns
 
 
-class Mistral(Dialect):
+class Mistral(ToolFormat):
     name = "mistral"
     opening = "[TOOL_CALLS]"
     named_opening = "[ARGS]"

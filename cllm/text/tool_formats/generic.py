@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from cllm.text.tool_formats.base import Dialect, Message, Tool
+from cllm.text.tool_formats.base import Message, Tool, ToolFormat
 
 INSTRUCTIONS = """\
 You can call these tools, described as JSON:
@@ -19,7 +19,7 @@ To call one, answer with nothing but a JSON object on a line of its own: \
 _NO_SYSTEM = re.compile(r"""raise_exception\(\s*["'][^"']*\bsystem\b""", re.IGNORECASE)
 
 
-class Generic(Dialect):
+class Generic(ToolFormat):
     name = "generic"
     bare = True
     template_takes_tools = False

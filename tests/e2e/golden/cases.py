@@ -59,7 +59,7 @@ MESSAGE_TOOL = {
     "description": FUNCTION["description"],
     "input_schema": FUNCTION["parameters"],
 }
-THOUGHT = "<think>\nWhat is two and two?\n</think>\n\nFour."
+THINK_END = "<think>\nWhat is two and two?\n</think>\n\nFour."
 USAGE = {"stream_options": {"include_usage": True}}
 CASES: dict[str, Case] = {
     "completions": completion(say(TEXT)),
@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
         response_format={"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}},
     ),
     "chat-error": chat(say("It was a dark and", fails=True)),
-    "chat-reasoning": chat(say(THOUGHT)),
+    "chat-reasoning": chat(say(THINK_END)),
     "chat-tool": chat(say(f"Let me see.\n{CALL}"), tools=[ADD], **USAGE),
     "chat-two-tools": chat(say(f"{CALL}\n{CALL}"), tools=[ADD]),
     "chat-no-tool": chat(say("No <tool is needed, 1 < 2."), tools=[ADD]),
@@ -90,13 +90,13 @@ CASES: dict[str, Case] = {
     ),
     "responses": response(say(TEXT)),
     "responses-length": response("abc", max_output_tokens=16, seed=1, ignore_eos=True),
-    "responses-reasoning": response(say(THOUGHT)),
+    "responses-reasoning": response(say(THINK_END)),
     "responses-tool": response(say(f"Let me see.\n{CALL}"), tools=[RESPONSE_TOOL]),
     "responses-error": response(say("It was a dark and", fails=True)),
     "messages": message(say(TEXT)),
     "messages-length": message("abc", max_tokens=6, seed=1, ignore_eos=True),
     "messages-stop": message(say("one two three"), stop_sequences=["two"]),
-    "messages-thinking": message(say(THOUGHT), thinking={"type": "enabled", "budget_tokens": 1024}),
+    "messages-thinking": message(say(THINK_END), thinking={"type": "enabled", "budget_tokens": 1024}),
     "messages-tool": message(say(f"Let me see.\n{CALL}"), tools=[MESSAGE_TOOL]),
     "messages-forced-tool": message(
         "abc", seed=1, tools=[MESSAGE_TOOL], tool_choice={"type": "tool", "name": "add"}

@@ -50,8 +50,8 @@ def test_left_to_itself_it_takes_the_cells_that_fit(good: Path, monkeypatch: pyt
 def test_states_have_less_ram_before_anything_is_refused(
     good: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = EngineConfig(model=str(good), cache_ram_mb=300, park_mb=200)
-    fit = fit_of(good, cache_ram_mb=300, park_mb=200)
+    config = EngineConfig(model=str(good), cache_ram_mb=300, swap_space_mb=200)
+    fit = fit_of(good, cache_ram_mb=300, swap_space_mb=200)
     rest = fit.embedding + fit.grammars
     assert fit.states == 300 * MIB, "they share: the larger of the two"
     assert fit.total == fit.model + fit.kv + fit.compute + rest + fit.states
@@ -60,7 +60,7 @@ def test_states_have_less_ram_before_anything_is_refused(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             ready = prepare(config)
-        assert (ready.cache_ram_mb, ready.park_mb) == (cached, parked)
+        assert (ready.cache_ram_mb, ready.swap_space_mb) == (cached, parked)
         assert ("memory is tight" in caplog.text) == (spare < 300)
         assert ready.ctx_size == config.ctx_size
         assert MemoryFit(GgufHeader(good), ready).total <= fit.needed + rest + max(0, spare) * MIB

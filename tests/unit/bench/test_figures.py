@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.figures import (
     FIGURES,
-    LEAST_CHUNKS,
+    MIN_CHUNKS,
     all_generating,
     decode_rate,
     first_token_growth,
@@ -87,7 +87,7 @@ def test_the_stall_is_what_the_others_wait_while_the_late_prompt_is_read() -> No
     st.lists(st.integers(0, 500).map(lambda hundredths: hundredths / 100), min_size=1, max_size=8),
     st.floats(0.001, 0.5),
     st.integers(1, 4),
-    st.integers(LEAST_CHUNKS + 1, 40),
+    st.integers(MIN_CHUNKS + 1, 40),
 )
 def test_a_step_is_measured_where_all_generate(
     delays: list[float], step_s: float, tokens_per_chunk: int, count: int
@@ -112,7 +112,7 @@ def test_streams_that_never_all_generate_have_no_step() -> None:
     early, late = completion([0.1, 0.2, 0.3]), completion([0.4, 0.5], 1)
     assert all_generating([early, late]) is None
     assert math.isnan(step_seconds([load(early, late)]))
-    few = completion([0.1 * number for number in range(LEAST_CHUNKS - 1)])
+    few = completion([0.1 * number for number in range(MIN_CHUNKS - 1)])
     assert math.isnan(step_seconds([load(few)]))
 
 

@@ -112,7 +112,7 @@ def all_workloads() -> Comparison:
         for number in (1, 2)
         for peer in ("cllm", SPLIT)
     ]
-    return Comparison(tuple(built_in().values()), tuple(rounds), facts={"model": "<tiny>"})
+    return Comparison(tuple(built_in().values()), tuple(rounds), info={"model": "<tiny>"})
 
 
 def test_the_whole_report_is_written(tmp_path: Path) -> None:

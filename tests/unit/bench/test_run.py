@@ -144,6 +144,6 @@ def test_moving_kv_is_no_part_of_pythons_share() -> None:
 
 def test_a_server_that_does_not_tell_of_moves_is_read_all_the_same() -> None:
     told = StepTime.read(METRICS)
-    assert told.move_s == 0 and told.python_share == pytest.approx(0.25)
+    assert told.transfer_s == 0 and told.python_share == pytest.approx(0.25)
     with pytest.raises(BadAnswer, match="cllm_step_sample_seconds_total"):
         StepTime.read(METRICS.replace("sample", "other"))

@@ -212,7 +212,7 @@ def test_prompts_come_from_files(tmp_path: Path) -> None:
 
 
 def test_the_example_in_the_documentation_is_a_workload(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "bench" / "README.md").read_text()
+    readme = (Path(__file__).parents[3] / "bench" / "README.md").read_text()
     example = readme.partition("```toml\n")[2].partition("```")[0]
     (tmp_path / "desk.toml").write_text(example)
     (tmp_path / "letters.txt").write_text("Dear all\n")

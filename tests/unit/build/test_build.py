@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def finished(cache: Path, name: str, age_s: float = 0, **differing: object) -> Path:
     """A folder as a finished build leaves it."""
-    facts = {
+    info = {
         "version": build.BINDINGS_VERSION,
         "machine": cpu.machine(),
         "cpu_features": list(cpu.features()),
@@ -34,7 +34,7 @@ def finished(cache: Path, name: str, age_s: float = 0, **differing: object) -> P
     folder = cache / "native" / f"{build.BINDINGS_VERSION}-{name}"
     folder.mkdir(parents=True)
     file = folder / "build.json"
-    file.write_text(json.dumps(facts))
+    file.write_text(json.dumps(info))
     os.utime(file, (file.stat().st_mtime - age_s,) * 2)
     return folder
 

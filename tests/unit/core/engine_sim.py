@@ -1,4 +1,4 @@
-"""A life of the engine on the fake backend, and the laws of DESIGN section 2, checked after each step."""
+"""A life of the engine on the fake runner, and the laws of DESIGN section 2, checked after each step."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import Drafter, StepStatus
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.errors import EngineDied
-from cllm.testing import FakeBackend, expected_text
-from cllm.types import Delta, FinishReason, Request, SamplingParams
+from cllm.testing import FakeRunner, expected_text
+from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
 from cllm.workers.messages import Report, StepReport, StepStats
 
 Fail = Callable[[int, str], Exception | StepStatus | None]
 FORWARD_FAILURES = (StepStatus.NO_ROOM, StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.FAILED)
 
 
-class Life:
-    """An engine on the fake backend, its clients' ledger, and the laws."""
+class EngineSim:
+    """An engine on the fake runner, its clients' ledger, and the laws."""
 
     def __init__(
         self,
-        backend: FakeBackend,
-        park_mb: int = 1,
+        runner: FakeRunner,
+        swap_space_mb: int = 1,
         cache_mb: int = 0,
         new_drafter: Callable[[], Drafter] | None = None,
         draft_tokens: int = 8,
     ) -> None:
-        self.backend = backend
+        self.runner = runner
         self.reports: list[Report] = []
-        config = EngineConfig(park_mb=park_mb, cache_ram_mb=cache_mb, draft_tokens=draft_tokens)
-        self.loop = StepLoop(backend, config, self.reports.append, new_drafter=new_drafter)
+        config = EngineConfig(swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, draft_tokens=draft_tokens)
+        self.loop = EngineCore(runner, config, self.reports.append, new_drafter=new_drafter)
         self.requests: dict[str, Request] = {}
-        self.deltas: dict[str, list[Delta]] = defaultdict(list)
+        self.deltas: dict[str, list[RequestOutput]] = defaultdict(list)
         self.died = False
         self.short_of_room = False  # then a lone request may end early, with `length`
 
@@ -56,10 +56,10 @@ class Life:
         try:
             self.loop.step()
         except EngineDied as error:
-            # As StepLoop.run does.
+            # As EngineCore.run does.
             self.died = True
             self.loop.scheduler.fail_all(error)
-            deltas = tuple(self.loop.scheduler.take_deltas())
+            deltas = tuple(self.loop.scheduler.take_outputs())
             self.reports.append(StepReport(deltas, StepStats()))
         self.check()
 
@@ -83,24 +83,24 @@ class Life:
         self.reports.clear()
         scheduler, pool = self.loop.scheduler, self.loop.scheduler.pool
         # Law 2: ids are held once, by the running; the rest are free or retired.
-        held = [lease.sequence_id for lease in pool.leases]
+        held = [lease.seq_id for lease in pool.leases]
         assert len(held) == len(set(held)) == scheduler.running_count
         assert len(held) + pool.free_count + len(pool.retired) == pool.size
         # Laws 2 and 3: an id nobody holds holds nothing; one that is held, just its own tokens.
-        for sequence_id, memory in enumerate(self.backend.memory):
-            if sequence_id in pool.retired:
+        for seq_id, memory in enumerate(self.runner.memory):
+            if seq_id in pool.retired:
                 continue
-            if sequence_id not in held:
+            if seq_id not in held:
                 assert memory == []
         for lease in pool.leases:
             tokens = [token for delta in self.deltas[lease.request_id] for token in delta.tokens]
             known = [*self.requests[lease.request_id].prompt, *tokens]
-            memory = self.backend.memory[lease.sequence_id]
+            memory = self.runner.memory[lease.seq_id]
             assert memory == known[: len(memory)]
         # RAM: never over its limits, and what is cached is what it says it is.
         tier = scheduler.prefixes.tier
-        assert tier.cached_bytes <= tier.cached_limit and tier.parked_bytes <= tier.parked_limit
-        assert tier.cached_bytes + tier.parked_bytes <= tier.limit
+        assert tier.cached_bytes <= tier.cached_limit and tier.swapped_bytes <= tier.swap_limit
+        assert tier.cached_bytes + tier.swapped_bytes <= tier.limit
         assert tier.cached_bytes == sum(entry.size for entry in tier._entries)
         for entry in tier._entries:
             assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
@@ -116,7 +116,7 @@ class Life:
 
     def expected(self, name: str) -> str:
         request = self.requests[name]
-        most = min(request.max_tokens, self.backend.limits.request_tokens - len(request.prompt))
+        most = min(request.max_tokens, self.runner.limits.request_tokens - len(request.prompt))
         return expected_text(
             request.prompt, most, request.sampling.seed, ends=not request.sampling.ignore_eos
         )
@@ -129,20 +129,20 @@ class Life:
                 assert self.text(name) == self.expected(name), name
             else:
                 assert self.expected(name).startswith(self.text(name)), name
-        assert self.backend.open_samplers == 0
+        assert self.runner.open_samplers == 0
         if not self.died:
-            self.backend.fail = None
+            self.runner.fail = None
             if not self.loop.scheduler.pool.retired:
                 self.loop.scheduler.check_idle()
 
 
-class Fate(NamedTuple):
+class Scenario(NamedTuple):
     """What befalls an engine: its size, who comes and goes, which native calls fail."""
 
     actions: list[tuple[str, int]]
     sequences: int
     unified: bool
-    park_mb: int
+    swap_space_mb: int
     cache_mb: int
     failures: dict[int, StepStatus]  # answers of a forward, by the number of the call
     raises: set[int]
@@ -152,9 +152,9 @@ class Fate(NamedTuple):
             return self.failures[number]
         return RuntimeError(f"{name} failed") if number in self.raises else None
 
-    def backend(self, *, trimmable: bool = True) -> FakeBackend:
+    def runner(self, *, trimmable: bool = True) -> FakeRunner:
         """96 cells; a request may take its sequence's share of them."""
-        return FakeBackend(
+        return FakeRunner(
             sequences=self.sequences,
             cells=96,
             batch_tokens=16,
@@ -164,7 +164,7 @@ class Fate(NamedTuple):
             fail=self.fail,
         )
 
-    def befall(self, life: Life, prompt_of: Callable[[int, int], bytes]) -> None:
+    def run(self, life: EngineSim, prompt_of: Callable[[int, int], bytes]) -> None:
         """Live it, and check the end; `prompt_of(value, most)` is a prompt of `most` tokens at most."""
         life.short_of_room = StepStatus.NO_ROOM in self.failures.values()
         for action, value in self.actions:
@@ -181,22 +181,22 @@ class Fate(NamedTuple):
         life.check_end()
 
 
-FATES = st.builds(
-    Fate,
+SCENARIOS = st.builds(
+    Scenario,
     actions=st.lists(
         st.tuples(st.sampled_from(["add", "add", "step", "step", "step", "cancel"]), st.integers(0, 10**6)),
         max_size=60,
     ),
     sequences=st.integers(1, 4),
     unified=st.booleans(),
-    park_mb=st.sampled_from([0, 1]),
+    swap_space_mb=st.sampled_from([0, 1]),
     cache_mb=st.sampled_from([0, 1]),
     failures=st.dictionaries(st.integers(0, 400), st.sampled_from(FORWARD_FAILURES), max_size=6),
     raises=st.sets(st.integers(0, 400), max_size=4),
 )
 
 
-def fail_each_call_in_turn(begin: Callable[[Fail], Life], status: StepStatus | None) -> Life:
+def fail_each_call_in_turn(begin: Callable[[Fail], EngineSim], status: StepStatus | None) -> EngineSim:
     """As SQLite does with malloc: call k fails, for every k; at most one request may suffer from it.
 
     `begin` begins the same life each time. With a `status` every forward answers it once; without one
@@ -226,10 +226,10 @@ def fail_each_call_in_turn(begin: Callable[[Fail], Life], status: StepStatus | N
     return undisturbed
 
 
-def small_backend(*, unified: bool, trimmable: bool, fail: Fail | None = None) -> FakeBackend:
+def small_runner(*, unified: bool, trimmable: bool, fail: Fail | None = None) -> FakeRunner:
     """Three sequences; in one common pool they do not all fit, so somebody gets parked."""
     cells = 90 if unified else 180
-    return FakeBackend(
+    return FakeRunner(
         sequences=3,
         cells=cells,
         batch_tokens=16,

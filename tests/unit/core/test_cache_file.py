@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file as state_file
 from cllm.core.kv_cache.cache_file import Moved, Work, path_of, restore, save
-from cllm.core.kv_cache.host_cache import Entry, RamTier
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache
 from cllm.errors import CllmError, Forbidden, InvalidRequest, NotFound, StateFileError, StorageFailed
 
 HEAD = 8 + 4 + 32 + 4
@@ -29,14 +29,14 @@ def run(work: Work) -> Moved:
             return moved
 
 
-def tier_of(*entries: tuple[str, str, int], limit: int = 1 << 20) -> RamTier:
-    tier = RamTier(cached_limit=limit)
+def tier_of(*entries: tuple[str, str, int], limit: int = 1 << 20) -> HostKVCache:
+    tier = HostKVCache(cached_limit=limit)
     for tenant, tokens, size in entries:
         assert tier.put(Entry(tenant, tuple(tokens.encode()), os.urandom(size)))
     return tier
 
 
-def contents(tier: RamTier) -> list[tuple[str, bytes, bytes]]:
+def contents(tier: HostKVCache) -> list[tuple[str, bytes, bytes]]:
     return [(entry.tenant, entry.tokens.tobytes(), entry.state) for entry in tier.entries]
 
 
@@ -50,7 +50,7 @@ def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.M
     tier = tier_of(("", "abc", 1000), ("jürgen", "abd", 99), ("", "xyz", 100))
     told = run(save(tier, path, "here"))
     assert told == (3, 9, tier.cached_bytes, 0)
-    again = RamTier(cached_limit=1 << 20)
+    again = HostKVCache(cached_limit=1 << 20)
     assert run(restore(again, path, "here")) == told
     assert contents(again) == contents(tier) and again.cached_bytes == tier.cached_bytes
     assert path.stat().st_mode & 0o777 == 0o600
@@ -75,7 +75,7 @@ def test_what_is_pushed_out_while_it_is_saved_is_left_out(path: Path) -> None:
         tier.drop(entry)
     del entry
     assert run(work).entries == 1
-    assert run(restore(RamTier(cached_limit=1 << 20), path, "")).entries == 1
+    assert run(restore(HostKVCache(cached_limit=1 << 20), path, "")).entries == 1
 
 
 def refusal(path: Path, identity: str = "", kind: type[CllmError] = StateFileError) -> str:

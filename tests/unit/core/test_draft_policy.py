@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Drafter
-from cllm.core.sequence import Sequence, SequenceLease, SequencePool
-from cllm.core.spec_decode import Speculation, Speculator, allowance
+from cllm.core.sequence import Sequence, SlotLease, SlotPool
+from cllm.core.spec_decode import DraftState, SpecDecodePolicy, allowance
 from cllm.core.step_cost import GuessClock, GuessPrice
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 from tests.unit.core.test_spec_decode import Parrot
@@ -25,14 +25,14 @@ def a_sequence(
 ) -> Sequence:
     request = Request(id=f"r{number}", prompt=tuple(range(tokens)), max_tokens=max_tokens)
     sequence = Sequence(request, capacity=1000)
-    sequence.lease = SequenceLease(SequencePool(64, lambda _: 0), number, request.id)
-    sequence.computed = tokens - pending
-    sequence.speculation = Speculation(drafter, 64) if drafter is not None else None
+    sequence.lease = SlotLease(SlotPool(64, lambda _: 0), number, request.id)
+    sequence.num_computed = tokens - pending
+    sequence.speculation = DraftState(drafter, 64) if drafter is not None else None
     return sequence
 
 
 def drafted(*sequences: Sequence, longest: int = 16) -> dict[int, int]:
-    return {key: len(guess) for key, guess in Speculator(longest).draft(sequences).items()}
+    return {key: len(guess) for key, guess in SpecDecodePolicy(longest).draft(sequences).items()}
 
 
 def test_all_who_guess_guess_equally_far() -> None:
@@ -69,7 +69,7 @@ def test_under_load_nobody_guesses() -> None:
 
 
 def test_guesses_that_found_no_room_are_withdrawn_and_pause() -> None:
-    speculator = Speculator(8)
+    speculator = SpecDecodePolicy(8)
     guessing, other = a_sequence(0, Parrot()), a_sequence(1, None)
     running = {0: guessing, 1: other}
     drafts = speculator.draft(running.values())
@@ -82,11 +82,16 @@ def test_guesses_that_found_no_room_are_withdrawn_and_pause() -> None:
 
 def test_who_may_guess_at_all() -> None:
     plain = Request(id="a", prompt=(1,), max_tokens=4)
-    assert Speculator(8).for_request(plain) is not None
-    assert Speculator(0).for_request(plain) is None
-    assert Speculator(8).for_request(Request(id="b", prompt=(1,), max_tokens=4, speculate=False)) is None
+    assert SpecDecodePolicy(8).for_request(plain) is not None
+    assert SpecDecodePolicy(0).for_request(plain) is None
+    assert (
+        SpecDecodePolicy(8).for_request(Request(id="b", prompt=(1,), max_tokens=4, speculate=False)) is None
+    )
     grammar = ConstraintSpec(ConstraintKind.REGEX, "a+")
-    assert Speculator(8).for_request(Request(id="c", prompt=(1,), max_tokens=4, constraint=grammar)) is None
+    assert (
+        SpecDecodePolicy(8).for_request(Request(id="c", prompt=(1,), max_tokens=4, constraint=grammar))
+        is None
+    )
 
 
 class Priced(GuessClock):
@@ -108,7 +113,7 @@ class Priced(GuessClock):
 
 
 def priced(clock: Priced, *sequences: Sequence) -> dict[int, int]:
-    return {key: len(guess) for key, guess in Speculator(64).draft(sequences, clock).items()}
+    return {key: len(guess) for key, guess in SpecDecodePolicy(64).draft(sequences, clock).items()}
 
 
 def eight(*guessers: int, able: int = 1000) -> list[Sequence]:
@@ -130,7 +135,7 @@ def test_the_dearer_a_guess_the_shorter_it_is() -> None:
         for guess in (0.01, 0.1, 0.4, 0.8, 1.5)
     ]
     assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] == Speculator.FAR and lengths[-1] == 0
+    assert lengths[0] == SpecDecodePolicy.FAR and lengths[-1] == 0
 
 
 def test_all_eight_guess_where_that_pays() -> None:
@@ -160,7 +165,7 @@ def test_one_who_guesses_does_not_make_seven_others_wait() -> None:
 @pytest.mark.parametrize("split", [True, False])
 def test_who_does_not_guess_waits_half_a_step_more_at_most(guess: float, guessing: int, split: bool) -> None:
     found = priced(Priced(guess, split=split), *trusted(eight(*range(guessing))))
-    assert 1 + guess * sum(found.values()) / 8 <= Speculator.WAIT
+    assert 1 + guess * sum(found.values()) / 8 <= SpecDecodePolicy.WAIT
 
 
 def test_in_one_pool_nobody_needs_to_be_filled_up() -> None:
@@ -205,5 +210,5 @@ def test_whatever_is_chosen_all_guess_equally_far_and_fit(
 def test_a_dear_drafter_is_not_asked_under_load() -> None:
     parrots = [Parrot() for _ in range(8)]
     sequences = trusted([a_sequence(number, parrot) for number, parrot in enumerate(parrots)])
-    assert Speculator(8, dear=True).draft(sequences, Priced(0.01)) == {}
+    assert SpecDecodePolicy(8, dear=True).draft(sequences, Priced(0.01)) == {}
     assert not any(parrot.asked for parrot in parrots)

@@ -1,4 +1,4 @@
-"""Calls for vectors on the fake backend: what comes out, who takes turns, and who pays for a failure."""
+"""Calls for vectors on the fake runner: what comes out, who takes turns, and who pays for a failure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import pytest
 
 from cllm.backend.base import Batch, RowResult, StepResult, StepStatus
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import BlockingStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import EMBED_WINDOW
-from cllm.testing import END_TOKEN, FakeBackend, expected_text, expected_vector
+from cllm.testing import END_TOKEN, FakeRunner, expected_text, expected_vector
 from cllm.text.embeddings import to_vector
-from cllm.types import Delta, EmbedLimits, FinishReason, Request, SamplingParams, Usage
-from cllm.workers.executor import ThreadHost
+from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, SamplingParams, Usage
+from cllm.workers.executor import ThreadExecutor
 from cllm.workers.messages import Cancel, Report, StepReport, Submit
-from cllm.workers.tokenizer import Refused, TextWorker, TokenizePairs, TokenizeTexts, TokenLists
-from tests.unit.frontend.test_engine_client import ScriptedHost
+from cllm.workers.tokenizer import Refused, TokenizePairs, TokenizerWorker, TokenizeTexts, TokenLists
+from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
 
 
-class Spied(FakeBackend):
+class Spied(FakeRunner):
     """Remembers the batches it was given."""
 
     batches: list[Batch]
@@ -45,14 +45,14 @@ class Spied(FakeBackend):
         return "".join(batch.kind.value[0] for batch in self.batches)
 
 
-class Life:
+class EngineSim:
     """A loop driven by hand, and what it told whom."""
 
-    def __init__(self, backend: FakeBackend) -> None:
-        self.backend = backend
-        self.loop = StepLoop(backend, EngineConfig(), self._take)
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.loop = EngineCore(runner, EngineConfig(), self._take)
         self.requests: dict[str, Request] = {}
-        self.deltas: dict[str, list[Delta]] = defaultdict(list)
+        self.deltas: dict[str, list[RequestOutput]] = defaultdict(list)
 
     def _take(self, report: Report) -> None:
         assert isinstance(report, StepReport)
@@ -86,12 +86,12 @@ class Life:
         assert self.loop.idle, "it did not come to rest"
         self.loop.scheduler.check_idle()
         self.loop.embedding.check_idle()
-        assert self.backend.embedding_memory == []
+        assert self.runner.embedding_memory == []
         assert set(self.deltas) == set(self.requests)
         for name in self.requests:
             self.last(name)
 
-    def last(self, name: str) -> Delta:
+    def last(self, name: str) -> RequestOutput:
         ends = [delta for delta in self.deltas[name] if delta.finish_reason is not None]
         assert len(ends) == 1, f"{name} has {len(ends)} terminal deltas"
         return ends[0]
@@ -120,57 +120,57 @@ def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
 
 
 def test_every_input_becomes_its_own_vector_in_order() -> None:
-    life = Life(Spied(batch_tokens=64))
+    life = EngineSim(Spied(batch_tokens=64))
     name = life.embed(*texts(11, 10), b"x", b"y" * 63)
     life.run()
     life.check(name)
 
 
 def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
-    backend = Spied(batch_tokens=64)
-    life = Life(backend)
+    runner = Spied(batch_tokens=64)
+    life = EngineSim(runner)
     life.embed(*texts(8, 10))
     life.embed(*texts(3, 40))
     life.run()
-    assert all(len(batch.rows) <= 4 and batch.token_count <= 64 for batch in backend.batches)
-    assert len(backend.batches) <= 5, "11 inputs of 200 tokens need no more"
+    assert all(len(batch.rows) <= 4 and batch.token_count <= 64 for batch in runner.batches)
+    assert len(runner.batches) <= 5, "11 inputs of 200 tokens need no more"
 
 
 @pytest.mark.parametrize("length", [65, 128, 129, 256])
 def test_a_long_input_is_computed_over_several_steps(length: int) -> None:
-    backend = Spied(batch_tokens=64)
-    life = Life(backend)
+    runner = Spied(batch_tokens=64)
+    life = EngineSim(runner)
     name = life.embed(b"before", *texts(1, length), b"after")
     life.run()
     life.check(name)
-    assert max(batch.token_count for batch in backend.batches) <= 64
+    assert max(batch.token_count for batch in runner.batches) <= 64
 
 
 def test_an_input_that_cannot_be_cut_is_a_step_of_its_own() -> None:
-    backend = Spied(batch_tokens=64, embed=UNCHUNKED)
-    life = Life(backend)
+    runner = Spied(batch_tokens=64, embed=UNCHUNKED)
+    life = EngineSim(runner)
     name = life.embed(b"before", *texts(1, 200), b"after")
     life.run()
     life.check(name)
-    assert [batch.token_count for batch in backend.batches if len(batch.rows) == 1].count(200) == 1
+    assert [batch.token_count for batch in runner.batches if len(batch.rows) == 1].count(200) == 1
 
 
 def test_vectors_and_tokens_take_turns() -> None:
-    backend = Spied(sequences=4)
-    life = Life(backend)
+    runner = Spied(sequences=4)
+    life = EngineSim(runner)
     streams = [life.generate(prompt, 30) for prompt in texts(3, 20)]
     call = life.embed(*texts(60, 20))
     life.run()
     for name in (*streams, call):
         life.check(name)
-    assert "gege" in backend.kinds
-    together = backend.kinds[: backend.kinds.rindex("g")]
+    assert "gege" in runner.kinds
+    together = runner.kinds[: runner.kinds.rindex("g")]
     assert "ee" not in together, "two batches of vectors between two steps of tokens"
 
 
 def test_the_smallest_batches_beside_many_streams_come_to_an_end() -> None:
     limits = EmbedLimits(tokens=10, batch_tokens=1, rows=2, chunked=True)
-    life = Life(Spied(sequences=8, embed=limits))
+    life = EngineSim(Spied(sequences=8, embed=limits))
     names = [life.generate(prompt, 30) for prompt in texts(8, 5)]
     names.append(life.embed(b"0123456789", b"x"))
     life.run()
@@ -179,19 +179,19 @@ def test_the_smallest_batches_beside_many_streams_come_to_an_end() -> None:
 
 
 def test_a_stream_alone_and_a_call_alone_never_wait_for_the_other() -> None:
-    backend = Spied()
-    life = Life(backend)
+    runner = Spied()
+    life = EngineSim(runner)
     life.generate(b"only me", 5)
     life.run()
-    assert set(backend.kinds) == {"g"} and not backend.embedding_open, "nobody pays who does not embed"
-    backend.batches.clear()
+    assert set(runner.kinds) == {"g"} and not runner.embedding_open, "nobody pays who does not embed"
+    runner.batches.clear()
     life.embed(*texts(9))
     life.run()
-    assert set(backend.kinds) == {"e"}
+    assert set(runner.kinds) == {"e"}
 
 
 def test_a_short_call_does_not_wait_for_a_long_one() -> None:
-    life = Life(Spied(batch_tokens=64))
+    life = EngineSim(Spied(batch_tokens=64))
     long = life.embed(*texts(100, 30))
     life.loop.step()
     short = life.embed(b"me first")
@@ -204,7 +204,7 @@ def test_a_short_call_does_not_wait_for_a_long_one() -> None:
 
 
 def test_a_call_with_large_inputs_is_not_passed_over_for_ever() -> None:
-    life = Life(Spied(batch_tokens=64))
+    life = EngineSim(Spied(batch_tokens=64))
     for seed in range(3):
         life.embed(*texts(400, 30, seed))
     large = life.embed(b"z" * 60)
@@ -214,7 +214,7 @@ def test_a_call_with_large_inputs_is_not_passed_over_for_ever() -> None:
 
 
 def test_one_refused_input_ends_its_own_call_only() -> None:
-    life = Life(Spied(sequences=4))
+    life = EngineSim(Spied(sequences=4))
     bad = life.embed(b"good", (65, END_TOKEN), b"good")  # the fake refuses to read the end token
     good = life.embed(*texts(5))
     stream = life.generate(b"and a stream", 10)
@@ -236,7 +236,7 @@ def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
             )
             return result._replace(rows=tuple(rows))
 
-    life = Life(Blurred())
+    life = EngineSim(Blurred())
     bad, good = life.embed(b"fine", b"bad", b"fine too"), life.embed(b"one", b"two")
     life.run()
     failure = life.last(bad).error
@@ -245,14 +245,14 @@ def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
 
 
 def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:
-    life = Life(Spied())
+    life = EngineSim(Spied())
     other = life.embed(*texts(3))
     long = life.embed(*texts(2, 250))
-    while not life.backend.embedding_memory:
+    while not life.runner.embedding_memory:
         life.loop.step()
     life.cancel(long)
     life.cancel(long)
-    assert life.backend.embedding_memory == []
+    assert life.runner.embedding_memory == []
     life.run()
     assert life.last(long).finish_reason is FinishReason.CANCELLED and life.last(long).vectors == ()
     life.check(other)
@@ -265,8 +265,8 @@ def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("at", range(6))
 def test_a_failed_step_only_costs_time(status: StepStatus, at: int) -> None:
     numbers = iter(range(1000))
-    backend = Spied(fail=lambda _, name: status if name == "embed" and next(numbers) == at else None)
-    life = Life(backend)
+    runner = Spied(fail=lambda _, name: status if name == "embed" and next(numbers) == at else None)
+    life = EngineSim(runner)
     names = [life.embed(*texts(5, 40)), life.embed(*texts(2, 200)), life.generate(b"a stream", 12)]
     life.run()
     for name in names:
@@ -274,8 +274,8 @@ def test_a_failed_step_only_costs_time(status: StepStatus, at: int) -> None:
 
 
 def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told() -> None:
-    backend = FakeBackend(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
-    life = Life(backend)
+    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
+    life = EngineSim(runner)
     for request in ({"embed": ((1, 2),)}, {"embed": ((3,),)}, {"prompt": (1,), "max_tokens": 9}):
         name = f"r{len(life.requests)}"
         life.requests[name] = Request(**{"id": name, "prompt": (), "max_tokens": 0, **request})  # type: ignore[arg-type]
@@ -290,7 +290,7 @@ def test_whatever_native_call_raises_everybody_ends_once(number: int) -> None:
     def fail(call: int, name: str) -> Exception | None:
         return RuntimeError("injected") if call == number and name != "truncate" else None
 
-    life = Life(FakeBackend(fail=fail))
+    life = EngineSim(FakeRunner(fail=fail))
     names = [life.embed(*texts(3, 40)), life.embed(*texts(1, 200)), life.generate(b"a stream", 6)]
     life.run()
     failed = [name for name in names if life.last(name).error is not None]
@@ -305,7 +305,7 @@ def test_memory_that_is_not_there_is_told_to_the_caller_and_tried_again() -> Non
     def fail(_: int, name: str) -> Exception | None:
         return NotEnoughMemory("too little") if name == "open_embedding" and short_of_memory[0] else None
 
-    life = Life(FakeBackend(fail=fail))
+    life = EngineSim(FakeRunner(fail=fail))
     stream = life.generate(b"a stream", 6)
     refused = life.embed(b"x")
     life.run()
@@ -318,7 +318,7 @@ def test_memory_that_is_not_there_is_told_to_the_caller_and_tried_again() -> Non
 
 
 def test_a_model_without_a_voice_refuses_to_generate() -> None:
-    life = Life(FakeBackend(generates=False))
+    life = EngineSim(FakeRunner(generates=False))
     mute, vectors = life.generate(b"say something", 5), life.embed(b"x")
     life.run()
     assert life.error(mute) == "invalid_request"
@@ -334,7 +334,7 @@ def test_random_lives(seed: int) -> None:
         return source.choice(failures) if name == "embed" and source.random() < 0.1 else None
 
     limits = source.choice([None, UNCHUNKED])
-    life = Life(Spied(sequences=2, fail=fail, embed=limits))
+    life = EngineSim(Spied(sequences=2, fail=fail, embed=limits))
     for _ in range(80):
         match source.randrange(6):
             case 0:
@@ -363,51 +363,55 @@ def call(name: str, *inputs: bytes) -> Request:
     return Request(id=name, prompt=(), max_tokens=0, embed=tuple(map(tuple, inputs)))
 
 
-def done(name: str) -> Delta:
+def done(name: str) -> RequestOutput:
     usage = Usage(prompt_tokens=1, completion_tokens=0)
-    return Delta(request_id=name, finish_reason=FinishReason.STOP, usage=usage, vectors=(b"1234",))
+    return RequestOutput(request_id=name, finish_reason=FinishReason.STOP, usage=usage, vectors=(b"1234",))
 
 
 @pytest.fixture
-def scripted() -> tuple[Engine, ScriptedHost]:
-    host = ScriptedHost()
-    engine = Engine(host, queue_size=100)
+def scripted() -> tuple[EngineClient, ScriptedExecutor]:
+    host = ScriptedExecutor()
+    engine = EngineClient(host, queue_size=100)
     engine.start()
     return engine, host
 
 
-def test_inputs_that_cannot_fit_are_refused_with_both_numbers(scripted: tuple[Engine, ScriptedHost]) -> None:
+def test_inputs_that_cannot_fit_are_refused_with_both_numbers(
+    scripted: tuple[EngineClient, ScriptedExecutor],
+) -> None:
     engine, _ = scripted
     with pytest.raises(ContextLengthExceeded, match=r"input 1 has 257 tokens.*256") as refusal:
-        engine.submit(call("long", b"short", b"x" * 257), BlockingStream)
+        engine.submit(call("long", b"short", b"x" * 257), BlockingOutputStream)
     assert (refusal.value.prompt_tokens, refusal.value.limit, refusal.value.field) == (257, 256, "input")
     with pytest.raises(InvalidRequest, match="input 0 is empty"):
-        engine.submit(call("empty", b""), BlockingStream)
-    engine.submit(call("fits", b"x" * 256), BlockingStream)
+        engine.submit(call("empty", b""), BlockingOutputStream)
+    engine.submit(call("fits", b"x" * 256), BlockingOutputStream)
 
 
-def test_calls_for_vectors_do_not_take_the_places_of_streams(scripted: tuple[Engine, ScriptedHost]) -> None:
+def test_calls_for_vectors_do_not_take_the_places_of_streams(
+    scripted: tuple[EngineClient, ScriptedExecutor],
+) -> None:
     engine, host = scripted
     for number in range(EMBED_WINDOW + 4):
-        engine.submit(call(f"e{number}", b"x"), BlockingStream)
+        engine.submit(call(f"e{number}", b"x"), BlockingOutputStream)
     assert len(host.submitted()) == EMBED_WINDOW
     for number in range(6):
-        engine.submit(Request(id=f"g{number}", prompt=(1,), max_tokens=1), BlockingStream)
+        engine.submit(Request(id=f"g{number}", prompt=(1,), max_tokens=1), BlockingOutputStream)
     assert host.submitted()[EMBED_WINDOW:] == ["g0", "g1", "g2", "g3"]
     host.say(done("e0"))
     assert host.submitted()[-1] == f"e{EMBED_WINDOW}"
 
 
-def test_a_call_survives_the_engines_death(scripted: tuple[Engine, ScriptedHost]) -> None:
+def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, ScriptedExecutor]) -> None:
     engine, host = scripted
-    stream = engine.submit(call("e0", b"x"), BlockingStream)
+    stream = engine.submit(call("e0", b"x"), BlockingOutputStream)
     host.die()
     assert host.submitted() == ["e0"], "nothing was sent yet, so it is replayed"
     host.say(done("e0"))
     (delta,) = list(stream)
     assert delta.vectors == (b"1234",)
     assert engine.tickets == ()
-    poison = engine.submit(call("poison", b"xyz"), BlockingStream)
+    poison = engine.submit(call("poison", b"xyz"), BlockingOutputStream)
     for _ in range(3):
         host.die()
     (delta,) = list(poison)
@@ -415,8 +419,8 @@ def test_a_call_survives_the_engines_death(scripted: tuple[Engine, ScriptedHost]
     assert delta.usage is not None and delta.usage.prompt_tokens == 3
 
 
-def with_engine(backend: FakeBackend, use: Callable[[Engine], None]) -> None:
-    engine = Engine(ThreadHost(lambda _: backend, EngineConfig()))
+def with_engine(runner: FakeRunner, use: Callable[[EngineClient], None]) -> None:
+    engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
     engine.wait_ready(10)
     try:
@@ -426,50 +430,50 @@ def with_engine(backend: FakeBackend, use: Callable[[Engine], None]) -> None:
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
-    def use(engine: Engine) -> None:
+    def use(engine: EngineClient) -> None:
         def client(number: int) -> None:
             inputs = texts(1 + number % 7, 5 + 11 * number, number)
-            (delta,) = list(engine.submit(call(f"e{number}", *inputs), BlockingStream))
+            (delta,) = list(engine.submit(call(f"e{number}", *inputs), BlockingOutputStream))
             assert delta.vectors == tuple(map(expected_vector, inputs))
 
         with ThreadPoolExecutor(20) as pool:
             list(pool.map(client, range(20)))
 
-    with_engine(FakeBackend(), use)
+    with_engine(FakeRunner(), use)
 
 
 def test_a_model_without_a_voice_refuses_at_once() -> None:
-    def use(engine: Engine) -> None:
+    def use(engine: EngineClient) -> None:
         with pytest.raises(InvalidRequest, match="generates no text") as refusal:
-            engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingStream)
+            engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingOutputStream)
         assert refusal.value.field == "model"
-        (delta,) = list(engine.submit(call("e", b"x"), BlockingStream))
+        (delta,) = list(engine.submit(call("e", b"x"), BlockingOutputStream))
         assert delta.vectors == (expected_vector(b"x"),)
 
-    with_engine(FakeBackend(generates=False, embed=UNCHUNKED), use)
+    with_engine(FakeRunner(generates=False, embed=UNCHUNKED), use)
 
 
 def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
-    backend = FakeBackend(step_s=0.05)  # a second or so for all of it
+    runner = FakeRunner(step_s=0.05)  # a second or so for all of it
 
-    def use(engine: Engine) -> None:
-        calls = backend.calls
-        stream = engine.submit(call("e", *texts(200, 60)), BlockingStream)
-        while backend.calls == calls:
+    def use(engine: EngineClient) -> None:
+        calls = runner.calls
+        stream = engine.submit(call("e", *texts(200, 60)), BlockingOutputStream)
+        while runner.calls == calls:
             time.sleep(0.005)
         engine.cancel("e")
         (delta,) = list(stream)
         assert delta.finish_reason is FinishReason.CANCELLED
         assert engine.inspect().result(10).leases == ()
 
-    with_engine(backend, use)
+    with_engine(runner, use)
 
 
 # Text and numbers ----------------------------------------------------------------------------------
 
 
 def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
-    worker = TextWorker(FakeBackend().vocabulary, None)
+    worker = TokenizerWorker(FakeRunner().vocabulary, None)
     answer = worker.perform(TokenizeTexts(("ab", "<|x|>"), most=5))
     assert answer == TokenLists((tuple(b"ab"), tuple(b"<|x|>")))
     refused = worker.perform(TokenizeTexts(("ab", "abcdef"), most=5))

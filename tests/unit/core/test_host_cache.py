@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.host_cache import Entry, RamTier, size_of
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache, size_of
 
 
 def entry(tokens: str, size: int = 100, tenant: str = "") -> Entry:
@@ -13,13 +13,13 @@ def entry(tokens: str, size: int = 100, tenant: str = "") -> Entry:
     return Entry(tenant, tuple(tokens.encode()), bytes(size - size_of(len(tokens), 0)))
 
 
-def held(tier: RamTier, tokens: str, tenant: str = "") -> bool:
+def held(tier: HostKVCache, tokens: str, tenant: str = "") -> bool:
     found = tier.matches(tenant, tuple(tokens.encode()), len(tokens))
     return any(len(match.value.tokens) == len(tokens) for match in found)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    tier = RamTier(cached_limit=300)
+    tier = HostKVCache(cached_limit=300)
     first, second, third = entry("abc"), entry("abd"), entry("xyz")
     assert tier.put(first) and tier.put(second) and tier.put(third)
     tier.touch(first)
@@ -29,36 +29,36 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_what_is_too_large_pushes_nobody_out() -> None:
-    tier = RamTier(cached_limit=300)
+    tier = HostKVCache(cached_limit=300)
     tier.put(entry("abc"))
     assert not tier.put(entry("big", 301))
     assert held(tier, "abc")
-    assert not RamTier(cached_limit=0).put(entry("abc"))
+    assert not HostKVCache(cached_limit=0).put(entry("abc"))
 
 
 def test_the_same_tokens_are_held_once() -> None:
-    tier = RamTier(cached_limit=300)
+    tier = HostKVCache(cached_limit=300)
     tier.put(entry("abc", 100))
     tier.put(entry("abc", 120))
     assert len(tier) == 1 and tier.cached_bytes == 120
 
 
 def test_tenants_do_not_see_each_other() -> None:
-    tier = RamTier(cached_limit=300)
+    tier = HostKVCache(cached_limit=300)
     tier.put(entry("abc", tenant="one"))
     assert held(tier, "abc", "one")
     assert not held(tier, "abc", "other") and not held(tier, "abc")
 
 
 def test_the_parked_push_the_cached_out_and_never_the_reverse() -> None:
-    tier = RamTier(cached_limit=300, parked_limit=200)
+    tier = HostKVCache(cached_limit=300, swap_limit=200)
     for name in ("aaa", "bbb", "ccc"):
         tier.put(entry(name))
     assert tier.reserve(150)
     assert [held(tier, name) for name in ("aaa", "bbb", "ccc")] == [False, False, True]
     assert not tier.reserve(51), "over what parking may take"
     assert not tier.put(entry("ddd", 151)), "beside what is parked it does not fit"
-    assert tier.parked_bytes == 150
+    assert tier.swapped_bytes == 150
     tier.give_back(150)
     assert tier.put(entry("ddd", 200))
 
@@ -77,7 +77,7 @@ ACTIONS = st.lists(
 def test_no_limit_is_ever_passed_and_the_sums_are_right(
     actions: list[tuple[str, str, int]], cached: int, parked: int
 ) -> None:
-    tier = RamTier(cached_limit=cached, parked_limit=parked)
+    tier = HostKVCache(cached_limit=cached, swap_limit=parked)
     known: dict[tuple[str, str], Entry] = {}
     reserved: list[int] = []
     for action, tokens, size in actions:
@@ -97,8 +97,8 @@ def test_no_limit_is_ever_passed_and_the_sums_are_right(
             case "resume" if reserved:
                 tier.give_back(reserved.pop())
         assert tier.cached_bytes <= cached
-        assert tier.parked_bytes == sum(reserved) <= parked
-        assert tier.cached_bytes + tier.parked_bytes <= max(cached, parked)
+        assert tier.swapped_bytes == sum(reserved) <= parked
+        assert tier.cached_bytes + tier.swapped_bytes <= max(cached, parked)
         there = [made for (tenant, tokens), made in known.items() if held(tier, tokens, tenant)]
         assert len(there) == len(tier)
         assert sum(made.size for made in there) == tier.cached_bytes

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Row, count_ubatches
-from cllm.core.step_cost import StepClock, StepCost, fill_holes
+from cllm.core.step_cost import StepCost, StepCostModel, choose_padding
 
 DEAR_PASS = StepCost(ubatch=10e-3, prefill_token=1e-3, row=1e-3, attended=0.0)
 CHEAP_PASS = StepCost(ubatch=1e-3, prefill_token=1e-3, row=2e-3, attended=0.0)
 
 
-class Known(StepClock):
+class Known(StepCostModel):
     """A clock that has made up its mind."""
 
     def __init__(self, cost: StepCost | None) -> None:
@@ -26,7 +26,7 @@ def rows(lengths: dict[int, int]) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "cost", "fillers"),
+    ("lengths", "cost", "padding"),
     [
         ({0: 1, 1: 1, 2: 1}, DEAR_PASS, ()),
         ({0: 1, 2: 1}, DEAR_PASS, (1,)),
@@ -39,17 +39,17 @@ def rows(lengths: dict[int, int]) -> list[Row]:
         ({0: 40, 2: 40}, DEAR_PASS, ()),  # two passes without, three with
     ],
 )
-def test_hand_worked_cases(lengths: dict[int, int], cost: StepCost | None, fillers: tuple[int, ...]) -> None:
+def test_hand_worked_cases(lengths: dict[int, int], cost: StepCost | None, padding: tuple[int, ...]) -> None:
     empty = set(range(32)) - set(lengths)
-    assert fill_holes(rows(lengths), empty, Known(cost), 128) == fillers
+    assert choose_padding(rows(lengths), empty, Known(cost), 128) == padding
 
 
 def test_who_is_not_empty_does_not_fill() -> None:
-    assert fill_holes(rows({0: 1, 2: 1, 4: 1}), {3}, Known(DEAR_PASS), 128) == (3,)
+    assert choose_padding(rows({0: 1, 2: 1, 4: 1}), {3}, Known(DEAR_PASS), 128) == (3,)
 
 
 def test_a_full_batch_has_no_room_for_fillers() -> None:
-    assert fill_holes(rows({0: 1, 2: 127}), {1}, Known(DEAR_PASS), 128) == ()
+    assert choose_padding(rows({0: 1, 2: 127}), {1}, Known(DEAR_PASS), 128) == ()
 
 
 @given(
@@ -63,10 +63,10 @@ def test_filling_never_costs_more_than_it_saves(
 ) -> None:
     cost = StepCost(ubatch, 0.0, row, 0.0)
     empty = set(range(13)) - set(lengths) - busy
-    fillers = fill_holes(rows(lengths), empty, Known(cost), 64)
-    assert set(fillers) <= empty and list(fillers) == sorted(fillers)
-    assert all(min(lengths) < filler < max(lengths) for filler in fillers)
-    assert sum(lengths.values()) + len(fillers) <= 64 or not fillers
+    padding = choose_padding(rows(lengths), empty, Known(cost), 64)
+    assert set(padding) <= empty and list(padding) == sorted(padding)
+    assert all(min(lengths) < filler < max(lengths) for filler in padding)
+    assert sum(lengths.values()) + len(padding) <= 64 or not padding
     before = count_ubatches(rows(lengths), 64, unified=False)
-    after = count_ubatches(rows({**lengths, **dict.fromkeys(fillers, 1)}), 64, unified=False)
-    assert after * ubatch + len(fillers) * row <= before * ubatch + 1e-9
+    after = count_ubatches(rows({**lengths, **dict.fromkeys(padding, 1)}), 64, unified=False)
+    assert after * ubatch + len(padding) * row <= before * ubatch + 1e-9

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row
-from cllm.core.prefill_budget import Sharing, StepBudget, divide
-from cllm.core.step_cost import TILE, StepClock, StepCost, StepShape, attended_pairs
+from cllm.core.prefill_budget import PrefillBudget, Sharing, divide
+from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
 
 TARGET = 0.25
 # A small model on two cores: 4 ms to read the weights, 1.2 ms a prompt token, 1.5 ms a row, attention.
@@ -28,7 +28,7 @@ class Machine:
         self.hiccups = hiccups
         self.random = random.Random(4)
 
-    def step(self, budget: StepBudget, shape: StepShape) -> float:
+    def step(self, budget: PrefillBudget, shape: StepShape) -> float:
         """One step: its time as it would be without a hiccup."""
         seconds = self.cost.seconds(shape) * self.random.uniform(1 - self.noise, 1 + self.noise)
         hiccup = 3 if self.random.random() < self.hiccups else 1
@@ -36,9 +36,11 @@ class Machine:
         return seconds
 
 
-def arrival(machine: Machine, prompt: int, streams: int = 6, budget: StepBudget | None = None) -> list[float]:
+def arrival(
+    machine: Machine, prompt: int, streams: int = 6, budget: PrefillBudget | None = None
+) -> list[float]:
     """The times of the steps in which a long prompt is computed while `streams` generate."""
-    budget = budget or StepBudget(512, TARGET)
+    budget = budget or PrefillBudget(512, TARGET)
     machine.step(budget, StepShape(1, 20, 0, 200.0))  # their own prompts, on an empty server
     context = 20 * streams
     for _ in range(40):
@@ -69,18 +71,18 @@ def test_where_one_token_is_dear_the_chunks_are_the_smallest_that_get_on() -> No
     machine = Machine(SLOW)
     times = arrival(machine, 400)
     assert max(times[1:]) <= 1.3 * TARGET
-    assert len(times) <= 400 / StepBudget.SMALLEST_CHUNK + 1
+    assert len(times) <= 400 / PrefillBudget.SMALLEST_CHUNK + 1
 
 
 def test_an_idle_engine_prefills_as_fast_as_it_can() -> None:
-    budget = StepBudget(512, TARGET)
+    budget = PrefillBudget(512, TARGET)
     assert budget.prefill_tokens(0) == 512
     arrival(Machine(SLOW), 100, budget=budget)
     assert budget.prefill_tokens(0) == 512
 
 
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
-    budget = StepBudget(512, TARGET)
+    budget = PrefillBudget(512, TARGET)
     machine = Machine(SMALL)
     arrival(machine, 3000, budget=budget)
     before = budget.prefill_tokens(6)
@@ -93,7 +95,7 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
 
 
 def test_the_costs_are_found_among_outliers() -> None:
-    machine, clock = Machine(SMALL, noise=0.03, hiccups=0.08), StepBudget(512, TARGET)
+    machine, clock = Machine(SMALL, noise=0.03, hiccups=0.08), PrefillBudget(512, TARGET)
     for number in range(60):
         rows, position = number % 8, 37 * number
         chunk = (0, 40, 150)[number % 3]
@@ -108,7 +110,7 @@ def test_the_costs_are_found_among_outliers() -> None:
 
 
 def test_an_hour_of_decoding_does_not_wash_out_what_prefill_costs() -> None:
-    budget = StepBudget(512, TARGET)
+    budget = PrefillBudget(512, TARGET)
     machine = Machine(SMALL)
     arrival(machine, 3000, budget=budget)
     before = budget.seconds_per_token
@@ -128,7 +130,7 @@ def test_an_hour_of_decoding_does_not_wash_out_what_prefill_costs() -> None:
     )
 )
 def test_no_cost_is_ever_negative_or_lost(samples: list[tuple[int, int, int, float, float]]) -> None:
-    clock = StepClock()
+    clock = StepCostModel()
     for *shape, seconds in samples:
         clock.observe(StepShape(*shape), seconds)  # type: ignore[arg-type]
         cost = clock.cost
@@ -141,7 +143,7 @@ def test_no_cost_is_ever_negative_or_lost(samples: list[tuple[int, int, int, flo
     seen=st.lists(st.tuples(st.integers(0, 512), st.floats(0, 10)), max_size=20),
 )
 def test_no_step_is_ever_over_the_batch(batch: int, generating: int, seen: list[tuple[int, float]]) -> None:
-    budget = StepBudget(batch, TARGET)
+    budget = PrefillBudget(batch, TARGET)
     for tokens, seconds in seen:
         budget.clock.observe(StepShape(1, tokens, 1, 0.0), seconds)
     assert 0 <= budget.prefill_tokens(generating) <= batch - generating
@@ -151,7 +153,7 @@ def test_no_step_is_ever_over_the_batch(batch: int, generating: int, seen: list[
 def test_the_shape_of_a_step() -> None:
     rows = (Row(0, 100, (1,), 1, None), Row(1, 50, (1, 2, 3, 4), 0, None))
     assert StepShape.of(Batch(rows), 2, split=True) == StepShape(2, 4, 1, 100.5 + 4 * 52)
-    assert StepShape.of(Batch(rows, fillers=(2, 3)), 2, split=True) == StepShape(2, 4, 3, 100.5 + 4 * 52)
+    assert StepShape.of(Batch(rows, padding=(2, 3)), 2, split=True) == StepShape(2, 4, 3, 100.5 + 4 * 52)
 
 
 def test_a_chunk_of_whole_tiles_is_told_from_one_that_is_not() -> None:
@@ -167,7 +169,7 @@ def test_a_chunk_of_whole_tiles_is_told_from_one_that_is_not() -> None:
 
 @pytest.mark.parametrize("split", [True, False])
 def test_chunks_are_whole_tiles_where_there_is_time_for_one(split: bool) -> None:
-    budget = StepBudget(512, TARGET, split=split)
+    budget = PrefillBudget(512, TARGET, split=split)
     arrival(Machine(SMALL), 2000, budget=budget)
     for generating in (1, 6, 30):
         chunk = budget.prefill_tokens(generating, context=100 * generating)
@@ -188,12 +190,12 @@ class Prompt:
     """What `Sharing` looks at of a sequence."""
 
     def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
-        self.id, self.arrival, self.pending, self.computed = name, arrival, pending, 0
+        self.id, self.arrival, self.pending, self.num_computed = name, arrival, pending, 0
         self.answering = answering
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
-    sharing = Sharing(StepBudget(512, TARGET), lambda prompt: prompt.pending)
+    sharing = Sharing(PrefillBudget(512, TARGET), lambda prompt: prompt.pending)
     long = Prompt("long", 0, 100_000)
     given = 0
     for number in range(40):
@@ -212,13 +214,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() 
 def test_who_is_waited_for_counts_as_who_waits() -> None:
     prompts = [Prompt("a", 0, 5000), Prompt("b", 1, 600), Prompt("awaited", 2, 9000)]
     urgency = {"a": 5000, "b": 600, "awaited": 20}
-    sharing = Sharing(StepBudget(512, TARGET), lambda prompt: urgency[prompt.id])
+    sharing = Sharing(PrefillBudget(512, TARGET), lambda prompt: urgency[prompt.id])
     assert sharing.shares(prompts) == {"awaited": 512}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("split", [True, False])
 def test_a_forced_token_or_two_go_one_by_one_where_a_pass_over_the_weights_costs_more(split: bool) -> None:
-    budget = StepBudget(512, TARGET, split=split)
+    budget = PrefillBudget(512, TARGET, split=split)
     machine = Machine(SMALL, noise=0.0)
     for rows in (1, 4, 8):
         for chunk in (0, 60, 200):

@@ -8,27 +8,27 @@ import pytest
 
 from cllm.backend.base import StepStatus
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.core.kv_cache.host_cache import Entry
-from cllm.core.kv_cache.transfer import MemorySpeed
+from cllm.core.kv_cache.transfer import BandwidthEstimate
 from cllm.core.step_cost import StepShape
-from cllm.testing import FakeBackend, expected_text
-from cllm.types import Delta, FinishReason, Request, SamplingParams, Usage
+from cllm.testing import FakeRunner, expected_text
+from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, Usage
 from cllm.workers.messages import Report, StepReport, StepStats
 
 SYSTEM = tuple(b"You are a helpful assistant that answers in as few words as it can. " * 2)  # 136 tokens
 
 
 class Talk:
-    """An engine on the fake backend that is asked one thing after the other."""
+    """An engine on the fake runner that is asked one thing after the other."""
 
-    def __init__(self, backend: FakeBackend | None = None, **settings: object) -> None:
-        self.backend = backend or FakeBackend(sequences=4, cells=8192, batch_tokens=64)
+    def __init__(self, runner: FakeRunner | None = None, **settings: object) -> None:
+        self.runner = runner or FakeRunner(sequences=4, cells=8192, batch_tokens=64)
         self.stats: list[StepStats] = []
-        self.deltas: dict[str, list[Delta]] = {}
+        self.deltas: dict[str, list[RequestOutput]] = {}
         config = EngineConfig(**{"cache_ram_mb": 1, **settings})  # type: ignore[arg-type]
-        self.loop = StepLoop(self.backend, config, self._take)
+        self.loop = EngineCore(self.runner, config, self._take)
         self.tier = self.loop.scheduler.prefixes.tier
 
     def _take(self, report: Report) -> None:
@@ -153,7 +153,7 @@ def test_without_ram_nothing_is_kept() -> None:
 
 
 def test_the_bytes_are_never_passed_and_the_oldest_go() -> None:
-    talk = Talk(park_mb=0)
+    talk = Talk(swap_space_mb=0)
     talk.tier.cached_limit = talk.tier.limit = 4000  # bytes: two or three prompts of 150 tokens
     for letter in b"abcde" * 2:
         assert talk.ask((letter,) * 150) == 0, "five take turns where there is room for fewer"
@@ -164,7 +164,7 @@ def test_the_bytes_are_never_passed_and_the_oldest_go() -> None:
 
 @pytest.mark.parametrize("trimmable", [True, False])
 def test_memory_that_cannot_be_cut_serves_those_who_begin_with_all_of_it(trimmable: bool) -> None:
-    talk = Talk(FakeBackend(sequences=2, cells=8192, batch_tokens=64, trimmable=trimmable))
+    talk = Talk(FakeRunner(sequences=2, cells=8192, batch_tokens=64, trimmable=trimmable))
     answer = tuple(expected_text(SYSTEM, 30, ends=False).encode())
     assert talk.ask(SYSTEM, 30) == 0
     assert talk.ask(SYSTEM, 30) == (len(SYSTEM) - 1 if trimmable else 0)
@@ -187,7 +187,7 @@ def test_a_failed_request_leaves_nothing() -> None:
     talk.submit(SYSTEM)
     for _ in range(4):
         talk.loop.step()
-    talk.backend.fail = lambda _, name: StepStatus.BAD_BATCH if name == "forward" else None
+    talk.runner.fail = lambda _, name: StepStatus.BAD_BATCH if name == "forward" else None
     talk.run()
     assert talk.deltas["r0"][-1].finish_reason is FinishReason.ERROR
     assert len(talk.tier) == 0
@@ -202,7 +202,7 @@ def failing_once(talk: Talk, call: str, number: int) -> list[str]:
         seen += name == call
         return RuntimeError("native") if name == call and seen == number else None
 
-    talk.backend.fail = fail
+    talk.runner.fail = fail
     names = [talk.submit(prompt) for prompt in FAILING]
     while not talk.loop.scheduler.idle:
         talk.loop.step()
@@ -241,14 +241,14 @@ def test_what_is_being_computed_is_waited_for_and_then_copied() -> None:
 def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_streams(
     cells: int, copies: int
 ) -> None:
-    talk = Talk(FakeBackend(sequences=4, cells=cells, batch_tokens=64))
+    talk = Talk(FakeRunner(sequences=4, cells=cells, batch_tokens=64))
     talk.ask(tuple(b"so that it is known how large a state is" * 3))
     calls: list[str] = []
 
     def listen(_: int, name: str) -> None:
         calls.append(name)
 
-    talk.backend.fail = listen
+    talk.runner.fail = listen
     prompts = [(*SYSTEM, *SYSTEM, letter) for letter in b"abcd"]
     names = [talk.submit(prompt, 30) for prompt in prompts]
     while talk.loop.scheduler.waiting_count:
@@ -284,7 +284,7 @@ def test_nobody_waits_for_who_is_behind_what_lies_in_ram() -> None:
 
 
 def test_a_long_prompt_that_a_short_one_waits_for_is_computed_first() -> None:
-    talk = Talk(FakeBackend(sequences=4, cells=16_384, batch_tokens=64))
+    talk = Talk(FakeRunner(sequences=4, cells=16_384, batch_tokens=64))
     oldest = talk.submit(tuple(b"o" * 2000), 1)
     long = talk.submit(SYSTEM * 20 + (1,), 1)
     talk.loop.step()
@@ -301,13 +301,13 @@ def test_a_long_prompt_that_a_short_one_waits_for_is_computed_first() -> None:
 def test_the_cheapest_state_that_covers_the_beginning_is_restored() -> None:
     talk = Talk()
     restored: list[int] = []
-    original = talk.backend.restore
+    original = talk.runner.restore
 
-    def restore(sequence_id: int, state: bytes) -> bool:
+    def restore(seq_id: int, state: bytes) -> bool:
         restored.append(len(state) // 2)
-        return original(sequence_id, state)
+        return original(seq_id, state)
 
-    talk.backend.restore = restore  # type: ignore[method-assign]
+    talk.runner.restore = restore  # type: ignore[method-assign]
     talk.ask(SYSTEM + (1,) * 1500, 1)
     talk.ask(SYSTEM + (2,) * 100, 1)
     restored.clear()
@@ -340,7 +340,7 @@ def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
 
 
 def test_the_speed_of_memory_is_the_median_and_forgets() -> None:
-    speed = MemorySpeed()
+    speed = BandwidthEstimate()
     speed.observe(10**9, 100.0)
     assert speed.seconds(4 * 10**9) == pytest.approx(1.0)
     for _ in range(7):
@@ -352,20 +352,20 @@ def test_the_speed_of_memory_is_the_median_and_forgets() -> None:
 
 
 def test_parking_pushes_prefixes_out() -> None:
-    backend = FakeBackend(sequences=4, cells=400, batch_tokens=64, unified=True, request_tokens=390)
-    talk = Talk(backend, park_mb=1)
-    talk.tier.cached_limit = talk.tier.parked_limit = talk.tier.limit = 1500
+    runner = FakeRunner(sequences=4, cells=400, batch_tokens=64, unified=True, request_tokens=390)
+    talk = Talk(runner, swap_space_mb=1)
+    talk.tier.cached_limit = talk.tier.swap_limit = talk.tier.limit = 1500
     for letter in b"ab":
         talk.ask((letter,) * 100, 1)
     assert talk.tier.cached_bytes > 900
     names = [talk.submit(tuple(b"%c" % letter * 70), 150) for letter in b"xyz"]
     while not talk.loop.scheduler.idle:
         talk.loop.step()
-        assert talk.tier.cached_bytes + talk.tier.parked_bytes <= 1500
+        assert talk.tier.cached_bytes + talk.tier.swapped_bytes <= 1500
     assert talk.total("prefix_evictions") > 0
     for name, letter in zip(names, b"xyz", strict=True):
         assert talk.text(name) == expected_text((letter,) * 70, 150, ends=False)
-    assert talk.tier.parked_bytes == 0
+    assert talk.tier.swapped_bytes == 0
 
 
 @pytest.mark.parametrize(("common", "taken"), [(8, 0), (15, 0), (16, 16), (30, 30), (63, 63)])
@@ -380,16 +380,16 @@ def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) ->
 def test_of_many_who_begin_alike_only_some_are_looked_at() -> None:
     talk = Talk(cache_ram_mb=64)
     system = b"you are a helpful assistant"
-    for number in range(prefix.MOST_CANDIDATES + 10):
+    for number in range(prefix.MAX_CANDIDATES + 10):
         talk.ask(system + b"%03d" % number * 25, count=1)
-    asked: list[prefix.Origin] = []
+    asked: list[prefix.PrefixMatch] = []
     prefixes = talk.loop.scheduler.prefixes
     gain = prefixes._gain_s
 
-    def counted(origin: prefix.Origin) -> float:
+    def counted(origin: prefix.PrefixMatch) -> float:
         asked.append(origin)
         return gain(origin)
 
     prefixes._gain_s = counted  # type: ignore[method-assign]
     assert talk.ask(system + b"new") == len(system)
-    assert prefix.MOST_CANDIDATES <= len(asked) <= prefix.MOST_CANDIDATES + 2
+    assert prefix.MAX_CANDIDATES <= len(asked) <= prefix.MAX_CANDIDATES + 2

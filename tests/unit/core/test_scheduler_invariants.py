@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
-from cllm.testing import FakeBackend
+from cllm.testing import FakeRunner
 from cllm.types import FinishReason
 from tests.unit.core.engine_sim import (
-    FATES,
     FORWARD_FAILURES,
-    Fate,
-    Life,
+    SCENARIOS,
+    EngineSim,
+    Scenario,
     fail_each_call_in_turn,
-    small_backend,
+    small_runner,
 )
 
 
@@ -36,18 +36,18 @@ def of_a_family(value: int, most: int) -> bytes:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(fate=FATES, trimmable=st.booleans())
-def test_the_laws_hold_through_any_life(fate: Fate, trimmable: bool) -> None:
-    life = Life(fate.backend(trimmable=trimmable), fate.park_mb, fate.cache_mb)
+@given(fate=SCENARIOS, trimmable=st.booleans())
+def test_the_laws_hold_through_any_life(fate: Scenario, trimmable: bool) -> None:
+    life = EngineSim(fate.runner(trimmable=trimmable), fate.swap_space_mb, fate.cache_mb)
     tier = life.loop.scheduler.prefixes.tier
     tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
-    tier.parked_limit = min(tier.parked_limit, 400)
-    tier.limit = max(tier.cached_limit, tier.parked_limit)
-    fate.befall(life, of_a_family)
+    tier.swap_limit = min(tier.swap_limit, 400)
+    tier.limit = max(tier.cached_limit, tier.swap_limit)
+    fate.run(life, of_a_family)
 
 
-def a_busy_life(backend: FakeBackend, cache_mb: int) -> Life:
-    life = Life(backend, cache_mb=cache_mb)
+def a_busy_life(runner: FakeRunner, cache_mb: int) -> EngineSim:
+    life = EngineSim(runner, cache_mb=cache_mb)
     for number in range(6):
         life.add(b"prompt %d " % number * (1 + number % 3), 12, ignore_eos=True)
     if cache_mb:  # these find what the first have left behind
@@ -64,22 +64,22 @@ def test_one_failure_at_every_native_call_in_turn(
     cache_mb: int, status: StepStatus | None, trimmable: bool, unified: bool
 ) -> None:
     fail_each_call_in_turn(
-        lambda fail: a_busy_life(small_backend(unified=unified, trimmable=trimmable, fail=fail), cache_mb),
+        lambda fail: a_busy_life(small_runner(unified=unified, trimmable=trimmable, fail=fail), cache_mb),
         status,
     )
 
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_the_busy_life_finds_what_was_left_behind(unified: bool) -> None:
-    life = a_busy_life(small_backend(unified=unified, trimmable=True), cache_mb=1)
+    life = a_busy_life(small_runner(unified=unified, trimmable=True), cache_mb=1)
     life.run()
     cached = [life.deltas[name][-1].usage for name in ("r6", "r7", "r8")]
     assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
 
 
 def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:
-    backend = FakeBackend(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
-    life = Life(backend)
+    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    life = EngineSim(runner)
     names = [life.add(b"abc", 5) for _ in range(6)]
     life.run()
     assert life.died
@@ -87,17 +87,17 @@ def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:
 
 
 def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
-    backend = FakeBackend(sequences=4, batch_tokens=256)
-    life = Life(backend)
+    runner = FakeRunner(sequences=4, batch_tokens=256)
+    life = EngineSim(runner)
     names = [life.add(b"prompt %d" % number, 8, ignore_eos=True) for number in range(4)]
-    original = backend.forward
+    original = runner.forward
 
     def refuse_third(batch: Batch) -> StepResult:
-        if any(row.sequence_id == 2 for row in batch.rows):
+        if any(row.seq_id == 2 for row in batch.rows):
             return StepResult(StepStatus.BAD_BATCH, code=-1)
         return original(batch)
 
-    backend.forward = refuse_third  # type: ignore[method-assign]
+    runner.forward = refuse_third  # type: ignore[method-assign]
     life.run()
     outcomes = [life.outcome(name) for name in names]
     assert outcomes == [FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
@@ -106,11 +106,11 @@ def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
 
 
 def test_a_sequence_whose_memory_was_tampered_with_fails_alone() -> None:
-    life = Life(FakeBackend(sequences=2))
+    life = EngineSim(FakeRunner(sequences=2))
     names = [life.add(b"prompt %d" % number, 20, ignore_eos=True) for number in range(2)]
     life.step()
     life.step()
-    life.backend.memory[0].pop()
+    life.runner.memory[0].pop()
     life.loop.step()
     life.run()
     assert [life.outcome(name) for name in names] == [FinishReason.ERROR, FinishReason.LENGTH]
@@ -120,9 +120,9 @@ def test_a_sequence_whose_memory_was_tampered_with_fails_alone() -> None:
 
 
 def test_kv_pressure_parks_the_youngest_and_everybody_completes() -> None:
-    for park_mb in (0, 1):
-        backend = FakeBackend(sequences=4, cells=64, unified=True, request_tokens=60)
-        life = Life(backend, park_mb)
+    for swap_space_mb in (0, 1):
+        runner = FakeRunner(sequences=4, cells=64, unified=True, request_tokens=60)
+        life = EngineSim(runner, swap_space_mb)
         names = [life.add(b"prompt %d" % number, 40, ignore_eos=True) for number in range(4)]
         life.run()
         assert [life.outcome(name) for name in names] == [FinishReason.LENGTH] * 4
@@ -130,7 +130,7 @@ def test_kv_pressure_parks_the_youngest_and_everybody_completes() -> None:
 
 
 def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
-    life = Life(FakeBackend(sequences=4))
+    life = EngineSim(FakeRunner(sequences=4))
     usages = []
     for _ in range(300):
         name = life.add(b"the same prompt", 16, ignore_eos=True)
@@ -140,8 +140,8 @@ def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
 
 
 def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
-    backend = FakeBackend(sequences=4, cells=4096, batch_tokens=64)
-    life = Life(backend)
+    runner = FakeRunner(sequences=4, cells=4096, batch_tokens=64)
+    life = EngineSim(runner)
     names = [life.add(b"x" * 500, 4, seed, ignore_eos=True) for seed in range(4)]
     life.run()
     life.check_end()
@@ -151,7 +151,7 @@ def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
 
 
 def test_a_prompt_that_goes_another_way_keeps_what_is_common() -> None:
-    life = Life(FakeBackend(sequences=2, cells=4096, batch_tokens=64))
+    life = EngineSim(FakeRunner(sequences=2, cells=4096, batch_tokens=64))
     first = life.add(b"x" * 300 + b"a" * 100, 40, ignore_eos=True)
     second = life.add(b"x" * 300 + b"b" * 100, 40, ignore_eos=True)
     life.run()

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.sequence import SequenceLease, SequencePool
+from cllm.core.sequence import SlotLease, SlotPool
 from cllm.errors import IntegrityError
 
 
 def test_ids_are_leased_lowest_first_and_never_shared() -> None:
-    pool = SequencePool(3, lambda _: 0)
+    pool = SlotPool(3, lambda _: 0)
     leases = [pool.lease(str(number)) for number in range(3)]
-    assert [lease.sequence_id for lease in leases if lease] == [0, 1, 2]
+    assert [lease.seq_id for lease in leases if lease] == [0, 1, 2]
     assert pool.lease("one too many") is None
     assert leases[1] is not None
     leases[1].release()
     again = pool.lease("next")
-    assert again is not None and again.sequence_id == 1
+    assert again is not None and again.seq_id == 1
 
 
 def test_kv_is_cleared_before_the_id_is_free() -> None:
@@ -30,7 +30,7 @@ def test_kv_is_cleared_before_the_id_is_free() -> None:
         free_when_cleared.append(pool.free_count)
         return 7
 
-    pool = SequencePool(1, clear)
+    pool = SlotPool(1, clear)
     lease = pool.lease("a")
     assert lease is not None
     lease.release()
@@ -39,7 +39,7 @@ def test_kv_is_cleared_before_the_id_is_free() -> None:
 
 
 def test_a_second_release_is_a_bug_and_says_so() -> None:
-    pool = SequencePool(1, lambda _: 0)
+    pool = SlotPool(1, lambda _: 0)
     lease = pool.lease("a")
     assert lease is not None
     lease.release()
@@ -53,7 +53,7 @@ def test_an_id_that_cannot_be_cleared_is_retired() -> None:
     def clear(_: int) -> int:
         raise RuntimeError("no")
 
-    pool = SequencePool(1, clear)
+    pool = SlotPool(1, clear)
     lease = pool.lease("a")
     assert lease is not None
     lease.release()
@@ -62,7 +62,7 @@ def test_an_id_that_cannot_be_cleared_is_retired() -> None:
 
 def test_the_log_tells_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    lease = SequencePool(4, lambda _: 41).lease("r1")
+    lease = SlotPool(4, lambda _: 41).lease("r1")
     assert lease is not None
     lease.release()
     assert [record.message for record in caplog.records] == [
@@ -73,15 +73,15 @@ def test_the_log_tells_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None
 
 @given(st.lists(st.integers(-1, 5), max_size=60))
 def test_under_any_order_of_leases_and_releases_the_sums_hold(actions: list[int]) -> None:
-    pool = SequencePool(4, lambda _: 1)
-    held: list[SequenceLease] = []
+    pool = SlotPool(4, lambda _: 1)
+    held: list[SlotLease] = []
     for number, action in enumerate(actions):
         if action < 0:
             free_before = pool.free_count
             lease = pool.lease(str(number))
             assert (lease is None) == (free_before == 0)
             if lease is not None:
-                assert lease.sequence_id not in {other.sequence_id for other in held}
+                assert lease.seq_id not in {other.seq_id for other in held}
                 held.append(lease)
         elif action < len(held):
             held.pop(action).release()

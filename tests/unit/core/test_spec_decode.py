@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.spec_decode import PromptLookup, Proven, Speculation
+from cllm.core.spec_decode import DraftState, NgramDrafter, Proven
 
 # Few different tokens, so that texts repeat themselves.
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -17,7 +17,7 @@ TEXTS = st.lists(st.integers(0, 3), max_size=60)
 def searched(tokens: Tokens[int], most: int, indexed: int | None = None) -> list[int]:
     """What prompt lookup must find, by looking at every place; `indexed` is how far it has read."""
     end = len(tokens) if indexed is None else indexed
-    for length in PromptLookup.LENGTHS:
+    for length in NgramDrafter.LENGTHS:
         newest = list(tokens[-length:])
         for place in reversed(range(length, end)):
             if len(newest) == length and list(tokens[place - length : place]) == newest:
@@ -30,12 +30,12 @@ def searched(tokens: Tokens[int], most: int, indexed: int | None = None) -> list
 
 @given(tokens=TEXTS, most=st.integers(1, 9))
 def test_prompt_lookup_finds_what_a_search_finds(tokens: list[int], most: int) -> None:
-    assert PromptLookup().propose(tokens, most) == searched(tokens, most)
+    assert NgramDrafter().propose(tokens, most) == searched(tokens, most)
 
 
 @given(prompt=TEXTS, grown=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12))
 def test_prompt_lookup_keeps_up_with_a_growing_text(prompt: list[int], grown: list[list[int]]) -> None:
-    lookup, tokens = PromptLookup(), list(prompt)
+    lookup, tokens = NgramDrafter(), list(prompt)
     for more in ([], *grown):
         tokens += more
         assert lookup.propose(tokens, 8) == searched(tokens, 8)
@@ -43,7 +43,7 @@ def test_prompt_lookup_keeps_up_with_a_growing_text(prompt: list[int], grown: li
 
 @given(prompt=st.lists(st.integers(0, 3), min_size=20, max_size=60), at_once=st.integers(1, 30))
 def test_a_long_prompt_is_read_in_slices(prompt: list[int], at_once: int) -> None:
-    lookup = PromptLookup()
+    lookup = NgramDrafter()
     lookup.INDEXED_AT_ONCE = at_once
     tokens, read = list(prompt), 0
     for step in range(80):
@@ -60,9 +60,9 @@ def test_a_step_reads_a_slice_and_no_more() -> None:
             Counted.read += 1
             return super().__getitem__(key)
 
-    lookup, tokens = PromptLookup(), Counted(range(20_000))
+    lookup, tokens = NgramDrafter(), Counted(range(20_000))
     lookup.propose(tokens, 8)
-    assert Counted.read <= (PromptLookup.INDEXED_AT_ONCE + 1) * len(PromptLookup.LENGTHS)
+    assert Counted.read <= (NgramDrafter.INDEXED_AT_ONCE + 1) * len(NgramDrafter.LENGTHS)
     for _ in range(4):
         lookup.propose(tokens, 8)
     tokens += [0, 1, 2, 3]
@@ -71,7 +71,7 @@ def test_a_step_reads_a_slice_and_no_more() -> None:
 
 def drafts_while_saying(text: Tokens[int], said: int = 1) -> list[list[int]]:
     """What a proven drafter proposes before each of the tokens after the first `said`."""
-    drafter = Proven(PromptLookup())
+    drafter = Proven(NgramDrafter())
     return [drafter.propose(text[:length], 4) for length in range(said, len(text))]
 
 
@@ -101,7 +101,7 @@ def test_one_wrong_guess_and_it_must_prove_itself_again() -> None:
 
 def test_steps_that_take_several_tokens_prove_it_too() -> None:
     text = list(range(20)) * 3
-    drafter, length, taken = Proven(PromptLookup()), 1, []
+    drafter, length, taken = Proven(NgramDrafter()), 1, []
     while length < len(text):
         draft = drafter.propose(text[:length], 4)
         assert draft == text[length : length + len(draft)]
@@ -122,7 +122,7 @@ class Parrot:
         return [1] * min(most, self.length)
 
 
-def lengths_of(speculation: Speculation, accepted: Tokens[float], most: int = 100) -> list[int]:
+def lengths_of(speculation: DraftState, accepted: Tokens[float], most: int = 100) -> list[int]:
     """How far it guesses step by step, when these parts of its guesses turn out right."""
     lengths = []
     for part in accepted:
@@ -134,16 +134,16 @@ def lengths_of(speculation: Speculation, accepted: Tokens[float], most: int = 10
 
 
 def test_right_guesses_double_the_length_up_to_the_longest() -> None:
-    assert lengths_of(Speculation(Parrot(), 20), [1, 1, 1, 1]) == [4, 8, 16, 20]
-    assert lengths_of(Speculation(Parrot(), 2), [1, 1]) == [2, 2]
+    assert lengths_of(DraftState(Parrot(), 20), [1, 1, 1, 1]) == [4, 8, 16, 20]
+    assert lengths_of(DraftState(Parrot(), 2), [1, 1]) == [2, 2]
 
 
 def test_few_right_guesses_halve_it_and_half_of_them_leave_it() -> None:
-    assert lengths_of(Speculation(Parrot(), 16), [1, 1, 0.25, 0.5, 0.5, 1, 1]) == [4, 8, 16, 8, 8, 8, 16]
+    assert lengths_of(DraftState(Parrot(), 16), [1, 1, 0.25, 0.5, 0.5, 1, 1]) == [4, 8, 16, 8, 8, 8, 16]
 
 
 def test_wrong_guesses_pause_longer_and_longer() -> None:
-    lengths = lengths_of(Speculation(Parrot(), 8), [0] * 400)
+    lengths = lengths_of(DraftState(Parrot(), 8), [0] * 400)
     places = [place for place, length in enumerate(lengths) if length]
     pauses = [after - before - 1 for before, after in pairwise(places)]
     assert pauses[:7] == [2, 4, 8, 16, 32, 64, 64]
@@ -151,26 +151,26 @@ def test_wrong_guesses_pause_longer_and_longer() -> None:
 
 
 def test_one_right_guess_ends_the_row_of_failures() -> None:
-    lengths = lengths_of(Speculation(Parrot(), 8), [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0])
+    lengths = lengths_of(DraftState(Parrot(), 8), [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0])
     assert lengths == [4, 0, 0, 2, 0, 0, 0, 0, 1, 2, 0, 0, 1]
 
 
 def test_what_was_guessed_and_what_was_right_is_counted() -> None:
-    speculation = Speculation(Parrot(), 8)
+    speculation = DraftState(Parrot(), 8)
     lengths_of(speculation, [1, 0.5, 0])
     assert (speculation.drafted, speculation.accepted) == (4 + 8 + 8, 4 + 4)
 
 
 def test_no_room_for_a_guess_is_no_guess() -> None:
     parrot = Parrot()
-    assert Speculation(parrot, 8).propose([1, 2], 0) == []
-    assert Speculation(parrot, 8).propose([1, 2], -1) == []
+    assert DraftState(parrot, 8).propose([1, 2], 0) == []
+    assert DraftState(parrot, 8).propose([1, 2], -1) == []
     assert parrot.asked == []
 
 
-def judged(*outcomes: tuple[int, int]) -> Speculation:
+def judged(*outcomes: tuple[int, int]) -> DraftState:
     """One whose guesses fared like this: drafted and accepted, step after step."""
-    speculation = Speculation(Parrot(), 16)
+    speculation = DraftState(Parrot(), 16)
     for drafted, accepted in outcomes:
         speculation.observe(drafted, accepted)
     return speculation
@@ -214,7 +214,7 @@ def test_tokens_that_fill_a_row_count_but_prove_nothing() -> None:
 
 
 def test_a_row_is_filled_with_the_guess_that_was_held_back() -> None:
-    speculation = Speculation(Proven(PromptLookup()), 16)
+    speculation = DraftState(Proven(NgramDrafter()), 16)
     text = [1, 2, 3, 4, 5, 1, 2, 3]
     assert speculation.propose(text, 4) == [], "not proven yet"
     assert speculation.fill(text, 2) == [4, 5]

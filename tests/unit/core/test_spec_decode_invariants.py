@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import Drafter, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
-from cllm.testing import FakeBackend, expected_text, next_token
+from cllm.testing import FakeRunner, expected_text, next_token
 from cllm.types import FinishReason, Request, SamplingParams, Usage
 from tests.unit.core.engine_sim import (
-    FATES,
     FORWARD_FAILURES,
-    Fate,
-    Life,
+    SCENARIOS,
+    EngineSim,
+    Scenario,
     fail_each_call_in_turn,
-    small_backend,
+    small_runner,
 )
 
 
@@ -52,7 +52,7 @@ def guessers(seed: int, wrong: float, seeds: int = 1) -> Callable[[], Drafter]:
     return lambda: Guesser(source, wrong, seeds)
 
 
-def usage_of(life: Life, name: str) -> Usage:
+def usage_of(life: EngineSim, name: str) -> Usage:
     usage = life.deltas[name][-1].usage
     assert usage is not None
     return usage
@@ -63,14 +63,14 @@ def of_letters(value: int, most: int) -> bytes:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(fate=FATES, wrong=st.sampled_from([0.0, 0.2, 0.5, 1.0]), luck=st.integers(0, 1000))
-def test_the_laws_hold_whatever_is_guessed(fate: Fate, wrong: float, luck: int) -> None:
-    life = Life(fate.backend(), fate.park_mb, fate.cache_mb, guessers(luck, wrong, seeds=3))
-    fate.befall(life, of_letters)
+@given(fate=SCENARIOS, wrong=st.sampled_from([0.0, 0.2, 0.5, 1.0]), luck=st.integers(0, 1000))
+def test_the_laws_hold_whatever_is_guessed(fate: Scenario, wrong: float, luck: int) -> None:
+    life = EngineSim(fate.runner(), fate.swap_space_mb, fate.cache_mb, guessers(luck, wrong, seeds=3))
+    fate.run(life, of_letters)
 
 
-def a_guessing_life(backend: FakeBackend, wrong: float, cache_mb: int = 0) -> Life:
-    life = Life(backend, cache_mb=cache_mb, new_drafter=guessers(5, wrong))
+def a_guessing_life(runner: FakeRunner, wrong: float, cache_mb: int = 0) -> EngineSim:
+    life = EngineSim(runner, cache_mb=cache_mb, new_drafter=guessers(5, wrong))
     for number in range(5):
         life.add(b"prompt %d " % number * (1 + number % 3), 14, ignore_eos=True)
     return life
@@ -84,7 +84,7 @@ def test_one_failure_at_every_native_call_costs_one_request_at_most(
 ) -> None:
     undisturbed = fail_each_call_in_turn(
         lambda fail: a_guessing_life(
-            small_backend(unified=unified, trimmable=True, fail=fail), wrong, cache_mb=1
+            small_runner(unified=unified, trimmable=True, fail=fail), wrong, cache_mb=1
         ),
         status,
     )
@@ -92,7 +92,7 @@ def test_one_failure_at_every_native_call_costs_one_request_at_most(
 
 
 def test_a_wrong_guess_that_cannot_be_taken_back_costs_its_request() -> None:
-    backend = FakeBackend(sequences=2)
+    runner = FakeRunner(sequences=2)
     cut: list[int] = []
 
     def fail(number: int, name: str) -> Exception | None:
@@ -101,8 +101,8 @@ def test_a_wrong_guess_that_cannot_be_taken_back_costs_its_request() -> None:
             return RuntimeError("cannot be cut")
         return None
 
-    backend.fail = fail
-    life = Life(backend, new_drafter=guessers(1, 1.0))
+    runner.fail = fail
+    life = EngineSim(runner, new_drafter=guessers(1, 1.0))
     names = [life.add(b"one", 30, ignore_eos=True), life.add(b"two", 30, ignore_eos=True)]
     life.run()
     life.check_end()
@@ -110,7 +110,7 @@ def test_a_wrong_guess_that_cannot_be_taken_back_costs_its_request() -> None:
 
 
 def test_right_guesses_save_steps_and_are_counted() -> None:
-    life = Life(FakeBackend(sequences=1), new_drafter=guessers(1, 0.0))
+    life = EngineSim(FakeRunner(sequences=1), new_drafter=guessers(1, 0.0))
     name = life.add(b"hello", 60, ignore_eos=True)
     life.run()
     life.check_end()
@@ -123,7 +123,7 @@ def test_right_guesses_save_steps_and_are_counted() -> None:
 def test_wrong_guesses_cost_nothing_that_counts_as_work() -> None:
     costs = []
     for wrong in (1.0, 0.0):
-        life = Life(FakeBackend(sequences=1), new_drafter=guessers(1, wrong))
+        life = EngineSim(FakeRunner(sequences=1), new_drafter=guessers(1, wrong))
         name = life.add(b"hello", 60, ignore_eos=True)
         life.run()
         life.check_end()
@@ -135,7 +135,7 @@ def test_wrong_guesses_cost_nothing_that_counts_as_work() -> None:
 @pytest.mark.parametrize("stop", [0, 1, 2, 5])
 def test_an_end_inside_right_guesses_leaves_no_guess_behind(stop: int) -> None:
     """What was guessed beyond a stop string is not computed text: it is no part of what the cache keeps."""
-    life = Life(FakeBackend(sequences=1), cache_mb=1, new_drafter=guessers(3, 0.0))
+    life = EngineSim(FakeRunner(sequences=1), cache_mb=1, new_drafter=guessers(3, 0.0))
     prompt = tuple(b"a prompt that is long enough")
     text = expected_text(prompt, 40, ends=False)
     sampling = SamplingParams(ignore_eos=True)
@@ -156,8 +156,8 @@ def test_an_end_inside_right_guesses_leaves_no_guess_behind(stop: int) -> None:
 
 @pytest.mark.parametrize("batch_tokens", [4, 6, 8, 16])
 def test_guesses_never_make_a_batch_too_large(batch_tokens: int) -> None:
-    backend = FakeBackend(sequences=4, batch_tokens=batch_tokens)  # asserts the size of each batch
-    life = Life(backend, new_drafter=guessers(1, 0.0), draft_tokens=64)
+    runner = FakeRunner(sequences=4, batch_tokens=batch_tokens)  # asserts the size of each batch
+    life = EngineSim(runner, new_drafter=guessers(1, 0.0), draft_tokens=64)
     for number in range(6):
         life.add(b"prompt %d" % number, 30 + 9 * number, ignore_eos=True)
     life.run()
@@ -167,7 +167,7 @@ def test_guesses_never_make_a_batch_too_large(batch_tokens: int) -> None:
 
 
 def test_memory_that_cannot_be_cut_is_never_guessed_into() -> None:
-    life = Life(FakeBackend(sequences=2, trimmable=False), new_drafter=guessers(1, 0.0))
+    life = EngineSim(FakeRunner(sequences=2, trimmable=False), new_drafter=guessers(1, 0.0))
     name = life.add(b"hello", 40, ignore_eos=True)
     life.run()
     life.check_end()

@@ -87,7 +87,7 @@ def test_steps_that_say_nothing_of_guesses_are_left_out() -> None:
         clock.observe(a_step(8, 3, guessing=5), 3.0)
         clock.observe(Batch((*a_step(7).rows, prompt)), 3.0)
         clock.observe(Batch((*a_step(7).rows, Row(7, 0, [1] * 30, 0, None))), 3.0)
-        clock.observe(a_step(8)._replace(fillers=(9,)), 3.0)
+        clock.observe(a_step(8)._replace(padding=(9,)), 3.0)
         clock.observe(a_step(8), 0.0)
     assert priced(clock, 8) == before
 

@@ -19,34 +19,34 @@ from cllm.errors import (
     QueueFull,
     ShuttingDown,
 )
-from cllm.frontend.engine_client import Engine, Health
-from cllm.frontend.output_stream import AsyncStream, BlockingStream
-from cllm.testing import FakeBackend, expected_text
-from cllm.types import Delta, FinishReason, Request, Usage
-from cllm.workers.executor import Receive, ThreadHost
+from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.testing import FakeRunner, expected_text
+from cllm.types import FinishReason, Request, RequestOutput, Usage
+from cllm.workers.executor import Receive, ThreadExecutor
 from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
-from cllm.workers.tokenizer_client import TextHost
+from cllm.workers.tokenizer_client import TokenizerClient
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
     return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens)
 
 
-class ScriptedHost:
+class ScriptedExecutor:
     """A host whose engine does what the test says."""
 
     restartable = True
 
     def __init__(self) -> None:
-        backend = FakeBackend(sequences=2)
-        self.ready = Ready(backend.facts, backend.limits)
+        runner = FakeRunner(sequences=2)
+        self.ready = Ready(runner.info, runner.limits)
         self.sent: list[Command] = []
         self.starts = 0
         self.stopped = False
         self.receive: Receive | None = None
 
     @property
-    def text(self) -> TextHost:
+    def text(self) -> TokenizerClient:
         raise NotImplementedError
 
     def start(self, receive: Receive) -> None:
@@ -64,7 +64,7 @@ class ScriptedHost:
     def submitted(self) -> list[str]:
         return [command.request.id for command in self.sent if isinstance(command, Submit)]
 
-    def say(self, *deltas: Delta) -> None:
+    def say(self, *deltas: RequestOutput) -> None:
         assert self.receive is not None
         self.receive(StepReport(deltas, StepStats()))
 
@@ -78,60 +78,60 @@ class ScriptedHost:
 
 
 @pytest.fixture
-def host() -> ScriptedHost:
-    return ScriptedHost()
+def host() -> ScriptedExecutor:
+    return ScriptedExecutor()
 
 
 @pytest.fixture
-def engine(host: ScriptedHost) -> Iterator[Engine]:
-    engine = Engine(host, queue_size=10)
+def engine(host: ScriptedExecutor) -> Iterator[EngineClient]:
+    engine = EngineClient(host, queue_size=10)
     engine.start()
     yield engine
     engine.stop()
 
 
-def token(name: str, text: str = "x") -> Delta:
-    return Delta(request_id=name, text=text, tokens=(1,))
+def token(name: str, text: str = "x") -> RequestOutput:
+    return RequestOutput(request_id=name, text=text, tokens=(1,))
 
 
-def last(name: str) -> Delta:
+def last(name: str) -> RequestOutput:
     usage = Usage(prompt_tokens=5, completion_tokens=1)
-    return Delta(request_id=name, finish_reason=FinishReason.STOP, usage=usage)
+    return RequestOutput(request_id=name, finish_reason=FinishReason.STOP, usage=usage)
 
 
-def read(stream: BlockingStream) -> Delta:
+def read(stream: BlockingOutputStream) -> RequestOutput:
     """The terminal delta; iteration ends with it."""
     return list(stream)[-1]
 
 
 def test_the_engine_gets_a_few_more_than_it_can_run_and_the_rest_wait(
-    engine: Engine, host: ScriptedHost
+    engine: EngineClient, host: ScriptedExecutor
 ) -> None:
     for number in range(8):
-        engine.submit(request(f"r{number}"), BlockingStream)
+        engine.submit(request(f"r{number}"), BlockingOutputStream)
     assert host.submitted() == ["r0", "r1", "r2", "r3"]
     host.say(last("r1"))
     assert host.submitted()[-1] == "r4"
 
 
-def test_a_full_queue_refuses_at_once_with_a_time_to_come_back(engine: Engine) -> None:
+def test_a_full_queue_refuses_at_once_with_a_time_to_come_back(engine: EngineClient) -> None:
     for number in range(14):
-        engine.submit(request(f"r{number}"), BlockingStream)
+        engine.submit(request(f"r{number}"), BlockingOutputStream)
     with pytest.raises(QueueFull) as refusal:
-        engine.submit(request("one too many"), BlockingStream)
+        engine.submit(request("one too many"), BlockingOutputStream)
     assert refusal.value.retry_after_s >= 1
 
 
-def test_prompts_that_cannot_fit_are_refused_with_both_numbers(engine: Engine) -> None:
+def test_prompts_that_cannot_fit_are_refused_with_both_numbers(engine: EngineClient) -> None:
     with pytest.raises(ContextLengthExceeded, match=r"2048.*2048") as refusal:
-        engine.submit(request("long", b"x" * 2048), BlockingStream)
+        engine.submit(request("long", b"x" * 2048), BlockingOutputStream)
     assert (refusal.value.prompt_tokens, refusal.value.limit) == (2048, 2048)
     with pytest.raises(InvalidRequest, match="empty"):
-        engine.submit(request("empty", b""), BlockingStream)
+        engine.submit(request("empty", b""), BlockingOutputStream)
 
 
-def test_a_cancel_in_the_queue_never_reaches_the_engine(engine: Engine, host: ScriptedHost) -> None:
-    streams = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(6)]
+def test_a_cancel_in_the_queue_never_reaches_the_engine(engine: EngineClient, host: ScriptedExecutor) -> None:
+    streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
     engine.cancel("r5")
     assert read(streams[5]).finish_reason is FinishReason.CANCELLED
     assert "r5" not in host.submitted() and Cancel("r5") not in host.sent
@@ -140,9 +140,9 @@ def test_a_cancel_in_the_queue_never_reaches_the_engine(engine: Engine, host: Sc
 
 
 def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
-    engine: Engine, host: ScriptedHost
+    engine: EngineClient, host: ScriptedExecutor
 ) -> None:
-    streams = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(6)]
+    streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
     host.say(token("r0"))
     engine.cancel("r1")
     host.die()
@@ -155,10 +155,10 @@ def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
 
 
 def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
-    engine: Engine, host: ScriptedHost
+    engine: EngineClient, host: ScriptedExecutor
 ) -> None:
-    poison = engine.submit(request("poison"), BlockingStream)
-    others = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(2)]
+    poison = engine.submit(request("poison"), BlockingOutputStream)
+    others = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(2)]
     host.die()
     assert host.submitted() == ["poison", "r0", "r1"], "once together"
     host.die()
@@ -172,8 +172,8 @@ def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
         assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_reports_of_a_dead_engine_are_ignored(engine: Engine, host: ScriptedHost) -> None:
-    stream = engine.submit(request("r0"), BlockingStream)
+def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, host: ScriptedExecutor) -> None:
+    stream = engine.submit(request("r0"), BlockingOutputStream)
     stale = host.receive
     host.die()
     assert stale is not None
@@ -184,10 +184,10 @@ def test_reports_of_a_dead_engine_are_ignored(engine: Engine, host: ScriptedHost
 
 
 def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
-    engine: Engine, host: ScriptedHost, monkeypatch: pytest.MonkeyPatch
+    engine: EngineClient, host: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "RESTARTS_IN_A_ROW", 1)
-    stream = engine.submit(request("r0"), BlockingStream)
+    monkeypatch.setattr(EngineClient, "RESTARTS_IN_A_ROW", 1)
+    stream = engine.submit(request("r0"), BlockingOutputStream)
     host.die()
     host.restartable = False
     assert host.receive is not None
@@ -195,31 +195,33 @@ def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
     assert engine.health is Health.FAILED
     assert read(stream).finish_reason is FinishReason.ERROR
     with pytest.raises(EngineDied):
-        engine.submit(request("later"), BlockingStream)
+        engine.submit(request("later"), BlockingOutputStream)
 
 
 def test_what_keeps_the_model_from_loading_reaches_whoever_waits() -> None:
-    def no_model(_: object) -> FakeBackend:
+    def no_model(_: object) -> FakeRunner:
         raise ModelFileError("no such file")
 
-    engine = Engine(ThreadHost(no_model, EngineConfig()))
+    engine = EngineClient(ThreadExecutor(no_model, EngineConfig()))
     engine.start()
     with pytest.raises(ModelFileError, match="no such file"):
         engine.wait_ready(5)
     engine.stop()
 
 
-def test_draining_refuses_the_new_and_lets_the_old_finish(engine: Engine, host: ScriptedHost) -> None:
-    stream = engine.submit(request("r0"), BlockingStream)
+def test_draining_refuses_the_new_and_lets_the_old_finish(
+    engine: EngineClient, host: ScriptedExecutor
+) -> None:
+    stream = engine.submit(request("r0"), BlockingOutputStream)
     engine.drain()
     with pytest.raises(ShuttingDown):
-        engine.submit(request("r1"), BlockingStream)
+        engine.submit(request("r1"), BlockingOutputStream)
     host.say(last("r0"))
     assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_stopping_ends_everybody_exactly_once(engine: Engine, host: ScriptedHost) -> None:
-    streams = [engine.submit(request(f"r{number}"), BlockingStream) for number in range(9)]
+def test_stopping_ends_everybody_exactly_once(engine: EngineClient, host: ScriptedExecutor) -> None:
+    streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(9)]
     engine.stop()
     engine.stop()
     assert [read(stream).finish_reason for stream in streams] == [FinishReason.ERROR] * 9
@@ -227,14 +229,14 @@ def test_stopping_ends_everybody_exactly_once(engine: Engine, host: ScriptedHost
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
-    engine = Engine(ThreadHost(lambda _: FakeBackend(sequences=4), EngineConfig()))
+    engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=4), EngineConfig()))
     engine.start()
     engine.wait_ready(5)
 
     def client(number: int) -> None:
         for turn in range(5):
             prompt = f"client {number} turn {turn}".encode()
-            stream = engine.submit(request(f"{number}/{turn}", prompt, 20), BlockingStream)
+            stream = engine.submit(request(f"{number}/{turn}", prompt, 20), BlockingOutputStream)
             assert "".join(delta.text for delta in stream) == expected_text(prompt, 20)
 
     with ThreadPoolExecutor(20) as pool:
@@ -245,18 +247,18 @@ def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
 
 
 def test_a_dying_thread_engine_ends_its_requests() -> None:
-    backend = FakeBackend(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
-    engine = Engine(ThreadHost(lambda _: backend, EngineConfig()))
+    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
     engine.wait_ready(5)
-    stream = engine.submit(request("r0"), BlockingStream)
+    stream = engine.submit(request("r0"), BlockingOutputStream)
     assert read(stream).finish_reason is FinishReason.ERROR
     engine.stop()
 
 
 def test_a_slow_reader_gets_one_merged_delta() -> None:
-    async def read_late() -> list[Delta]:
-        stream = AsyncStream("r0")
+    async def read_late() -> list[RequestOutput]:
+        stream = AsyncOutputStream("r0")
         for number in range(50):
             stream.push(token("r0", str(number % 10)))
         stream.push(last("r0"))
@@ -267,7 +269,7 @@ def test_a_slow_reader_gets_one_merged_delta() -> None:
     assert delta.finish_reason is FinishReason.STOP
 
 
-def test_inspecting_an_engine_that_is_not_there_fails_at_once(engine: Engine) -> None:
+def test_inspecting_an_engine_that_is_not_there_fails_at_once(engine: EngineClient) -> None:
     engine.stop()
     future: Future[object] = engine.inspect()  # type: ignore[assignment]
     assert future.exception(0) is not None

@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from cllm.frontend.output_stream import AsyncStream, BlockingStream
-from cllm.types import Delta, Failure, FinishReason
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.types import Failure, FinishReason, RequestOutput
 
 
-def delta(text: str, reason: FinishReason | None = None) -> Delta:
-    return Delta(request_id="r", text=text, finish_reason=reason)
+def delta(text: str, reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput(request_id="r", text=text, finish_reason=reason)
 
 
 def test_what_is_unread_is_one_delta() -> None:
     async def read() -> list[str]:
-        stream = AsyncStream("r")
+        stream = AsyncOutputStream("r")
         stream.push(delta("a"))
         stream.push(delta("b"))
         stream.push(delta("c", FinishReason.STOP))
@@ -27,7 +27,7 @@ def test_what_is_unread_is_one_delta() -> None:
 
 def test_a_waiting_reader_is_woken_by_each_push() -> None:
     async def read() -> list[str]:
-        stream = AsyncStream("r")
+        stream = AsyncOutputStream("r")
 
         async def produce() -> None:
             for text in "xyz":
@@ -44,8 +44,8 @@ def test_a_waiting_reader_is_woken_by_each_push() -> None:
 
 
 def test_two_pushes_before_the_reader_runs_wake_it_once() -> None:
-    async def read() -> Delta:
-        stream = AsyncStream("r")
+    async def read() -> RequestOutput:
+        stream = AsyncOutputStream("r")
         reader = asyncio.ensure_future(stream.next())
         await asyncio.sleep(0)
         stream.push(delta("a"))
@@ -56,8 +56,8 @@ def test_two_pushes_before_the_reader_runs_wake_it_once() -> None:
 
 
 def test_a_cancelled_reader_loses_nothing() -> None:
-    async def read() -> Delta:
-        stream = AsyncStream("r")
+    async def read() -> RequestOutput:
+        stream = AsyncOutputStream("r")
         reader = asyncio.ensure_future(stream.next())
         await asyncio.sleep(0)
         reader.cancel()
@@ -70,15 +70,15 @@ def test_a_cancelled_reader_loses_nothing() -> None:
 
 
 def test_what_was_said_before_an_error_is_told_first() -> None:
-    failed = Delta(request_id="r", finish_reason=FinishReason.ERROR, error=Failure("bad_batch", "no"))
+    failed = RequestOutput(request_id="r", finish_reason=FinishReason.ERROR, error=Failure("bad_batch", "no"))
 
-    async def read() -> list[Delta]:
-        stream = AsyncStream("r")
+    async def read() -> list[RequestOutput]:
+        stream = AsyncOutputStream("r")
         for each in (delta("a"), delta("b"), failed):
             stream.push(each)
         return [each async for each in stream]
 
-    blocking = BlockingStream("r")
+    blocking = BlockingOutputStream("r")
     for each in (delta("a"), delta("b"), failed):
         blocking.push(each)
     for deltas in (asyncio.run(read()), list(blocking)):

@@ -13,8 +13,8 @@ from cllm.errors import InvalidRequest, QueueFull, RateLimited
 from cllm.frontend import request_queue as admission
 from cllm.frontend import request_queue as ticket
 from cllm.frontend import tenants
-from cllm.frontend.output_stream import Stream
-from cllm.frontend.request_queue import Admission, FairQueue, Place, Ticket
+from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TenantLimits, TokenBucket
 from cllm.types import Limits, Request
 
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Silent(Stream):
+class Silent(OutputStream):
     def _wake(self) -> None:
         pass
 
@@ -57,23 +57,23 @@ class Line:
     """An admission with short words for it."""
 
     def __init__(self, *, queue_size: int = 10_000, queue_tokens: int = 0, sequences: int = 4) -> None:
-        self.admission = Admission(queue_size, queue_tokens)
+        self.admission = RequestQueue(queue_size, queue_tokens)
         self.limits = limits(sequences)
         self._count = 0
 
-    def ask(self, tenant: str = "", tokens: int = 10, priority: int = 0) -> Ticket:
+    def ask(self, tenant: str = "", tokens: int = 10, priority: int = 0) -> RequestState:
         self._count += 1
         name = f"{tenant}{self._count}"
         request = Request(id=name, prompt=(1,) * tokens, max_tokens=100, tenant=tenant, priority=priority)
         return self.admission.admit(request, Silent(name), self.limits)
 
-    def feed(self) -> list[Ticket]:
+    def feed(self) -> list[RequestState]:
         return self.admission.next_for_engine(self.limits)
 
-    def inside(self) -> list[Ticket]:
-        return [each for each in self.admission.tickets if each.place is Place.ENGINE]
+    def inside(self) -> list[RequestState]:
+        return [each for each in self.admission.tickets if each.place is Stage.ENGINE]
 
-    def finish(self, one: Ticket, generated: int = 0) -> None:
+    def finish(self, one: RequestState, generated: int = 0) -> None:
         self.admission.generated(one, generated, one.arrived)
         self.admission.close(one)
 
@@ -239,7 +239,7 @@ def test_whoever_was_idle_has_no_credit(clock: Clock) -> None:
     assert starts(a) == starts(b), "what a had while it was alone is no debt, b's absence no credit"
 
 
-def _run(line: Line, tenant: str) -> Ticket:
+def _run(line: Line, tenant: str) -> RequestState:
     line.ask(tenant)
     (sent,) = line.feed()
     return sent
@@ -254,8 +254,8 @@ def test_a_small_tenant_passes_the_line_of_a_big_one(clock: Clock) -> None:
         line.admission.generated(one, 5, clock.now)
     mine = line.ask("small")
     assert line.admission.position(mine) == 2, "one of the big one's, then this"
-    order: list[Ticket] = []
-    while mine.place is Place.QUEUED:
+    order: list[RequestState] = []
+    while mine.place is Stage.QUEUED:
         line.finish(line.inside()[0])
         order += line.feed()
     assert order == [mine]
@@ -267,7 +267,7 @@ def test_the_places_a_tenant_used_are_kept_for_it_for_a_moment(clock: Clock) -> 
         line.ask("big")
     line.feed()
     mine = line.ask("small")
-    while mine.place is Place.QUEUED:
+    while mine.place is Stage.QUEUED:
         line.finish(line.inside()[0], 10)
         line.feed()
     while len(line.inside()) > 4:
@@ -299,9 +299,9 @@ def test_higher_priority_goes_first_and_nobody_starves(clock: Clock) -> None:
         line.ask(priority=0)
         line.finish(line.inside()[0])
         line.feed()
-        if starving.place is Place.ENGINE:
+        if starving.place is Stage.ENGINE:
             break
-    assert starving.place is Place.ENGINE
+    assert starving.place is Stage.ENGINE
     assert clock.now - 1000 == pytest.approx(3 * FairQueue.AGEING_S, abs=1.0)
 
 

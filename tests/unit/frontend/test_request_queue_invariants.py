@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.errors import QueueFull, RateLimited
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import BlockingStream
-from cllm.frontend.request_queue import Place, window
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import BlockingOutputStream
+from cllm.frontend.request_queue import Stage, window
 from cllm.frontend.tenants import TenantLimits
 from cllm.types import Request
-from tests.unit.frontend.test_engine_client import ScriptedHost, last, token
+from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
 
 SEQUENCES = 2
 QUEUE_SIZE, QUEUE_TOKENS = 12, 200
@@ -27,11 +27,11 @@ class Lives(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host = ScriptedHost()
-        self.engine = Engine(self.host, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
+        self.host = ScriptedExecutor()
+        self.engine = EngineClient(self.host, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
         self.engine.set_tenants(TENANTS)
         self.engine.start()
-        self.streams: dict[str, BlockingStream] = {}
+        self.streams: dict[str, BlockingOutputStream] = {}
         self.owners: dict[str, str] = {}
 
     @rule(
@@ -50,10 +50,10 @@ class Lives(RuleBasedStateMachine):
             priority=priority,
             timeout_s=3600.0 if timed else None,
         )
-        waiting = [each for each in self.engine.tickets if each.place is Place.QUEUED]
+        waiting = [each for each in self.engine.tickets if each.place is Stage.QUEUED]
         waiting_tokens = sum(len(each.request.prompt) for each in waiting)
         try:
-            self.streams[name] = self.engine.submit(request, BlockingStream)
+            self.streams[name] = self.engine.submit(request, BlockingOutputStream)
             self.owners[name] = tenant
         except QueueFull as refusal:
             assert len(waiting) == QUEUE_SIZE or waiting_tokens + tokens > QUEUE_TOKENS
@@ -62,7 +62,7 @@ class Lives(RuleBasedStateMachine):
             assert tenant == "few" and self.living()["few"] == 3
 
     def inside(self) -> list[str]:
-        return [each.request.id for each in self.engine.tickets if each.place is Place.ENGINE]
+        return [each.request.id for each in self.engine.tickets if each.place is Stage.ENGINE]
 
     def living(self) -> Counter[str]:
         return Counter(self.owners[name] for name, stream in self.streams.items() if not stream.finished)
@@ -89,7 +89,7 @@ class Lives(RuleBasedStateMachine):
         if ticket is not None and ticket.request.timeout_s is not None:
             cancelled = ticket.cancelled
             self.engine._expire(ticket.request.id)
-            assert cancelled or ticket.place is Place.DONE
+            assert cancelled or ticket.place is Stage.DONE
 
     @precondition(lambda self: self.engine._restarts == 0)
     @rule()
@@ -105,7 +105,7 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def bounds_are_kept(self) -> None:
         tickets = self.engine.tickets
-        queued = [each for each in tickets if each.place is Place.QUEUED]
+        queued = [each for each in tickets if each.place is Stage.QUEUED]
         replayed = [each for each in queued if each.deaths]
         assert len(queued) - len(replayed) <= QUEUE_SIZE
         assert len(tickets) - len(queued) <= window(SEQUENCES)
@@ -115,13 +115,13 @@ class Lives(RuleBasedStateMachine):
         assert admission.waiting_tokens == sum(len(each.request.prompt) for each in queued)
         for tenant in admission.tenants._tenants.values():
             mine = [each for each in tickets if each.tenant is tenant]
-            assert tenant.waiting == sum(each.place is Place.QUEUED for each in mine)
+            assert tenant.waiting == sum(each.place is Stage.QUEUED for each in mine)
             assert tenant.running == len(mine) - tenant.waiting
 
     @invariant()
     def the_engine_is_fed(self) -> None:
         """Whoever waits, waits for somebody: nobody is forgotten in an empty house."""
-        if any(each.place is Place.QUEUED for each in self.engine.tickets):
+        if any(each.place is Stage.QUEUED for each in self.engine.tickets):
             assert self.inside()
 
     def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""Deadlines: who fires, where the request is then, and that the clock is the monotonic one."""
+"""RequestTimeouts: who fires, where the request is then, and that the clock is the monotonic one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 import pytest
 
 from cllm.config import EngineConfig
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream, BlockingStream
-from cllm.frontend.timeouts import Deadlines
-from cllm.testing import FakeBackend, expected_text
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.timeouts import RequestTimeouts
+from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadHost
+from cllm.workers.executor import ThreadExecutor
 from cllm.workers.messages import Cancel
-from tests.unit.frontend.test_engine_client import ScriptedHost, last, read, token
+from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 
 
 def request(name: str, timeout_s: float | None = None, max_tokens: int = 8) -> Request:
@@ -26,18 +26,20 @@ def request(name: str, timeout_s: float | None = None, max_tokens: int = 8) -> R
     )
 
 
-def code_of(stream: BlockingStream) -> str | None:
+def code_of(stream: BlockingOutputStream) -> str | None:
     error = read(stream).error
     return error.code if error is not None else None
 
 
 def test_in_the_queue_and_in_the_engine_the_client_hears_of_it_at_once() -> None:
-    host = ScriptedHost()
-    engine = Engine(host, queue_size=10)
+    host = ScriptedExecutor()
+    engine = EngineClient(host, queue_size=10)
     engine.start()
     # the one that waits is due first: else it would go to the engine when the others are gone
-    streams = [engine.submit(request(f"r{n}", 0.05 if n == 4 else 0.3), BlockingStream) for n in range(5)]
-    later = engine.submit(request("later"), BlockingStream)
+    streams = [
+        engine.submit(request(f"r{n}", 0.05 if n == 4 else 0.3), BlockingOutputStream) for n in range(5)
+    ]
+    later = engine.submit(request("later"), BlockingOutputStream)
     host.say(token("r0"))
     assert [code_of(stream) for stream in streams] == ["deadline_exceeded"] * 5
     assert {command.request_id for command in host.sent if isinstance(command, Cancel)} == {
@@ -51,24 +53,25 @@ def test_in_the_queue_and_in_the_engine_the_client_hears_of_it_at_once() -> None
 
 
 def test_the_servers_limit_holds_for_who_asks_for_more_or_for_nothing() -> None:
-    host = ScriptedHost()
-    engine = Engine(host, max_timeout_s=0.05)
+    host = ScriptedExecutor()
+    engine = EngineClient(host, max_timeout_s=0.05)
     engine.start()
     for timeout_s in (None, 3600.0):
         assert (
-            code_of(engine.submit(request(f"r{timeout_s}", timeout_s), BlockingStream)) == "deadline_exceeded"
+            code_of(engine.submit(request(f"r{timeout_s}", timeout_s), BlockingOutputStream))
+            == "deadline_exceeded"
         )
     engine.stop()
 
 
 def test_a_long_prefill_is_stopped_by_its_deadline_and_the_neighbour_is_whole() -> None:
     """On the real loop; each step takes half a second unless it is interrupted."""
-    engine = Engine(ThreadHost(lambda _: FakeBackend(sequences=2, step_s=0.5), EngineConfig()))
+    engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=2, step_s=0.5), EngineConfig()))
     engine.start()
     engine.wait_ready(5)
     long = Request(id="long", prompt=tuple(b"x" * 60), max_tokens=4, timeout_s=0.1)
-    late = engine.submit(long, BlockingStream)
-    neighbour = engine.submit(request("neighbour", max_tokens=3), BlockingStream)
+    late = engine.submit(long, BlockingOutputStream)
+    neighbour = engine.submit(request("neighbour", max_tokens=3), BlockingOutputStream)
     assert code_of(late) == "deadline_exceeded"
     assert "".join(delta.text for delta in neighbour) == expected_text(b"hello", 3, ends=False)
     snapshot = engine.inspect().result(10)
@@ -78,10 +81,10 @@ def test_a_long_prefill_is_stopped_by_its_deadline_and_the_neighbour_is_whole() 
 
 def test_on_an_event_loop_the_end_comes_on_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> list[int]:
-        engine = Engine(ScriptedHost())
+        engine = EngineClient(ScriptedExecutor())
         engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
         engine.start()
-        stream = engine.submit(request("r0", 0.05), AsyncStream)
+        stream = engine.submit(request("r0", 0.05), AsyncOutputStream)
         threads: list[int] = []
         wake = stream._wake
 
@@ -100,7 +103,7 @@ def test_on_an_event_loop_the_end_comes_on_its_thread(monkeypatch: pytest.Monkey
 
 def test_a_request_that_ends_in_time_leaves_nothing_behind() -> None:
     fired: list[str] = []
-    deadlines = Deadlines(fired.append)
+    deadlines = RequestTimeouts(fired.append)
     for number in range(10_000):
         deadlines.add(f"r{number}", time.monotonic() + 3600)
         deadlines.remove(f"r{number}")
@@ -124,7 +127,7 @@ def test_the_python_api_names_a_timeout_that_makes_no_sense(timeout: float) -> N
     from cllm.errors import DeadlineExceeded, InvalidRequest
     from cllm.llm import LLM
 
-    with LLM(make_backend=lambda _: FakeBackend(step_s=0.02)) as llm:
+    with LLM(make_runner=lambda _: FakeRunner(step_s=0.02)) as llm:
         with pytest.raises(InvalidRequest, match="timeout"):
             llm.generate("x", timeout=timeout)
         with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):

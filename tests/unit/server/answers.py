@@ -1,4 +1,4 @@
-"""Hand-made answers for the renderers: whatever a `ReplyReader` may say, in whatever steps."""
+"""Hand-made answers for the renderers: whatever a `OutputParser` may say, in whatever steps."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import msgspec
 from hypothesis import strategies as st
 
 from cllm.chat.conversation import Step
-from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
-from cllm.types import Delta, Failure, FinishReason, TokenLogprob, Usage
+from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob, Usage
 
 USAGE = Usage(prompt_tokens=12, completion_tokens=7, cached_tokens=5)
 ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def step(
-    *events: ReplyEvent,
+    *events: OutputEvent,
     end: FinishReason | None = None,
     stop: str | None = None,
     tokens: int = 1,
     logprobs: tuple[TokenLogprob, ...] = (),
 ) -> Step:
     usage = USAGE if end is not None else None
-    delta = Delta(
+    delta = RequestOutput(
         request_id="x",
         tokens=tuple(range(tokens)),
         logprobs=logprobs,
@@ -34,7 +34,7 @@ def step(
 
 def failed(code: str, message: str) -> Step:
     failure = Failure(code, message)
-    return [], Delta(request_id="x", finish_reason=FinishReason.ERROR, error=failure)
+    return [], RequestOutput(request_id="x", finish_reason=FinishReason.ERROR, error=failure)
 
 
 def logprob(text: str) -> TokenLogprob:
@@ -48,17 +48,17 @@ _names = st.sampled_from(["look", "add"])
 @st.composite
 def answers(draw: st.DrawFn) -> list[Step]:
     """The steps of one finished answer."""
-    events: list[ReplyEvent] = []
+    events: list[OutputEvent] = []
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["think", "say", "call"]), max_size=5)):
         texts = draw(st.lists(_texts, min_size=1, max_size=3))
         if kind == "think":
             events += [ReasoningText(text) for text in texts]
         elif kind == "say":
-            events += [AnswerText(text) for text in texts]
+            events += [ContentText(text) for text in texts]
         else:
-            events.append(CallBegun(calls, draw(_names)))
-            events += [CallArguments(calls, text) for text in texts[1:]]
+            events.append(ToolCallStart(calls, draw(_names)))
+            events += [ToolCallArguments(calls, text) for text in texts[1:]]
             calls += 1
     steps: list[Step] = []
     while events:
@@ -81,5 +81,5 @@ def said(steps: list[Step]) -> str:
         event.text
         for events, _ in steps
         for event in events
-        if isinstance(event, AnswerText | ReasoningText | CallArguments)
+        if isinstance(event, ContentText | ReasoningText | ToolCallArguments)
     )

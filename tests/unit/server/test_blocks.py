@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from cllm.chat.conversation import Step, Turns
 from cllm.server.blocks import Begun, Block, BlockKind, Blocks, Ended, Grew
-from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText
+from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.server.answers import USAGE, answers, logprob, said, step
 
@@ -35,7 +35,7 @@ def test_blocks_are_well_formed(steps: list[Step]) -> None:
     assert "".join(texts) == said(steps)
     assert blocks.finish_reason is steps[-1][1].finish_reason and blocks.usage == USAGE
     assert not any(block.cut for block in blocks.blocks[:-1])
-    begun = [event.name for events, _ in steps for event in events if isinstance(event, CallBegun)]
+    begun = [event.name for events, _ in steps for event in events if isinstance(event, ToolCallStart)]
     assert [block.name for block in blocks.blocks if block.kind is BlockKind.CALL] == begun
 
 
@@ -49,7 +49,7 @@ def test_an_answer_of_nothing_is_an_empty_text() -> None:
 def test_what_the_length_ends_is_cut() -> None:
     blocks = Blocks()
     blocks.add(*step(ReasoningText("hm")))
-    blocks.add(*step(AnswerText("so"), end=FinishReason.LENGTH))
+    blocks.add(*step(ContentText("so"), end=FinishReason.LENGTH))
     assert [block.cut for block in blocks.blocks] == [False, True]
 
 
@@ -57,7 +57,7 @@ def test_tokens_of_thoughts_are_counted() -> None:
     blocks = Blocks()
     blocks.add(*step(ReasoningText("a"), tokens=3))
     blocks.add(*step(tokens=2))  # held back
-    blocks.add(*step(AnswerText("b"), tokens=5))
+    blocks.add(*step(ContentText("b"), tokens=5))
     blocks.add(*step(end=FinishReason.STOP, tokens=1))
     assert blocks.thought_tokens == 5
 
@@ -66,12 +66,12 @@ def test_logprobs_stay_with_the_words() -> None:
     blocks = Blocks()
     blocks.add(*step(ReasoningText("t"), logprobs=(logprob("t"),)))
     blocks.add(*step(logprobs=(logprob("a"),)))  # of a text that is held back in the thoughts' block
-    blocks.add(*step(AnswerText("b"), logprobs=(logprob("b"),)))
+    blocks.add(*step(ContentText("b"), logprobs=(logprob("b"),)))
     blocks.add(*step(logprobs=(logprob("c"),)))
-    grown = blocks.add(*step(AnswerText("cd"), logprobs=(logprob("d"),)))
+    grown = blocks.add(*step(ContentText("cd"), logprobs=(logprob("d"),)))
     assert isinstance(grown[0], Grew) and [entry.pieces[0] for entry in grown[0].logprobs] == [b"c", b"d"]
-    blocks.add(*step(CallBegun(0, "look"), logprobs=(logprob("x"),)))
-    blocks.add(*step(CallArguments(0, "{}"), logprobs=(logprob("y"),), end=FinishReason.STOP))
+    blocks.add(*step(ToolCallStart(0, "look"), logprobs=(logprob("x"),)))
+    blocks.add(*step(ToolCallArguments(0, "{}"), logprobs=(logprob("y"),), end=FinishReason.STOP))
     assert [entry.pieces[0] for entry in blocks.blocks[1].logprobs] == [b"b", b"c", b"d"]
     assert [len(block.logprobs) for block in blocks.blocks] == [0, 3, 0]
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from cllm.chat.conversation import Step
 from cllm.server.protocol.messages import MessageAnswer
-from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText, ReplyEvent
+from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.server.answers import answers, failed, step
 
@@ -65,8 +65,12 @@ def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
 
 
 def test_the_events_of_an_answer_in_order() -> None:
-    call: list[ReplyEvent] = [CallBegun(0, "look"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}")]
-    steps = [step(ReasoningText("hm")), step(AnswerText("Hello")), step(*call, end=FinishReason.STOP)]
+    call: list[OutputEvent] = [
+        ToolCallStart(0, "look"),
+        ToolCallArguments(0, '{"a"'),
+        ToolCallArguments(0, ": 1}"),
+    ]
+    steps = [step(ReasoningText("hm")), step(ContentText("Hello")), step(*call, end=FinishReason.STOP)]
     start, _, *events = rendered(steps)
     begun = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert begun[:2] == [
@@ -92,11 +96,11 @@ def test_the_events_of_an_answer_in_order() -> None:
 @pytest.mark.parametrize(
     ("last", "reason"),
     [
-        (step(AnswerText("a"), end=FinishReason.STOP), "end_turn"),
-        (step(AnswerText("a"), end=FinishReason.LENGTH), "max_tokens"),
-        (step(AnswerText("a"), end=FinishReason.STOP, stop="END"), "stop_sequence"),
-        (step(CallBegun(0, "look"), end=FinishReason.STOP), "tool_use"),
-        (step(CallBegun(0, "look"), end=FinishReason.LENGTH), "max_tokens"),
+        (step(ContentText("a"), end=FinishReason.STOP), "end_turn"),
+        (step(ContentText("a"), end=FinishReason.LENGTH), "max_tokens"),
+        (step(ContentText("a"), end=FinishReason.STOP, stop="END"), "stop_sequence"),
+        (step(ToolCallStart(0, "look"), end=FinishReason.STOP), "tool_use"),
+        (step(ToolCallStart(0, "look"), end=FinishReason.LENGTH), "max_tokens"),
     ],
 )
 def test_why_it_stopped(last: Step, reason: str) -> None:
@@ -107,7 +111,10 @@ def test_why_it_stopped(last: Step, reason: str) -> None:
 
 @pytest.mark.parametrize("arguments", ["", '{"a": 1', "[1]", "1", '"x"', "null", "[" * 100_000])
 def test_arguments_that_are_no_object_are_none(arguments: str) -> None:
-    events: list[ReplyEvent] = [CallBegun(0, "look"), *([CallArguments(0, arguments)] if arguments else [])]
+    events: list[OutputEvent] = [
+        ToolCallStart(0, "look"),
+        *([ToolCallArguments(0, arguments)] if arguments else []),
+    ]
     (block,) = whole([step(*events, end=FinishReason.LENGTH)])["content"]
     assert block["input"] == {}
 
@@ -122,6 +129,6 @@ def test_arguments_that_are_no_object_are_none(arguments: str) -> None:
     ],
 )
 def test_a_failure_is_told_and_ends_the_stream(code: str, kind: str) -> None:
-    *_, last = rendered([step(AnswerText("a")), failed(code, "it broke")])
+    *_, last = rendered([step(ContentText("a")), failed(code, "it broke")])
     assert last == {"type": "error", "error": {"type": kind, "message": "it broke"}}
     assert json.dumps(last)

@@ -11,17 +11,17 @@ import jsonschema
 import pytest
 
 from cllm.config import EngineConfig, ServerConfig
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
-from cllm.testing import FakeBackend
-from cllm.workers.executor import ThreadHost
+from cllm.testing import FakeRunner
+from cllm.workers.executor import ThreadExecutor
 
 KEY = "a-key-of-the-owner"
 
 
 def get(path: str, api_key: str = "") -> httpx.Response:
     """Ask an app that has no model: the description needs none."""
-    engine = Engine(ThreadHost(lambda _: FakeBackend(), EngineConfig()))
+    engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(), EngineConfig()))
     app = create_app({"default": engine}, ServerConfig(api_key=api_key))
     headers = {"x-api-key": api_key} if api_key else {}
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from cllm.chat.conversation import Step
 from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.protocol.responses_output import ResponseAnswer, echo
-from cllm.text.output_parser import AnswerText, CallArguments, CallBegun, ReasoningText
+from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.server.answers import answers, failed, logprob, step
 
@@ -69,9 +69,9 @@ def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
 def test_the_events_of_an_answer_in_order() -> None:
     steps = [
         step(ReasoningText("hm"), tokens=3),
-        step(AnswerText("Hel")),
-        step(AnswerText("lo")),
-        step(CallBegun(0, "look"), CallArguments(0, "{}"), end=FinishReason.STOP),
+        step(ContentText("Hel")),
+        step(ContentText("lo")),
+        step(ToolCallStart(0, "look"), ToolCallArguments(0, "{}"), end=FinishReason.STOP),
     ]
     events = rendered(steps)
     part = ["response.output_item.added", "response.content_part.added"]
@@ -105,15 +105,15 @@ def test_the_events_of_an_answer_in_order() -> None:
 
 
 def test_an_answer_cut_off_is_incomplete() -> None:
-    response = whole([step(AnswerText("on and"), end=FinishReason.LENGTH)])
+    response = whole([step(ContentText("on and"), end=FinishReason.LENGTH)])
     assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-    events = rendered([step(AnswerText("on and"), end=FinishReason.LENGTH)])
+    events = rendered([step(ContentText("on and"), end=FinishReason.LENGTH)])
     assert events[-1]["type"] == "response.incomplete"
 
 
 def test_a_failure_is_told_and_ends_the_stream() -> None:
-    *_, error, last = rendered([step(AnswerText("a")), failed("engine_died", "the engine died")])
+    *_, error, last = rendered([step(ContentText("a")), failed("engine_died", "the engine died")])
     assert (error["type"], error["code"], error["message"]) == ("error", "engine_died", "the engine died")
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine died"}
@@ -123,7 +123,7 @@ def test_a_failure_is_told_and_ends_the_stream() -> None:
 
 @pytest.mark.parametrize(("top", "told"), [(None, None), (0, 0), (1, 1)])
 def test_logprobs_only_where_they_are_asked_for(top: int | None, told: int | None) -> None:
-    steps = [step(AnswerText("a"), logprobs=(logprob("a"),)), step(end=FinishReason.STOP)]
+    steps = [step(ContentText("a"), logprobs=(logprob("a"),)), step(end=FinishReason.STOP)]
     (part,) = whole(steps, top)["output"][0]["content"]
     deltas = [event for event in rendered(steps, top) if event["type"] == "response.output_text.delta"]
     assert part["logprobs"] == deltas[0]["logprobs"]

@@ -11,12 +11,12 @@ import httpx
 import pytest
 
 from cllm.config import EngineConfig, ServerConfig
-from cllm.frontend.engine_client import Engine
+from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.tenants import TenantLimits
 from cllm.server.app import create_app
-from cllm.testing import FakeBackend
+from cllm.testing import FakeRunner
 from cllm.types import Request
-from cllm.workers.executor import ThreadHost
+from cllm.workers.executor import ThreadExecutor
 from cllm.workers.messages import Submit
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -30,29 +30,29 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}),
 ]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-Asked = Callable[[httpx.AsyncClient, Engine, list[Request]], Coroutine[Any, Any, None]]
+Asked = Callable[[httpx.AsyncClient, EngineClient, list[Request]], Coroutine[Any, Any, None]]
 
 
-class TemplateBackend(FakeBackend):
+class TemplateRunner(FakeRunner):
     """The fake, with a chat template."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._facts = type(self._facts)(
+        self._info = type(self._info)(
             **{
-                name: getattr(self._facts, name)
-                for name in self._facts.__struct_fields__
+                name: getattr(self._info, name)
+                for name in self._info.__struct_fields__
                 if name != "chat_template"
             },
             chat_template=TEMPLATE,
         )
 
 
-class SpyHost(ThreadHost):
+class SpyHost(ThreadExecutor):
     """The engine in a thread; what goes into it is written down."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(lambda _: TemplateBackend(**options), EngineConfig())
+        super().__init__(lambda _: TemplateRunner(**options), EngineConfig())
         self.requests: list[Request] = []
 
     def send(self, command: Any) -> None:
@@ -64,9 +64,9 @@ class SpyHost(ThreadHost):
 @asynccontextmanager
 async def served(
     api_key: str = "", **options: Any
-) -> AsyncIterator[tuple[httpx.AsyncClient, Engine, list[Request]]]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, EngineClient, list[Request]]]:
     host = SpyHost(**options)
-    engine = Engine(host, queue_size=2)
+    engine = EngineClient(host, queue_size=2)
     engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
     engine.start()
     try:
@@ -89,7 +89,7 @@ def with_server(test: Asked, **options: Any) -> None:
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, Any]) -> None:
-    async def asked(client: httpx.AsyncClient, _: Engine, requests: list[Request]) -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
         fields = {"timeout": 30, "priority": -7, "cache_prompt": False, "speculate": False}
         answer = await client.post(path, json={**body, **fields})
         assert answer.status_code == 200, answer.text
@@ -112,7 +112,7 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
      {"priority": -101}, {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}, {"speculate": 0}],
 )  # fmt: skip
 def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any]) -> None:
-    async def asked(client: httpx.AsyncClient, _: Engine, requests: list[Request]) -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
         for path, body in ROUTES:
             answer = await client.post(path, json={**body, **wrong})
             assert answer.status_code == 400, answer.text
@@ -125,7 +125,7 @@ def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any])
 def test_guesses_are_counted_and_can_be_declined() -> None:
     """The fake's text repeats nothing, so guesses are kept in silence; what is counted is what was told."""
 
-    async def asked(client: httpx.AsyncClient, _: Engine, __: list[Request]) -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, __: list[Request]) -> None:
         body = {"prompt": "abcd" * 8, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 
         async def counted(name: str) -> float:
@@ -142,7 +142,7 @@ def test_guesses_are_counted_and_can_be_declined() -> None:
 
 
 def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
-    async def asked(client: httpx.AsyncClient, engine: Engine, _: list[Request]) -> None:
+    async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
         engine.set_tenants({"": TenantLimits(requests_per_s=0.1)})  # as if the keys' file had been read again
         assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
         answer = await client.post("/v1/completions", json=ROUTES[3][1])
@@ -157,7 +157,7 @@ def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/embedding", "content")])
 def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> None:
-    async def asked(client: httpx.AsyncClient, engine: Engine, requests: list[Request]) -> None:
+    async def asked(client: httpx.AsyncClient, engine: EngineClient, requests: list[Request]) -> None:
         engine.set_tenants({"default": TenantLimits(requests_per_s=0.1)})
         key = {"Authorization": "Bearer secret"}
         assert (await client.post(path, json={field: "hello"})).status_code == 401
@@ -169,7 +169,7 @@ def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> N
 
 
 def test_who_waits_is_told_the_place_and_who_cannot_is_refused_before_any_text_work() -> None:
-    async def asked(client: httpx.AsyncClient, engine: Engine, _: list[Request]) -> None:
+    async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
         body = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True}
         running = [asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(3)]
         while len(engine.tickets) < 3:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from cllm.config import EngineConfig
-from cllm.frontend.engine_client import Engine
-from cllm.frontend.output_stream import AsyncStream, BlockingStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.server.routes.generate import events
 from cllm.server.sse import EventStream
-from cllm.testing import FakeBackend, expected_text
+from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadHost
+from cllm.workers.executor import ThreadExecutor
 
 ENDLESS = SamplingParams(ignore_eos=True)
 
@@ -24,20 +24,20 @@ def ask(name: str, max_tokens: int) -> Request:
     return Request(id=name, prompt=tuple(name.encode()), max_tokens=max_tokens, sampling=ENDLESS)
 
 
-def running(**options: Any) -> Engine:
-    return Engine(ThreadHost(lambda _: FakeBackend(**options), EngineConfig()))
+def running(**options: Any) -> EngineClient:
+    return EngineClient(ThreadExecutor(lambda _: FakeRunner(**options), EngineConfig()))
 
 
 def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsyncStream, "unread_limit", 9000)
+    monkeypatch.setattr(AsyncOutputStream, "unread_limit", 9000)
 
     async def run() -> None:
         engine = running(sequences=2, cells=8192, step_s=0.0005)
         engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
         engine.start()
         await asyncio.wrap_future(engine.loaded)
-        never_read = engine.submit(ask("never read", 4000), AsyncStream)
-        other = engine.submit(ask("other", 300), AsyncStream)
+        never_read = engine.submit(ask("never read", 4000), AsyncOutputStream)
+        other = engine.submit(ask("other", 300), AsyncOutputStream)
         text = "".join([delta.text async for delta in other])
         assert text == expected_text(b"other", 300, ends=False)
         while not never_read.finished:
@@ -57,7 +57,7 @@ def test_a_thread_that_reads_late_gets_everything() -> None:
     engine = running(sequences=2, cells=8192)
     engine.start()
     engine.wait_ready(5)
-    streams = [engine.submit(ask(f"r{number}", 1000), BlockingStream) for number in range(4)]
+    streams = [engine.submit(ask(f"r{number}", 1000), BlockingOutputStream) for number in range(4)]
     for stream in streams:
         assert sum(len(delta.tokens) for delta in stream) == 1000
     engine.stop()
@@ -69,7 +69,7 @@ def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:
         engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
         engine.start()
         await asyncio.wrap_future(engine.loaded)
-        stream = engine.submit(ask("stuck", 1000), AsyncStream)
+        stream = engine.submit(ask("stuck", 1000), AsyncOutputStream)
         sent: list[dict[str, Any]] = []
 
         async def send(message: Any) -> None:

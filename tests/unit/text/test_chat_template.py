@@ -11,7 +11,7 @@ import time
 import pytest
 
 from cllm.errors import InvalidRequest
-from cllm.text.chat_template import MOST_ADDED, ChatTemplate
+from cllm.text.chat_template import MAX_ADDED, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -44,7 +44,7 @@ def test_what_published_templates_do(source: str, expected: str) -> None:
 
 
 def test_the_bound_grows_with_what_the_messages_hold() -> None:
-    long = "x" * (3 * MOST_ADDED)
+    long = "x" * (3 * MAX_ADDED)
     assert render("{{ messages[0].content }}!", messages=[{"content": long}]) == long + "!"
     with pytest.raises(InvalidRequest, match="more than"):
         render("{% for i in range(99999) %}{{ messages[0].content * 9 }}{% endfor %}")
@@ -71,7 +71,7 @@ def test_an_endless_template_is_stopped_by_the_clock() -> None:
         "{{ raise_exception('no') }}",
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "{% extends 'x' %}",
-        "x" * (MOST_ADDED + 1),
+        "x" * (MAX_ADDED + 1),
     ],
     ids=lambda source: source[:30],
 )

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.text.detokenizer import TextAssembler
+from cllm.text.detokenizer import IncrementalDetokenizer
 
 
 def oracle(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -40,17 +40,17 @@ def woven(draw: st.DrawFn) -> tuple[str, list[str], list[int]]:
 
 def check(text: str, stops: list[str], pieces: list[bytes]) -> None:
     """Push the pieces: what is shown is the oracle's, and never more than that on the way."""
-    assembler = TextAssembler(stops)
+    detokenizer = IncrementalDetokenizer(stops)
     expected, stopped_by = oracle(text, stops)
     got = ""
     for piece in pieces:
-        got += assembler.push(piece)
+        got += detokenizer.push(piece)
         assert expected.startswith(got), "text was shown that has to be taken back"
-        if assembler.stopped_by is not None:
+        if detokenizer.stopped_by is not None:
             break
-    if assembler.stopped_by is None:
-        got += assembler.finish()
-    assert (got, assembler.stopped_by) == (expected, stopped_by)
+    if detokenizer.stopped_by is None:
+        got += detokenizer.finish()
+    assert (got, detokenizer.stopped_by) == (expected, stopped_by)
 
 
 @given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 200), max_size=30))
@@ -68,7 +68,7 @@ def test_texts_woven_from_stops_are_the_oracles_too(case: tuple[str, list[str], 
 
 
 def kinds_of(text: str, stops: list[str], pieces: list[bytes]) -> set[str]:
-    """What makes a case hard, found without the assembler."""
+    """What makes a case hard, found without the detokenizer."""
     kinds: set[str] = set()
     ends = list(accumulate(map(len, pieces)))
     data = text.encode()
@@ -107,18 +107,18 @@ def test_the_hard_cases_really_occur() -> None:
 
 
 def test_an_unfinished_character_is_dropped_not_replaced() -> None:
-    assembler = TextAssembler()
-    assert assembler.push("a€".encode()[:-1]) == "a"
-    assert assembler.finish() == ""
+    detokenizer = IncrementalDetokenizer()
+    assert detokenizer.push("a€".encode()[:-1]) == "a"
+    assert detokenizer.finish() == ""
 
 
 def test_bytes_that_are_no_utf8_become_the_replacement_character() -> None:
-    assert TextAssembler().push(b"a\xffb") == "a\ufffdb"
+    assert IncrementalDetokenizer().push(b"a\xffb") == "a\ufffdb"
 
 
 def test_a_tail_that_could_be_a_stop_is_held_back_and_given_at_the_end() -> None:
-    assembler = TextAssembler(["STOP"])
-    assert assembler.push(b"go ST") == "go "
-    assert assembler.push(b"A") == "STA"
-    assert assembler.push(b"ST") == ""
-    assert assembler.finish() == "ST"
+    detokenizer = IncrementalDetokenizer(["STOP"])
+    assert detokenizer.push(b"go ST") == "go "
+    assert detokenizer.push(b"A") == "STA"
+    assert detokenizer.push(b"ST") == ""
+    assert detokenizer.finish() == "ST"

@@ -10,7 +10,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.prompt import Gap, Snippet, infill_prompt
 from cllm.types import InfillTokens
-from cllm.workers.tokenizer import Refused, TextWorker, TokenizeInfill, Tokens
+from cllm.workers.tokenizer import Refused, TokenizeInfill, TokenizerWorker, Tokens
 
 PRE, SUF, MID, REP, SEP, BOS = range(300, 306)
 CONTROL = 257
@@ -84,14 +84,14 @@ def test_a_model_that_was_not_taught_says_so() -> None:
     with pytest.raises(InvalidRequest, match="no fill-in-the-middle tokens") as refusal:
         infill_prompt(FakeVocabulary(), Gap(prefix="a", suffix="b"))
     assert refusal.value.field == "suffix"
-    answer = TextWorker(FakeVocabulary(), None).perform(
+    answer = TokenizerWorker(FakeVocabulary(), None).perform(
         TokenizeInfill(Gap(prefix="a", suffix="b", snippets=()))
     )
     assert isinstance(answer, Refused) and answer.field == "input_suffix"
 
 
 def test_without_room_a_long_text_is_refused() -> None:
-    worker = TextWorker(Taught(), None)
+    worker = TokenizerWorker(Taught(), None)
     task = TokenizeInfill(Gap(prefix="a" * 50, suffix="b"), 20)
     refused = worker.perform(task)
     assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"

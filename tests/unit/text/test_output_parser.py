@@ -1,4 +1,4 @@
-"""Answers taken apart: in every dialect, in any pieces, and nothing of a malformed one is lost."""
+"""Answers taken apart: in every tool_format, in any pieces, and nothing of a malformed one is lost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cllm.text.output_parser import (
-    AnswerText,
-    CallArguments,
-    CallBegun,
+    ContentText,
+    OutputEvent,
+    OutputParser,
     ReasoningText,
-    ReplyEvent,
-    ReplyReader,
+    ToolCallArguments,
+    ToolCallStart,
 )
-from cllm.text.tool_formats import Dialect
+from cllm.text.tool_formats import ToolFormat
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
 
 NAMES = ("look", "get.weather", "add-2", "f_")
-DIALECTS: tuple[Dialect, ...] = (Hermes(), Mistral(), Llama3(), Generic())
+DIALECTS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
 
 
 class Parts(NamedTuple):
@@ -34,11 +34,11 @@ class Parts(NamedTuple):
     calls: tuple[tuple[str, Any], ...] = ()
 
 
-def events_of(reader: ReplyReader, pieces: Sequence[str]) -> list[ReplyEvent]:
+def events_of(reader: OutputParser, pieces: Sequence[str]) -> list[OutputEvent]:
     return [event for piece in pieces for event in reader.feed(piece)] + reader.finish()
 
 
-def joined(events: Sequence[ReplyEvent]) -> Parts:
+def joined(events: Sequence[OutputEvent]) -> Parts:
     """The events put together; arguments are parsed where they can be."""
     thoughts = text = ""
     calls: list[list[str]] = []
@@ -46,12 +46,12 @@ def joined(events: Sequence[ReplyEvent]) -> Parts:
         match event:
             case ReasoningText(piece):
                 thoughts += piece
-            case AnswerText(piece):
+            case ContentText(piece):
                 text += piece
-            case CallBegun(index, name):
+            case ToolCallStart(index, name):
                 assert index == len(calls), "calls are numbered in their order"
                 calls.append([name, ""])
-            case CallArguments(index, piece):
+            case ToolCallArguments(index, piece):
                 assert index == len(calls) - 1, "arguments belong to the last call"
                 calls[index][1] += piece
     return Parts(thoughts, text, tuple((name, _parsed(arguments)) for name, arguments in calls))
@@ -81,17 +81,17 @@ CALLS = st.lists(
 )
 
 
-def spelled(dialect: Dialect, parts: Parts, *, new_style: bool) -> str:
+def spelled(tool_format: ToolFormat, parts: Parts, *, new_style: bool) -> str:
     """The answer as a model of this family writes it."""
     objects = [
-        json.dumps({"name": name, dialect.argument_key: arguments}, ensure_ascii=False)
+        json.dumps({"name": name, tool_format.argument_key: arguments}, ensure_ascii=False)
         for name, arguments in parts.calls
     ]
     text = f"<think>\n{parts.thoughts}\n</think>\n\n" if parts.thoughts else ""
     text += parts.text
     if not objects:
         return text
-    match dialect.name:
+    match tool_format.name:
         case "hermes":
             return text + "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in objects)
         case "mistral" if new_style:
@@ -109,20 +109,20 @@ def spelled(dialect: Dialect, parts: Parts, *, new_style: bool) -> str:
 @given(
     data=st.data(), thoughts=PLAIN.map(str.strip), text=PLAIN.map(str.strip), calls=CALLS, style=st.booleans()
 )
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
 def test_the_parts_come_back(
-    dialect: Dialect,
+    tool_format: ToolFormat,
     data: st.DataObject,
     thoughts: str,
     text: str,
     calls: list[tuple[str, dict[str, Any]]],
     style: bool,
 ) -> None:
-    if dialect.name == "generic" and calls:
+    if tool_format.name == "generic" and calls:
         text = ""  # its calls are whole answers
     parts = Parts(thoughts, text, tuple(calls))
-    answer = spelled(dialect, parts, new_style=style)
-    reader = ReplyReader(dialect, NAMES)
+    answer = spelled(tool_format, parts, new_style=style)
+    reader = OutputParser(tool_format, NAMES)
     assert joined(events_of(reader, cut(data, answer))) == parts
 
 
@@ -132,9 +132,9 @@ def test_thoughts_that_the_prompt_opened_and_thoughts_nobody_wants_apart(
     data: st.DataObject, thoughts: str, text: str
 ) -> None:
     answer = f"{thoughts}\n</think>\n\n{text}"
-    assert joined(events_of(ReplyReader(thinking=True), cut(data, answer))) == Parts(thoughts, text)
+    assert joined(events_of(OutputParser(thinking=True), cut(data, answer))) == Parts(thoughts, text)
     plain = f"<think>{answer}"
-    assert joined(events_of(ReplyReader(reasoning=False), cut(data, plain))) == Parts("", plain)
+    assert joined(events_of(OutputParser(reasoning=False), cut(data, plain))) == Parts("", plain)
 
 
 FRAGMENTS = (
@@ -146,11 +146,13 @@ SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
 @settings(deadline=None, max_examples=300)
-@given(data=st.data(), soup=SOUP, dialect=st.sampled_from([None, *DIALECTS]), flags=st.integers(0, 7))
-def test_pieces_never_matter(data: st.DataObject, soup: str, dialect: Dialect | None, flags: int) -> None:
+@given(data=st.data(), soup=SOUP, tool_format=st.sampled_from([None, *DIALECTS]), flags=st.integers(0, 7))
+def test_pieces_never_matter(
+    data: st.DataObject, soup: str, tool_format: ToolFormat | None, flags: int
+) -> None:
     def read(pieces: list[str]) -> Parts:
-        reader = ReplyReader(
-            dialect, NAMES, thinking=bool(flags & 1), parallel=bool(flags & 2), reasoning=bool(flags & 4)
+        reader = OutputParser(
+            tool_format, NAMES, thinking=bool(flags & 1), parallel=bool(flags & 2), reasoning=bool(flags & 4)
         )
         return joined(events_of(reader, pieces))
 
@@ -161,67 +163,70 @@ def test_pieces_never_matter(data: st.DataObject, soup: str, dialect: Dialect | 
 
 
 @settings(deadline=None, max_examples=300)
-@given(soup=SOUP.filter(lambda soup: "<think>" not in soup), dialect=st.sampled_from([None, *DIALECTS]))
-@example(soup='  <tool_call>\n{"nam', dialect=DIALECTS[0])
-@example(soup="text [TOOL_CALLS][", dialect=DIALECTS[1])
-@example(soup="<|python_tag|>", dialect=DIALECTS[2])
-def test_an_answer_without_a_call_is_all_text(soup: str, dialect: Dialect | None) -> None:
-    parts = joined(events_of(ReplyReader(dialect, NAMES), list(soup)))
+@given(soup=SOUP.filter(lambda soup: "<think>" not in soup), tool_format=st.sampled_from([None, *DIALECTS]))
+@example(soup='  <tool_call>\n{"nam', tool_format=DIALECTS[0])
+@example(soup="text [TOOL_CALLS][", tool_format=DIALECTS[1])
+@example(soup="<|python_tag|>", tool_format=DIALECTS[2])
+def test_an_answer_without_a_call_is_all_text(soup: str, tool_format: ToolFormat | None) -> None:
+    parts = joined(events_of(OutputParser(tool_format, NAMES), list(soup)))
     if not parts.calls:
         assert parts.text == soup
 
 
 @settings(deadline=None, max_examples=300)
 @given(
-    fragments=st.lists(st.sampled_from([*FRAGMENTS, "WORD"]), max_size=14), dialect=st.sampled_from(DIALECTS)
+    fragments=st.lists(st.sampled_from([*FRAGMENTS, "WORD"]), max_size=14),
+    tool_format=st.sampled_from(DIALECTS),
 )
-def test_no_word_is_lost(fragments: list[str], dialect: Dialect) -> None:
+def test_no_word_is_lost(fragments: list[str], tool_format: ToolFormat) -> None:
     words = [f"w{index}w" for index, fragment in enumerate(fragments) if fragment == "WORD"]
     names = iter(words)
     soup = "".join(next(names) if fragment == "WORD" else fragment for fragment in fragments)
-    parts = joined(events_of(ReplyReader(dialect, NAMES), [soup]))
+    parts = joined(events_of(OutputParser(tool_format, NAMES), [soup]))
     told = f"{parts.thoughts} {parts.text} {parts.calls}"
     assert [word for word in words if word not in told] == []
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(dialect: Dialect) -> None:
-    answer = f" [ [{json.dumps({'name': 'look', dialect.argument_key: {'n': 1}})}]]"
-    reader = ReplyReader(dialect, NAMES)
-    assert joined(events_of(reader, list(answer))).calls == ((("look", {"n": 1}),) if dialect.bare else ())
+@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(tool_format: ToolFormat) -> None:
+    answer = f" [ [{json.dumps({'name': 'look', tool_format.argument_key: {'n': 1}})}]]"
+    reader = OutputParser(tool_format, NAMES)
+    assert joined(events_of(reader, list(answer))).calls == (
+        (("look", {"n": 1}),) if tool_format.bare else ()
+    )
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_one_call_is_kept_where_only_one_is_wanted(dialect: Dialect) -> None:
+@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+def test_one_call_is_kept_where_only_one_is_wanted(tool_format: ToolFormat) -> None:
     parts = Parts("", "", (("look", {"n": 1}), ("f_", {"n": 2}), ("f_", {"n": 3})))
-    answer = spelled(dialect, parts, new_style=False)
+    answer = spelled(tool_format, parts, new_style=False)
     for pieces in ([answer], list(answer)):
-        assert joined(events_of(ReplyReader(dialect, NAMES, parallel=False), pieces)) == Parts(
+        assert joined(events_of(OutputParser(tool_format, NAMES, parallel=False), pieces)) == Parts(
             "", "", parts.calls[:1]
         )
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_forced_calls_begin_where_the_prompt_ended(dialect: Dialect) -> None:
-    objects = [json.dumps({"name": name, dialect.argument_key: {"n": 1}}) for name in NAMES]
-    answer = dialect.before + dialect.between.join(objects) + dialect.after
-    parts = joined(events_of(ReplyReader(dialect, NAMES, calling=True), list(answer)))
+@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+def test_forced_calls_begin_where_the_prompt_ended(tool_format: ToolFormat) -> None:
+    objects = [json.dumps({"name": name, tool_format.argument_key: {"n": 1}}) for name in NAMES]
+    answer = tool_format.before + tool_format.between.join(objects) + tool_format.after
+    parts = joined(events_of(OutputParser(tool_format, NAMES, calling=True), list(answer)))
     assert parts == Parts("", "", tuple((name, {"n": 1}) for name in NAMES))
 
 
 def test_arguments_are_told_while_they_are_written() -> None:
-    reader = ReplyReader(Hermes(), NAMES)
+    reader = OutputParser(Hermes(), NAMES)
     assert reader.feed('Hm.\n<tool_call>\n{"name": "look", "argum') == [
-        AnswerText("Hm."),
-        CallBegun(0, "look"),
+        ContentText("Hm."),
+        ToolCallStart(0, "look"),
     ]
-    assert reader.feed('ents": {"a": ') == [CallArguments(0, '{"a": ')]
-    assert reader.feed("1}}\n</tool_call>") == [CallArguments(0, "1}")]
+    assert reader.feed('ents": {"a": ') == [ToolCallArguments(0, '{"a": ')]
+    assert reader.feed("1}}\n</tool_call>") == [ToolCallArguments(0, "1}")]
     assert reader.finish() == []
 
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
-    reader = ReplyReader(Generic(), NAMES)
-    assert reader.feed('{"answer": ') == [AnswerText('{"answer": ')]
-    reader = ReplyReader(Generic(), NAMES)
-    assert reader.feed('{"name": "somebody", ') == [AnswerText('{"name": "somebody", ')], "not a tool"
+    reader = OutputParser(Generic(), NAMES)
+    assert reader.feed('{"answer": ') == [ContentText('{"answer": ')]
+    reader = OutputParser(Generic(), NAMES)
+    assert reader.feed('{"name": "somebody", ') == [ContentText('{"name": "somebody", ')], "not a tool"

@@ -10,7 +10,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
-from cllm.workers.tokenizer import Chat, Refused, TextWorker, TokenizeChat, TokenizeText, Tokens
+from cllm.workers.tokenizer import Chat, Refused, TokenizeChat, TokenizerWorker, TokenizeText, Tokens
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
 CONTROL = 257
@@ -32,7 +32,7 @@ def test_a_conversation_is_rendered_with_control_tokens() -> None:
 def test_control_tokens_in_a_message_stay_plain_text() -> None:
     tokens = tokens_of(TEMPLATE, {"role": "user", "content": " a<|x|>b <|x|>"})
     assert tokens == [CONTROL, *b"user:a<|x|>b <|x|>", CONTROL]
-    worker = TextWorker(FakeVocabulary(), None)
+    worker = TokenizerWorker(FakeVocabulary(), None)
     assert worker.perform(TokenizeText("<|x|>")) == Tokens(tuple(b"<|x|>"))
     assert worker.perform(TokenizeText("<|x|>", parse_special=True)) == Tokens((CONTROL,))
 
@@ -56,5 +56,5 @@ def test_a_template_that_refuses_is_a_client_error() -> None:
     "hostile", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}"]
 )
 def test_a_template_cannot_walk_out_of_its_sandbox(hostile: str) -> None:
-    answer = TextWorker(FakeVocabulary(), hostile).perform(TokenizeChat(Chat(({"role": "user"},))))
+    answer = TokenizerWorker(FakeVocabulary(), hostile).perform(TokenizeChat(Chat(({"role": "user"},))))
     assert isinstance(answer, Refused)

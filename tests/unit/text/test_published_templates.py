@@ -12,7 +12,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
-from cllm.text.tool_formats import Tool, dialect_of
+from cllm.text.tool_formats import Tool, get_tool_format
 
 USER = {"role": "user", "content": "Is 1 < 2 & 3?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -76,8 +76,8 @@ def test_a_refused_system_role_is_named() -> None:
 
 
 def test_tools_go_where_a_template_without_a_system_role_takes_them() -> None:
-    dialect = dialect_of(ALTERNATING)
-    messages = dialect.prepare([USER, CALLING_AS_SENT, RESULT], [Tool("add", "Adds")])
+    tool_format = get_tool_format(ALTERNATING)
+    messages = tool_format.prepare([USER, CALLING_AS_SENT, RESULT], [Tool("add", "Adds")])
     text = rendered(ALTERNATING, *messages)
     assert '{"name": "add", "description": "Adds"' in text and "Result of add: 3" in text
     assert text.index("You can call these tools") < text.index("Is 1 < 2")
@@ -136,7 +136,7 @@ def test_tools_namespaces_slices_dates_and_indented_json() -> None:
 def test_a_template_that_wants_short_ids_gets_them() -> None:
     call = {"id": "call_0123456789abcdef", "function": {"name": "add", "arguments": "{}"}}
     result = {**RESULT, "tool_call_id": call["id"]}
-    messages = dialect_of("[TOOL_CALLS]").prepare([{**CALLING, "tool_calls": [call]}, result], [])
+    messages = get_tool_format("[TOOL_CALLS]").prepare([{**CALLING, "tool_calls": [call]}, result], [])
     assert "<result>3</result>" in rendered(WITH_TOOLS, USER, *messages)
     assert messages[0]["tool_calls"][0]["id"] == messages[1]["tool_call_id"]
 

@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.config import EngineConfig
-from cllm.core.engine_core import StepLoop
+from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
-from cllm.testing import FakeBackend, FakeVocabulary
-from cllm.text.structured_output import ConstraintCompiler
-from cllm.types import ConstraintKind, ConstraintSpec, Delta, FinishReason, Request, SamplingParams
+from cllm.testing import FakeRunner, FakeVocabulary
+from cllm.text.structured_output import GrammarCompiler
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
 from cllm.workers.messages import Report, StepReport
-from cllm.workers.tokenizer import CheckConstraint, Refused, TextWorker
+from cllm.workers.tokenizer import CheckConstraint, Refused, TokenizerWorker
 
-COMPILER = ConstraintCompiler(FakeVocabulary())
+COMPILER = GrammarCompiler(FakeVocabulary())
 
 
 def spec(kind: str, source: str) -> ConstraintSpec:
     return ConstraintSpec(ConstraintKind(kind), source)
 
 
-def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list[list[Delta]]:
+def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list[list[RequestOutput]]:
     """The deltas of one request per constraint, computed together."""
     reports: list[Report] = []
-    loop = StepLoop(FakeBackend(sequences=4, cells=4096), EngineConfig(), reports.append)
+    loop = EngineCore(FakeRunner(sequences=4, cells=4096), EngineConfig(), reports.append)
     for number, constraint in enumerate(specs):
         loop.scheduler.add(
             Request(
@@ -48,7 +48,7 @@ def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list
     return [[delta for delta in deltas if delta.request_id == str(number)] for number in range(len(specs))]
 
 
-def text(deltas: list[Delta]) -> str:
+def text(deltas: list[RequestOutput]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
@@ -129,7 +129,7 @@ def test_max_tokens_ends_a_constrained_answer_with_length() -> None:
 def test_what_cannot_be_honoured_is_refused(bad: ConstraintSpec) -> None:
     with pytest.raises(InvalidRequest):
         COMPILER.compile(bad)
-    refused = TextWorker(FakeVocabulary(), None).perform(CheckConstraint(bad))
+    refused = TokenizerWorker(FakeVocabulary(), None).perform(CheckConstraint(bad))
     assert isinstance(refused, Refused) and "\n" not in refused.message
 
 

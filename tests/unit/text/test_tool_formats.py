@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest
 from cllm.testing import END_TOKEN, FakeVocabulary
-from cllm.text.output_parser import ReplyReader
-from cllm.text.structured_output import ConstraintCompiler
-from cllm.text.tool_formats import Dialect, Tool, dialect_of
+from cllm.text.output_parser import OutputParser
+from cllm.text.structured_output import GrammarCompiler
+from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
 from cllm.types import FinishReason
 from tests.unit.text.test_output_parser import Parts, events_of, joined
 from tests.unit.text.test_structured_output import answer, text
 
-COMPILER = ConstraintCompiler(FakeVocabulary())
-DIALECTS: tuple[Dialect, ...] = (Hermes(), Mistral(), Llama3(), Generic())
-each_dialect = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+COMPILER = GrammarCompiler(FakeVocabulary())
+DIALECTS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
+each_dialect = pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
 
 WEATHER = Tool(
     "weather",
@@ -64,7 +64,7 @@ SUNNY = {"city": "Bern", "unit": "C", "where": {"x": 4}}
     ],
 )
 def test_the_template_chooses(template: str | None, name: str) -> None:
-    assert dialect_of(template).name == name
+    assert get_tool_format(template).name == name
 
 
 # Conversations ------------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ TALK: list[dict[str, Any]] = [
 
 
 @each_dialect
-def test_what_was_sent_is_not_changed_and_nothing_of_it_is_lost(dialect: Dialect) -> None:
+def test_what_was_sent_is_not_changed_and_nothing_of_it_is_lost(tool_format: ToolFormat) -> None:
     before = json.dumps(TALK)
-    prepared = dialect.prepare(TALK, [WEATHER, NOTHING])
+    prepared = tool_format.prepare(TALK, [WEATHER, NOTHING])
     assert json.dumps(TALK) == before
     shown = json.dumps(prepared)
     for word in ("How is it?", "Bern", "sunny", "noon", "Fine.", "weather", "now"):
@@ -93,9 +93,9 @@ def test_what_was_sent_is_not_changed_and_nothing_of_it_is_lost(dialect: Dialect
     assert all(isinstance(message["content"], str) for message in prepared), "templates add texts up"
 
 
-@pytest.mark.parametrize("dialect", DIALECTS[:3], ids=lambda dialect: dialect.name)
-def test_templates_get_objects_and_names(dialect: Dialect) -> None:
-    prepared = dialect.prepare(TALK, [])
+@pytest.mark.parametrize("tool_format", DIALECTS[:3], ids=lambda tool_format: tool_format.name)
+def test_templates_get_objects_and_names(tool_format: ToolFormat) -> None:
+    prepared = tool_format.prepare(TALK, [])
     calls = [call for message in prepared for call in message.get("tool_calls") or []]
     assert [call["function"]["arguments"] for call in calls] == [SUNNY, {}]
     results = [message for message in prepared if message["role"] == "tool"]
@@ -136,9 +136,9 @@ def test_the_generic_way_is_all_text() -> None:
 
 @pytest.mark.parametrize("arguments", ["not json", "[1]", '"text"', "7"])
 @each_dialect
-def test_arguments_that_are_no_object_stay_text(dialect: Dialect, arguments: str) -> None:
+def test_arguments_that_are_no_object_stay_text(tool_format: ToolFormat, arguments: str) -> None:
     call = {"id": "call00001", "function": {"name": "now", "arguments": arguments}}
-    prepared = dialect.prepare([{"role": "assistant", "content": "", "tool_calls": [call]}], [])
+    prepared = tool_format.prepare([{"role": "assistant", "content": "", "tool_calls": [call]}], [])
     (message,) = prepared
     found = message.get("tool_calls") or [{"function": json.loads(message["content"])}]
     assert found[0]["function"]["arguments"] == arguments
@@ -147,9 +147,9 @@ def test_arguments_that_are_no_object_stay_text(dialect: Dialect, arguments: str
 # Forced calls -------------------------------------------------------------------------------------
 
 
-def accepts(dialect: Dialect, tools: list[Tool], written: str, *, parallel: bool = True) -> bool:
+def accepts(tool_format: ToolFormat, tools: list[Tool], written: str, *, parallel: bool = True) -> bool:
     """True when the grammar lets this be written and may end after it."""
-    constraint = COMPILER.compile(dialect.forced(tools, parallel=parallel))
+    constraint = COMPILER.compile(tool_format.forced(tools, parallel=parallel))
     for token in written.encode():
         if constraint.complete or not constraint.mask()[token]:
             return False
@@ -157,43 +157,51 @@ def accepts(dialect: Dialect, tools: list[Tool], written: str, *, parallel: bool
     return constraint.complete or bool(constraint.mask()[END_TOKEN])
 
 
-def call(dialect: Dialect, name: str, arguments: Any) -> str:
-    return json.dumps({"name": name, dialect.argument_key: arguments})
+def call(tool_format: ToolFormat, name: str, arguments: Any) -> str:
+    return json.dumps({"name": name, tool_format.argument_key: arguments})
 
 
-def forced(dialect: Dialect, *calls: str) -> str:
-    return dialect.before + dialect.between.join(calls) + dialect.after
+def forced(tool_format: ToolFormat, *calls: str) -> str:
+    return tool_format.before + tool_format.between.join(calls) + tool_format.after
 
 
 @each_dialect
-def test_the_grammar_takes_what_fits_and_nothing_else(dialect: Dialect) -> None:
+def test_the_grammar_takes_what_fits_and_nothing_else(tool_format: ToolFormat) -> None:
     tools = [WEATHER, NOTHING]
-    sunny, now = call(dialect, "weather", SUNNY), call(dialect, "now", {})
-    assert accepts(dialect, tools, forced(dialect, sunny))
-    assert accepts(dialect, tools, forced(dialect, now))
-    assert accepts(dialect, tools, forced(dialect, sunny, now, sunny))
-    assert accepts(dialect, tools, forced(dialect, now), parallel=False)
-    assert not accepts(dialect, tools, forced(dialect, sunny, now), parallel=False)
-    assert not accepts(dialect, tools, "")
-    assert not accepts(dialect, tools, "Sure! " + forced(dialect, now))
-    assert not accepts(dialect, tools, forced(dialect, call(dialect, "other", {})))
-    assert not accepts(dialect, tools, forced(dialect, call(dialect, "weather", {"city": "Bern"})))
-    assert not accepts(dialect, tools, forced(dialect, call(dialect, "weather", {**SUNNY, "unit": "K"})))
+    sunny, now = call(tool_format, "weather", SUNNY), call(tool_format, "now", {})
+    assert accepts(tool_format, tools, forced(tool_format, sunny))
+    assert accepts(tool_format, tools, forced(tool_format, now))
+    assert accepts(tool_format, tools, forced(tool_format, sunny, now, sunny))
+    assert accepts(tool_format, tools, forced(tool_format, now), parallel=False)
+    assert not accepts(tool_format, tools, forced(tool_format, sunny, now), parallel=False)
+    assert not accepts(tool_format, tools, "")
+    assert not accepts(tool_format, tools, "Sure! " + forced(tool_format, now))
+    assert not accepts(tool_format, tools, forced(tool_format, call(tool_format, "other", {})))
+    assert not accepts(
+        tool_format, tools, forced(tool_format, call(tool_format, "weather", {"city": "Bern"}))
+    )
+    assert not accepts(
+        tool_format, tools, forced(tool_format, call(tool_format, "weather", {**SUNNY, "unit": "K"}))
+    )
     wrong = {**SUNNY, "where": {"x": 10}}
-    assert not accepts(dialect, tools, forced(dialect, call(dialect, "weather", wrong))), "$ref is followed"
-    assert not accepts(dialect, [NOTHING], forced(dialect, sunny))
-    assert not accepts(dialect, [NOTHING], forced(dialect, call(dialect, "now", {"x": 1}))), "it takes none"
+    assert not accepts(tool_format, tools, forced(tool_format, call(tool_format, "weather", wrong))), (
+        "$ref is followed"
+    )
+    assert not accepts(tool_format, [NOTHING], forced(tool_format, sunny))
+    assert not accepts(tool_format, [NOTHING], forced(tool_format, call(tool_format, "now", {"x": 1}))), (
+        "it takes none"
+    )
 
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1000), single=st.booleans(), parallel=st.booleans())
 @each_dialect
 def test_whatever_the_model_wants_its_calls_parse_and_fit(
-    dialect: Dialect, seed: int, single: bool, parallel: bool
+    tool_format: ToolFormat, seed: int, single: bool, parallel: bool
 ) -> None:
     tools = [WEATHER] if single else [WEATHER, NOTHING]
-    (deltas,) = answer(dialect.forced(tools, parallel=parallel), seed=seed, max_tokens=500)
-    reader = ReplyReader(dialect, [tool.name for tool in tools], calling=True, parallel=parallel)
+    (deltas,) = answer(tool_format.forced(tools, parallel=parallel), seed=seed, max_tokens=500)
+    reader = OutputParser(tool_format, [tool.name for tool in tools], calling=True, parallel=parallel)
     parts = joined(events_of(reader, [delta.text for delta in deltas]))
     assert parts.calls and (len(parts.calls) == 1 or parallel)
     calls = parts.calls
@@ -208,21 +216,21 @@ def test_whatever_the_model_wants_its_calls_parse_and_fit(
 
 
 @each_dialect
-def test_a_hundred_tools(dialect: Dialect) -> None:
+def test_a_hundred_tools(tool_format: ToolFormat) -> None:
     tools = [Tool(f"tool_{index}", "x" * 50, WEATHER.parameters) for index in range(100)]
-    assert accepts(dialect, tools, forced(dialect, call(dialect, "tool_99", SUNNY)))
-    assert not accepts(dialect, tools, forced(dialect, call(dialect, "tool_100", SUNNY)))
+    assert accepts(tool_format, tools, forced(tool_format, call(tool_format, "tool_99", SUNNY)))
+    assert not accepts(tool_format, tools, forced(tool_format, call(tool_format, "tool_100", SUNNY)))
 
 
 @each_dialect
-def test_parameters_that_cannot_be_honoured_are_refused(dialect: Dialect) -> None:
+def test_parameters_that_cannot_be_honoured_are_refused(tool_format: ToolFormat) -> None:
     with pytest.raises(InvalidRequest, match="tools"):
-        COMPILER.compile(dialect.forced([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True))
+        COMPILER.compile(tool_format.forced([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True))
 
 
 @each_dialect
-def test_names_and_keys_that_need_care(dialect: Dialect) -> None:
+def test_names_and_keys_that_need_care(tool_format: ToolFormat) -> None:
     schema = {"type": "object", "properties": {'a"b\\': {"const": "é\n"}}, "required": ['a"b\\']}
     tool = Tool("a.b-c_d", "", {**schema, "additionalProperties": False})
-    written = json.dumps({"name": tool.name, dialect.argument_key: {'a"b\\': "é\n"}}, ensure_ascii=False)
-    assert accepts(dialect, [tool], forced(dialect, written))
+    written = json.dumps({"name": tool.name, tool_format.argument_key: {'a"b\\': "é\n"}}, ensure_ascii=False)
+    assert accepts(tool_format, [tool], forced(tool_format, written))

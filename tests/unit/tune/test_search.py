@@ -13,7 +13,7 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.tune.record import Option, TuneRecord
 from cllm.tune.report import bars, figures, headline, options_table, page
-from cllm.tune.search import GIVE_UP, LEAST_LIMIT_S, Machine, Search, TuneFailed
+from cllm.tune.search import GIVE_UP, MIN_LIMIT_S, Machine, Search, TuneFailed
 from cllm.tune.space import LONG, Part, expected_s, first_look, fitted_plan, make_plans, prompt_plan
 from cllm.tune.trial import CASES, Measurement, Plan, mix_seconds
 
@@ -272,7 +272,7 @@ def test_an_alternative_is_not_waited_for_longer_than_it_is_worth() -> None:
     machine.search(budget_s=30)
     present = msgspec.structs.replace(CONFIG, threads=2)
     taken = max(limit for config, _, limit in machine.asked if config != present)
-    assert taken < 3 * LEAST_LIMIT_S + 5
+    assert taken < 3 * MIN_LIMIT_S + 5
 
 
 def test_a_long_context_that_must_be_computed_first_is_waited_for() -> None:

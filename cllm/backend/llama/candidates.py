@@ -1,0 +1,183 @@
+"""The candidates a sampler chain works on: all of the vocabulary, or exactly those that can matter."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cllm.types import SamplingParams, TokenMask
+
+Logits = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
+GROUP = 64  # tokens that are looked at by their maximum first
+MAX_REACHING = 4096  # of a row: with more, the cut was hardly one
+NOTHING_LEFT = "the samplers left no token to choose from"
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_CANDIDATE_ARRAY = np.dtype(
+    [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.uint64)]
+)  # llama_token_data_array; its last member is a byte and padding
+
+
+class TopKPrefilter:
+    """What a chain does first to its candidates, if it is something that a threshold can do before it.
+
+    `least`: it keeps the `least` likeliest. `gap`: it keeps what lies within `gap` of the best logit. Neither
+    is set where the first sampler looks at every token, so that none may be left out.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.least = 0
+        self.gap = 0.0
+        self.exists = False
+        if params.temperature <= 0 or params.mirostat or params.adjusts_logits or params.top_n_sigma >= 0:
+            return
+        if params.top_k > 0:
+            self.least = params.top_k
+        elif params.typical_p >= 1 and params.top_p >= 1 and params.min_p > 0:
+            self.gap = -math.log(params.min_p) + 1e-3  # the sampler itself cuts to the last bit
+        self.exists = bool(self.least or self.gap)
+
+    def narrows(self, vocabulary_size: int) -> bool:
+        """It leaves out most of such a vocabulary, if not all tokens are alike."""
+        return self.exists and self.least < vocabulary_size // GROUP // 2
+
+
+class Candidates:
+    """Room for the candidates of one row at a time. Each thread that samples has its own."""
+
+    NARROW = 4096  # so few allowed tokens are taken as they are
+
+    def __init__(self, api: Any, vocabulary_size: int) -> None:
+        self._api = api
+        self._ids = np.arange(vocabulary_size, dtype=np.int32)
+        self._data = np.zeros(vocabulary_size, _CANDIDATE)
+        self._pointer = self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
+
+    def choose(self, chain: Any, logits: Logits, cut: TopKPrefilter, mask: TokenMask | None = None) -> int:
+        """Run a chain over a row of logits; returns the token it selected. The row is left as it is."""
+        ids = self._that_matter(logits, cut, mask)
+        if ids is None:
+            count = len(self._ids)
+            self._data["id"] = self._ids  # the samplers of the row before have moved things about
+            self._data["logit"] = logits if mask is None else np.where(mask, logits, -np.inf)
+        else:
+            count = len(ids)
+            data = self._data[:count]
+            data["id"] = ids
+            data["logit"] = logits[ids]
+        array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
+        self._api.llama_sampler_apply(chain, ctypes.byref(array))
+        if array.selected < 0:
+            raise ValueError(NOTHING_LEFT)
+        return int(array.data[array.selected].id)
+
+    def _that_matter(self, logits: Logits, cut: TopKPrefilter, mask: TokenMask | None) -> Ids | None:
+        """A superset of what survives the chain's first cut, in order of id; None: all of them."""
+        if mask is not None and cut.exists and np.count_nonzero(mask) <= self.NARROW:
+            return np.flatnonzero(mask)
+        if not cut.narrows(len(logits)):
+            return None
+        if mask is not None:
+            logits = np.where(mask, logits, np.float32(-np.inf))
+        found = reaching(logits[None], (cut,))
+        return found.ids if found is not None else None
+
+
+class Reaching(NamedTuple):
+    """The tokens of several rows that reach their row's threshold: row after row, in order of id."""
+
+    ids: Ids
+    logits: Logits
+    bounds: Ids  # where each row begins, and the end
+
+
+def reaching(logits: Logits, cuts: Sequence[TopKPrefilter]) -> Reaching | None:
+    """What can survive cuts that narrow each row, and a few more; None where that may be most of it.
+
+    A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that at
+    least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it. All rows together:
+    what NumPy takes for a call would be most of it otherwise.
+    """
+    rows, size = logits.shape
+    groups = size // GROUP
+    maxima = logits[:, : groups * GROUP].reshape(rows, GROUP, groups).max(axis=1)
+    rest = logits[:, groups * GROUP :]
+    thresholds = _thresholds(maxima, rest, cuts)
+    reached, group = np.nonzero(maxima >= thresholds[:, None])
+    if len(reached) * GROUP > max(size, rows * MAX_REACHING):
+        return None
+    members = (reached * size + group)[:, None] + np.arange(0, groups * GROUP, groups)
+    flat = logits.ravel()
+    places = members[flat[members] >= thresholds[reached][:, None]]
+    if rest.shape[1]:
+        row, column = np.nonzero(rest >= thresholds[:, None])
+        places = np.concatenate((places, row * size + groups * GROUP + column))
+    places.sort()
+    bounds = np.searchsorted(places, np.arange(rows + 1) * size)
+    return Reaching(places % size, flat[places], bounds)
+
+
+def _thresholds(maxima: Logits, rest: Logits, cuts: Sequence[TopKPrefilter]) -> Logits:
+    """What the logits of each row must reach."""
+    groups = maxima.shape[1]
+    kept = [groups - (cut.least or 1) for cut in cuts]
+    ordered = np.partition(maxima, sorted(set(kept)), axis=1)
+    thresholds: Logits = ordered[np.arange(len(cuts)), kept]
+    if any(cut.gap for cut in cuts):
+        best = maxima.max(axis=1) if not rest.shape[1] else np.maximum(maxima.max(axis=1), rest.max(axis=1))
+        gaps = np.array([cut.gap for cut in cuts], np.float32)
+        thresholds = np.where(gaps > 0, best - gaps, thresholds)
+    return thresholds
+
+
+class BatchCandidates:
+    """Room for the candidates of many rows at once, cut together. Each thread that samples has its own."""
+
+    def __init__(self, api: Any) -> None:
+        self._api = api
+        self._data = np.zeros(0, _CANDIDATE)
+        self._arrays: Any = ()
+        self._view = np.zeros(0, _CANDIDATE_ARRAY)
+
+    def cut(self, logits: Logits, cuts: Sequence[TopKPrefilter]) -> bool:
+        """Make `choose` ready for these rows; False where they are to be looked at one by one."""
+        found = reaching(logits, cuts)
+        if found is None:
+            return False
+        if len(self._arrays) < len(cuts):
+            self._arrays = (self._api.llama_token_data_array * len(cuts))()
+            self._view = np.frombuffer(self._arrays, _CANDIDATE_ARRAY)
+        if len(self._data) < len(found.ids):
+            self._data = np.zeros(2 * len(found.ids), _CANDIDATE)
+        data, view = self._data[: len(found.ids)], self._view[: len(cuts)]
+        data["id"] = found.ids
+        data["logit"] = found.logits
+        view["data"] = self._data.ctypes.data + _CANDIDATE.itemsize * found.bounds[:-1]
+        view["size"] = np.diff(found.bounds)
+        view["selected"] = -1
+        view["sorted"] = 0
+        return True
+
+    def choose(self, chain: Any, row: int) -> int:
+        """Run a chain over the candidates of a row, once; returns the token it selected."""
+        array = self._arrays[row]
+        self._api.llama_sampler_apply(chain, ctypes.byref(array))
+        if array.selected < 0:
+            raise ValueError(NOTHING_LEFT)
+        return int(array.data[array.selected].id)
+
+
+def best(logits: Logits, mask: TokenMask | None) -> int:
+    """The likeliest allowed token; ties go to the lowest id. Raises ValueError where nothing is allowed."""
+    token = int(logits.argmax())
+    if mask is None or mask[token]:
+        return token
+    allowed = np.flatnonzero(mask)
+    if not len(allowed):
+        raise ValueError("no token is allowed here")
+    return int(allowed[logits[allowed].argmax()])
