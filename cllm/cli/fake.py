@@ -22,8 +22,7 @@ from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner
 from cllm.workers.channel import Channel
 from cllm.workers.engine_worker import main as child_main
 from cllm.workers.executor import ProcessExecutor
-from cllm.workers.tokenizer import TokenizerWorker
-from cllm.workers.tokenizer_worker import answer_tasks
+from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
 
 
 def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:

@@ -112,7 +112,7 @@ class EngineCore:
             self.state_work.close()
             self.scheduler.fail_all(error)
             self.embedding.fail_all(error)
-            self._emit(StepReport(deltas=self._take_outputs(), stats=self._stats()))
+            self._emit(StepReport(outputs=self._take_outputs(), stats=self._stats()))
 
     def step(self) -> None:
         """One step of everybody who generates, or one of vectors: plan, forward, apply."""
@@ -140,7 +140,7 @@ class EngineCore:
             step_s = now - started
             self._emit(
                 StepReport(
-                    deltas=deltas,
+                    outputs=deltas,
                     stats=self._stats(
                         steps=steps,
                         rows=rows,
@@ -237,8 +237,8 @@ class EngineCore:
             case Cancel(request_id):
                 self.scheduler.cancel(request_id)
                 self.embedding.cancel(request_id)
-            case Inspect(ticket):
-                self._emit(Inspection(ticket, self.scheduler.snapshot()))
+            case Inspect(call_id):
+                self._emit(Inspection(call_id, self.scheduler.snapshot()))
             case SavePrefixes() | RestorePrefixes():
                 self.state_work.add(command)
             case Stop():

@@ -280,7 +280,7 @@ MAX_WAITING = 8
 
 
 class _Job(NamedTuple):
-    ticket: int
+    call_id: int
     what: str
     work: Work
 
@@ -312,9 +312,11 @@ class CacheFileJobs:
             self._identity = self._identity or self._runner.state_identity()
             saving = isinstance(command, SavePrefixes)
             work = (save if saving else restore)(self._tier, path, self._identity)
-            self._jobs.append(_Job(command.ticket, f"{'save' if saving else 'restore'} {command.name}", work))
+            self._jobs.append(
+                _Job(command.call_id, f"{'save' if saving else 'restore'} {command.name}", work)
+            )
         except Exception as error:
-            self._fail(command.ticket, error)
+            self._fail(command.call_id, error)
 
     def slice(self) -> None:
         """Go on with the job at hand, a few milliseconds of it."""
@@ -327,18 +329,18 @@ class CacheFileJobs:
         except StopIteration as end:
             moved = end.value
             log.info("%s: %d entries, %d tokens", job.what, moved.entries, moved.tokens)
-            self._emit(StateFileDone(job.ticket, moved.entries, moved.tokens, moved.size, moved.skipped))
+            self._emit(StateFileDone(job.call_id, moved.entries, moved.tokens, moved.size, moved.skipped))
         except Exception as error:
             log.warning("%s failed: %s", job.what, error)
-            self._fail(job.ticket, error)
+            self._fail(job.call_id, error)
         self.waits = False
         self._jobs.popleft()
 
-    def _fail(self, ticket: int, error: Exception) -> None:
+    def _fail(self, call_id: int, error: Exception) -> None:
         if not isinstance(error, CllmError):
             log.exception("a state file failed", exc_info=error)
             error = EngineError("the state file could not be dealt with; the log has the details")
-        self._emit(StateFileDone(ticket, failure=Failure(error.code, error.message)))
+        self._emit(StateFileDone(call_id, failure=Failure(error.code, error.message)))
 
     def close(self) -> None:
         """Give up what is left; half-written files are removed."""

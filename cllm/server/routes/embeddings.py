@@ -23,7 +23,7 @@ from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_model, checked_tokens, loaded, model_name, run_tokenizer
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request, Usage
-from cllm.workers.tokenizer import TokenizePairs, TokenizerTask, TokenizeTexts, TokenLists
+from cllm.workers.messages import TokenizePairs, TokenizerTask, TokenizeTexts, TokenLists
 
 ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]
@@ -78,8 +78,8 @@ async def embed(engine: EngineClient, inputs: Inputs, http: HttpRequest) -> Vect
     if answers is None:
         return None
     last = answers[0][-1]
-    assert last.usage is not None and len(last.vectors) == len(inputs)
-    return Vectors(last.vectors, last.usage)
+    assert last.usage is not None and len(last.embeddings) == len(inputs)
+    return Vectors(last.embeddings, last.usage)
 
 
 def vector_length(engine: EngineClient) -> int:

@@ -28,7 +28,7 @@ from cllm.server.submit import (
     to_tokens,
 )
 from cllm.types import Request, RequestOutput
-from cllm.workers.tokenizer import Detokenize, Text, TokenizeText
+from cllm.workers.messages import Detokenize, Text, TokenizeText
 
 
 async def to_request(engine: EngineClient, body: GenerateBody, http: HttpRequest) -> Request:

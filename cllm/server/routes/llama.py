@@ -23,7 +23,7 @@ from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import checked_tokens, constraint_of, loaded, request_of, run_tokenizer, to_tokens
 from cllm.text.tool_formats import get_tool_format
 from cllm.types import FinishReason, Request, RequestOutput
-from cllm.workers.tokenizer import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
+from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
 
 ROUTE = "/completion"
 
@@ -102,7 +102,7 @@ def probabilities(entries: Sequence[Any]) -> list[dict[str, Any]]:
 
 async def prompt_of(engine: EngineClient, body: LlamaCompletionBody) -> tuple[int, ...]:
     """The tokens of a prompt, which may spell control tokens."""
-    engine.check_room()
+    engine.check_capacity()
     if not isinstance(body.prompt, str):
         return checked_tokens(engine, body.prompt, "prompt")
     most = loaded(engine)[1].request_tokens
@@ -111,7 +111,7 @@ async def prompt_of(engine: EngineClient, body: LlamaCompletionBody) -> tuple[in
 
 async def infill_of(engine: EngineClient, body: InfillBody) -> tuple[int, ...]:
     """The tokens of a text with a gap; cut at its far ends so that the answer has room."""
-    engine.check_room()
+    engine.check_capacity()
     most = loaded(engine)[1].request_tokens
     answer = min(body.n_predict, most // 2) if body.n_predict > 0 else most // 4
     return await to_tokens(engine, TokenizeInfill(body.gap(), most, most - answer))

@@ -36,7 +36,7 @@ from cllm.server.submit import (
 )
 from cllm.text.prompt import Gap
 from cllm.types import Request, RequestOutput
-from cllm.workers.tokenizer import Detokenize, Text, TokenizeInfill
+from cllm.workers.messages import Detokenize, Text, TokenizeInfill
 
 ROUTE = "/v1/completions"
 _json = msgspec.json.Encoder()
