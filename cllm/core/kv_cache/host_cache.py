@@ -35,8 +35,8 @@ def get_entry_size(tokens: int, state_bytes: int) -> int:
 class HostKVCache:
     """Cached prefixes by tenant and tokens, least recently used out first.
 
-    Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more than
-    the larger of the two together.
+    Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more
+    than the larger of the two together.
     """
 
     def __init__(self, *, cached_limit: int, swap_limit: int = 0) -> None:
