@@ -409,7 +409,7 @@ class Scheduler:
                 tokens=len(self._running[lease.seq_id].tokens),
                 position=self.runner.next_position(lease.seq_id),
                 state=self._running[lease.seq_id].state.value,
-                age_s=round(now - lease.leased_at, 3),
+                age_s=now - lease.leased_at,
             )
             for lease in self.pool.leases
         )
