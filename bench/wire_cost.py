@@ -1,6 +1,6 @@
 """`python -m bench.wire_cost`: what it costs the server process to stream a token.
 
-The whole server runs, on a model that costs nothing (`cllm.cli.fake`), its engine in a child process as
+The whole server runs, on a model that costs nothing (`cllm.testing`), its engine in a child process as
 always. Clients in this process read streams over real HTTP. Counted is the CPU time of the server's own
 process: the report of a step coming in, the ledger, the events, the sockets; starting and ending requests
 too. Steps are slow enough that every token is an event of its own: merged ones would look cheap.
@@ -47,7 +47,7 @@ class Cost:
 
 def fake_peer(streams: int, request_tokens: int, step_ms: float) -> Peer:
     """The server on the fake runner."""
-    command = [sys.executable, "-m", "cllm.cli.fake", "serve", "--parallel", str(streams)]
+    command = [sys.executable, "-m", "cllm.testing", "serve", "--parallel", str(streams)]
     command += ["--ctx-size", str(streams * request_tokens), "--step-ms", str(step_ms)]
     return Peer("cllm on the fake runner", tuple(command), ChatDialect(), "/ready")
 
