@@ -140,7 +140,7 @@ class Growth:
 
     def text(self) -> str:
         """Three tables, and what bounds them."""
-        minimum_ms = 1000 * self.model_bytes / self.machine.read_bytes_per_s
+        weights_ms = 1000 * self.model_bytes / self.machine.read_bytes_per_s
         contexts = [
             (f"{context}", *(f"{self.by_context[sequences, context]:.1f} ms" for sequences in FEW_AND_MANY))
             for context in CONTEXTS
@@ -150,7 +150,7 @@ class Growth:
                 f"{count}",
                 f"{step_ms:.1f} ms",
                 f"{1000 * count / step_ms:.0f}",
-                f"{step_ms / minimum_ms:.1f} ×",
+                f"{step_ms / weights_ms:.1f} ×",
             )
             for (count, _), step_ms in self.by_sequences.items()
         ]
@@ -168,8 +168,8 @@ class Growth:
             [
                 *(table.markdown() for table in tables),
                 f"Memory is read at {self.machine.read_bytes_per_s / 1e9:.1f} GB/s, so the "
-                f"{self.model_bytes / 1e6:.0f} MB of weights take at least {minimum_ms:.1f} ms a step. Matrix "
-                f"products in single precision: {self.machine.flops / 1e9:.0f} GFLOP/s.",
+                f"{self.model_bytes / 1e6:.0f} MB of weights take at least {weights_ms:.1f} ms a step. "
+                f"Matrix products in single precision: {self.machine.flops / 1e9:.0f} GFLOP/s.",
             ]
         )
 

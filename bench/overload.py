@@ -133,7 +133,7 @@ def _rate(wall_s: float, count: int) -> float:
 async def _open_loop(
     address: Address, api: Api, asked: Sequence[BenchRequest], rate: float
 ) -> list[Answer | Refusal | str]:
-    """Send at `rate` with random (exponential) gaps, whatever is answered; wait for all of them at the end."""
+    """Send at `rate` with random (exponential) gaps without waiting for answers; then wait for all."""
     gaps = random.Random("overload")
     posts = [api.post(request) for request in asked]
 

@@ -1,4 +1,4 @@
-"""Servers to measure: subprocesses, started on a free port, waited for, always stopped; or the URL of one that runs."""
+"""Servers to measure: subprocesses, started on a free port, always stopped; or the URL of one that runs."""
 
 from __future__ import annotations
 

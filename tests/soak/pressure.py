@@ -1,8 +1,8 @@
 """`python -m tests.soak.pressure --tiny MODEL`: far too little KV, and every request is answered.
 
-One pool of cells for a quarter of what the requests need that run together, so that they preempt
-each other all the time. First every prompt is asked alone, then all of them at once. Greedy text under load is the text
-alone, and leaves it only at a step whose two likeliest tokens (alone) are nearly as good.
+One pool of cells for a quarter of what the requests need that run together, so that they preempt each
+other all the time. First every prompt is asked alone, then all of them at once. Greedy text under load is the
+text alone, and leaves it only at a step whose two likeliest tokens (alone) are nearly as good.
 """
 
 from __future__ import annotations
