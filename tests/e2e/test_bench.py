@@ -1,4 +1,4 @@
-"""`cllm bench` in a checkout, to its end: a workload from a file, on the tiny model, beside a running server."""
+"""`cllm bench` in a checkout: a workload from a file, on the tiny model, beside a running server."""
 
 from __future__ import annotations
 
