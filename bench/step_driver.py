@@ -1,4 +1,4 @@
-"""`python -P bench/step_driver.py [REQUESTS]`: what one checkout's scheduler does and costs, on the fake runner.
+"""`python -P bench/step_driver.py [REQUESTS]`: what one checkout's scheduler does and costs, on a fake.
 
 Run as a file with `PYTHONPATH` at the checkout to measure, by `compare_trees`; it imports nothing else of
 `bench`. Knows the layout before the redesign (`cllm.engine.loop`) and the one since (`cllm.core`). Prints

@@ -404,8 +404,7 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
 def _run_worker(arguments: list[str]) -> int:
     from cllm.workers.channel import Channel
     from cllm.workers.engine_worker import main as run_worker
-    from cllm.workers.tokenizer import TokenizerWorker
-    from cllm.workers.tokenizer_worker import answer_tasks
+    from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
 
     def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
         answer_tasks(channel, TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE))
