@@ -15,7 +15,7 @@ The same behind HTTP, with the real scheduler, admission and worker processes, f
     $ python -m cllm.testing serve --port 8080
     $ curl 127.0.0.1:8080/generate -H 'Content-Type: application/json' -d '{"prompt": "\\u0002Hello!\\u0003"}'
 
-Its workers are this module too: `python -m cllm.testing FD engine|text LOG_LEVEL`.
+Its workers are this module too: `python -m cllm.testing FD engine|tokenizer LOG_LEVEL`.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ LAYERS = {
     "cllm.server": 6,
     "cllm.tune": 6,
     "cllm.llm": 7,
-    "cllm.testing": 7,
     "cllm.cli": 8,
+    "cllm.testing": 9,  # the scripted server runs the whole program
     "cllm.__main__": 9,
 }
 # The HTTP process: nothing native to inference, so that no input can crash it.
