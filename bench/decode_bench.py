@@ -176,7 +176,7 @@ def measure_decode(
 
     def step(rows: Iterable[tuple[int, int, list[int]]]) -> list[list[int]]:
         batch = Batch(tuple(Row(seq_id, position, tokens, 1, sampler) for seq_id, position, tokens in rows))
-        result = runner.forward(batch)
+        result = runner.run(batch)
         assert result.status is StepStatus.DONE
         return [list(row.tokens) for row in result.rows]
 

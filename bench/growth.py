@@ -112,8 +112,8 @@ def sampling_seconds(size: int) -> tuple[float, float]:
     try:
         cut, whole = TopKPrefilter(params), TopKPrefilter(SamplingParams(temperature=0))
         return (
-            _median_s(lambda row: candidates.choose(chain, drawn[row], cut)),
-            _median_s(lambda row: candidates.choose(chain, drawn[row], whole)),
+            _median_s(lambda row: candidates.sample(chain, drawn[row], cut)),
+            _median_s(lambda row: candidates.sample(chain, drawn[row], whole)),
         )
     finally:
         api.llama_sampler_free(chain)

@@ -181,6 +181,7 @@ class FakeRunner(ModelRunner):
         self.calls = 0
         self.open_samplers = 0
         self.closed = False
+        self._submitted: Batch | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -201,13 +202,18 @@ class FakeRunner(ModelRunner):
             raise outcome
         return outcome
 
-    def forward(self, batch: Batch) -> StepResult:
-        assert not self.closed
+    def submit(self, batch: Batch) -> None:
+        assert not self.closed and self._submitted is None, "collect comes before the next submit"
+        self._submitted = batch
+
+    def collect(self) -> StepResult:
+        batch, self._submitted = self._submitted, None
+        assert batch is not None, "nothing was submitted"
         return self._embed(batch) if batch.kind is BatchKind.EMBED else self._decode(batch)
 
     def _decode(self, batch: Batch) -> StepResult:
         self._check(batch)
-        status = self._native("forward")
+        status = self._native("collect")
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
             status = StepStatus.ABORTED
         used = sum(map(len, self.memory)) + batch.token_count
@@ -269,10 +275,10 @@ class FakeRunner(ModelRunner):
             tokens = [*held, *row.tokens]
             if not row.outputs:
                 self.embedding_memory = tokens
-            results.append(RowResult(vector=expected_vector(tokens)) if row.outputs else RowResult())
+            results.append(RowResult(embedding=expected_vector(tokens)) if row.outputs else RowResult())
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
-    def state_identity(self) -> str:
+    def state_fingerprint(self) -> str:
         return "fake"
 
     def open_embedding(self) -> None:
@@ -398,8 +404,7 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
 def _run_worker(arguments: list[str]) -> int:
     from cllm.workers.channel import Channel
     from cllm.workers.engine_worker import main as run_worker
-    from cllm.workers.tokenizer import TokenizerWorker
-    from cllm.workers.tokenizer_worker import answer_tasks
+    from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
 
     def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
         answer_tasks(channel, TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE))

@@ -28,7 +28,7 @@ def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]
     while not loop.scheduler.idle:
         loop.step()
     loop.scheduler.check_idle()
-    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.deltas]
+    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.outputs]
     assert "".join(delta.text for delta in deltas if delta.request_id == "1") == "something else"
     return [delta for delta in deltas if delta.request_id == "0"]
 
