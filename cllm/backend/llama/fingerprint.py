@@ -10,7 +10,7 @@ from pathlib import Path
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import find
 from cllm.backend.llama.threads import default_threads
-from cllm.build import options as cpu
+from cllm.build.options import features
 from cllm.config import EngineConfig
 
 
@@ -22,7 +22,7 @@ def tune_identity(
     `fixed` are the settings that were given, so not varied. Raises SetupError.
     """
     return {
-        "cpu": f"{cpu_name()} {_digest(' '.join(cpu.features()).encode())}",
+        "cpu": f"{cpu_name()} {_digest(' '.join(features()).encode())}",
         "cores": str(default_threads()),
         "library": _library(find()),
         "model": _model(header),
