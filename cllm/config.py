@@ -6,7 +6,7 @@ is written down once. `group` is the panel of `--help`; `advanced` options are s
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -15,18 +15,11 @@ CACHE_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 
 
 def _setting(
-    group: str,
-    description: str,
-    *,
-    ge: float | None = None,
-    le: float | None = None,
-    gt: float | None = None,
-    pattern: str | None = None,
-    metavar: str = "",
-    advanced: bool = False,
+    group: str, description: str, *, metavar: str = "", advanced: bool = False, **bounds: Any
 ) -> Meta:
     extra = {"group": group, "metavar": metavar, "advanced": advanced}
-    return Meta(ge=ge, le=le, gt=gt, pattern=pattern, description=description, extra=extra)
+    meta: Meta = Meta(description=description, extra=extra, **bounds)
+    return meta
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,11 +78,11 @@ def doctor_command(
 def _tuned(config: EngineConfig, table: Table) -> TuneRecord | None:
     """Add the tuned settings of this configuration, or else of this model under another load."""
     tuning = Tuning(config, config, frozenset({"threads"}))
-    record = tuning.record or tuning.memory.find_similar(tuning.identity)
+    record = tuning.record or tuning.memory.find_similar(tuning.fingerprint)
     if record is None:
         table.add_row("tuned", "not yet: `cllm tune` does it, and so does the first `cllm serve`")
         return None
-    load = {name: record.identity.get(name) for name in ("parallel", "ctx_size", "fixed")}
+    load = {name: record.fingerprint.get(name) for name in ("parallel", "ctx_size", "fixed")}
     shown = ", ".join(f"{name} {value}" for name, value in load.items() if value)
     table.add_row("tuned", f"{headline(record).removeprefix('tuned: ')} (for {shown})")
     return record

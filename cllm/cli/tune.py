@@ -14,13 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
+from cllm.backend.llama.threads import cores_used_by_others
 from cllm.cli.options import fail, with_options
 from cllm.config import Config, EngineConfig
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
 from cllm.tune.record import TuneRecord
 from cllm.tune.report import bars, figures, headline, options_table, page
-from cllm.tune.session import TRIAL, Tuning, look_around
+from cllm.tune.session import TRIAL, Tuning
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def tune_command(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         tuning = Tuning(config.engine, find_working(prepare(config.engine), console.print), given)
-        others = look_around()
+        others = cores_used_by_others()
         record = tuning.record
         if record is None or force or kv_types > record.kv_types or tuning.is_due(others):
             budget_s = budget_s or config.engine.tune_budget_s
@@ -85,7 +86,7 @@ def tune_at_start(
     console: Console,
     *,
     trial: Sequence[str] = TRIAL,
-    look: Callable[[], float | None] = look_around,
+    look: Callable[[], float | None] = cores_used_by_others,
 ) -> EngineConfig:
     """Tuned settings: `ready` with what is remembered, or measured now. No failure here is fatal."""
     if not asked.tune:

@@ -20,7 +20,7 @@ from cllm.backend.base import (
     StepStatus,
     count_ubatches,
 )
-from cllm.backend.llama import fingerprint as identity
+from cllm.backend.llama import fingerprint
 from cllm.backend.llama.batch_sampler import BatchSampler
 from cllm.backend.llama.context import LlamaContext, NativeBatch, status_of
 from cllm.backend.llama.draft_model import DraftModel, check_cuttable, draft_config
@@ -227,7 +227,7 @@ class LlamaRunner(ModelRunner):
         }
 
     def state_identity(self) -> str:
-        return identity.state_identity(self._config, unified=self._context.unified)
+        return fingerprint.state_fingerprint(self._config, unified=self._context.unified)
 
     def open_embedding(self) -> None:
         if self._embedding is None:
