@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
 from importlib import import_module
@@ -86,14 +85,14 @@ def build_command(context: typer.Context) -> None:
 
 
 def bench_command(context: typer.Context) -> None:
-    """Run the benchmark of the repository."""
+    """Run the benchmarks of the repository, which are beside this package, not in it."""
     repository = Path(__file__).parents[2]
-    if not (repository / "bench" / "cli.py").is_file() and importlib.util.find_spec("bench") is None:
-        typer.echo("cllm: the benchmark is part of the repository: make bench", err=True)
+    if not (repository / "bench" / "__main__.py").is_file():
+        typer.echo("cllm: the benchmarks are in the repository, not in the package: make bench", err=True)
         raise typer.Exit(2)
-    sys.path.insert(0, str(repository))
+    sys.path.append(str(repository))
     sys.argv = ["cllm bench", *context.args]
-    runpy.run_module("bench.cli", run_name="__main__")
+    runpy.run_module("bench", run_name="__main__")
 
 
 keys_app = typer.Typer(help="Manage the API keys of a server.", no_args_is_help=True)

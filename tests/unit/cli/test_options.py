@@ -102,6 +102,5 @@ def test_the_benchmark_is_hidden_and_says_where_it_is(
 ) -> None:
     assert "bench" not in help_text("--help").split()
     monkeypatch.setattr(main, "__file__", str(tmp_path / "site" / "cllm" / "cli" / "main.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main.app, ["bench", "--quick"])
     assert result.exit_code == 2 and "make bench" in result.output
