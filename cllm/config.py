@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 CACHE_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
+LOG_LEVEL = "(?i)^(debug|info|warning|error)$"
 
 
 def _setting(
@@ -150,7 +151,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, _setting("server", "Address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _setting("server", "Port to listen on. 0: any free one.", ge=0, le=65535)] = 18081
-    log_level: Annotated[str, _setting("server", "debug, info, warning or error.", metavar="LEVEL")] = "info"
+    log_level: Annotated[
+        str, _setting("server", "debug, info, warning or error.", metavar="LEVEL", pattern=LOG_LEVEL)
+    ] = "info"
     queue_size: Annotated[int, _setting("server", "Waiting requests; one more gets a 429.", ge=1)] = 1024
     queue_tokens: Annotated[
         int, _setting("server", "Waiting prompt tokens; more get a 429. 0: no limit.", ge=0, advanced=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from cllm.build import toolchain
-from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision, usable_cores
+from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
 from cllm.build.source import BINDINGS_VERSION, cache_directory, fetch_source
 from cllm.build.toolchain import BuildError
 
@@ -205,7 +205,8 @@ def _info(options: BuildOptions, arguments: Arguments, seconds: float) -> dict[s
 
 def _jobs() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(usable_cores(), memory // _BYTES_PER_JOB))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // _BYTES_PER_JOB))
 
 
 @contextlib.contextmanager

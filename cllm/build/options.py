@@ -6,7 +6,6 @@ Standard library only: this runs before the dependencies are installed.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import subprocess
 import sys
@@ -137,23 +136,19 @@ def features() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """The entries of /proc/cpuinfo, names in lower case, of the first processor that has them."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    entries = (line.partition(":") for line in reversed(lines))
+    return {name.strip().lower(): value.strip() for name, _, value in entries}
 
 
 def _cpuinfo_features() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return set()
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip().lower() in ("flags", "features", "isa"):
-            return set(value.lower().split())
-    return set()
+    entries = read_cpuinfo()
+    return {word for name in ("flags", "features", "isa") for word in entries.get(name, "").lower().split()}
 
 
 def _sysctl_features() -> set[str]:

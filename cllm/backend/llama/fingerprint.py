@@ -10,7 +10,7 @@ from pathlib import Path
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import find
 from cllm.backend.llama.threads import default_threads
-from cllm.build.options import features
+from cllm.build.options import features, read_cpuinfo
 from cllm.config import EngineConfig
 
 
@@ -61,14 +61,7 @@ def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name from the system, else its architecture."""
-    try:
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "model name":
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return read_cpuinfo(cpuinfo).get("model name") or platform.processor() or platform.machine()
 
 
 def _library(folder: Path) -> str:
