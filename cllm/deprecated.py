@@ -1,4 +1,4 @@
-"""Old names of settings that still work, each with its new name; using one logs one line."""
+"""Deprecated names that keep working: old name to new name. Using an old setting logs one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-FLAGS = {"park_mb": "swap_space_mb"}  # settings: --flag, CLLM_VARIABLE, TOML key, keyword of LLM
-
+METRICS: Mapping[str, str] = {
+    "cllm_parks": "cllm_preemptions",
+    "cllm_resumes": "cllm_swap_ins",
+    "cllm_parked_ram_bytes": "cllm_swapped_ram_bytes",
+    "cllm_kv_move_seconds": "cllm_kv_transfer_seconds",
+}
+FLAGS: Mapping[str, str] = {  # settings: --flag, CLLM_VARIABLE, key of the TOML file, keyword of LLM
+    "park_mb": "swap_space_mb",
+}
 _warned: set[str] = set()
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings under their present names; a setting given by both names keeps the present one's value."""
+    """The settings under their present names; of one given by both names, the present name's value counts."""
     found = {name: value for name, value in settings.items() if name not in FLAGS}
     for old in settings.keys() & FLAGS.keys():
         warn(old)

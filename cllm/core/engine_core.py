@@ -222,8 +222,8 @@ class EngineCore:
             case Cancel(request_id):
                 self.scheduler.cancel(request_id)
                 self.embedding.cancel(request_id)
-            case Inspect(ticket):
-                self._emit(Inspection(ticket, self.scheduler.snapshot()))
+            case Inspect(call_id):
+                self._emit(Inspection(call_id, self.scheduler.snapshot()))
             case SavePrefixes() | RestorePrefixes():
                 self.cache_files.add(command)
             case Stop():

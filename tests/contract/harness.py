@@ -183,7 +183,7 @@ class StepDriver:
 
     def _take(self, report: Report) -> None:
         if isinstance(report, StepReport):
-            for delta in report.deltas:
+            for delta in report.outputs:
                 self.answers[delta.request_id].take(delta)
 
     def submit(self, *requests: Request) -> None:

@@ -344,7 +344,7 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
     take = drive.loop._emit
 
     def watch(report: Any) -> None:
-        vectors.update((delta.request_id, delta.vectors) for delta in report.deltas if delta.vectors)
+        vectors.update((delta.request_id, delta.embeddings) for delta in report.outputs if delta.embeddings)
         take(report)
 
     drive.loop._emit = watch

@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient, Health
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.contract.alone import Reference
 from tests.contract.harness import StepDriver, ask, feed, words

@@ -85,7 +85,7 @@ class EngineSim:
     def check(self) -> None:
         for report in self.reports:
             assert isinstance(report, StepReport)
-            for delta in report.deltas:
+            for delta in report.outputs:
                 before = self.deltas[delta.request_id]
                 # Law 4: nothing comes after the terminal delta.
                 assert not before or before[-1].finish_reason is None
