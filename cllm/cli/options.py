@@ -25,6 +25,7 @@ from cllm.deprecated import FLAGS, renamed, warn
 from cllm.errors import CllmError, ConfigError
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
+_SECTIONS: dict[type[msgspec.Struct], str] = {EngineConfig: "engine", ServerConfig: "server"}
 _OLD_NAMES = {new: old for old, new in FLAGS.items()}
 _SHOW_ALL = "cllm.show_all"
 _EPILOG = (
@@ -160,8 +161,8 @@ _HELP_ALL = typer.Option(
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option for each field of the given configurations.
 
-    The command receives `config: Config` and, if it has a parameter of that name, `given`: the fields set
-    anywhere. Its own parameters stay as they are. Make it a command of the class `GroupedHelp`.
+    The command receives `config: Config` and `given`, the names of the fields that were set anywhere. Its own
+    parameters stay as they are. Make it a command of the class `GroupedHelp`.
     """
     generated = [
         _parameter(field, get_type_hints(struct, include_extras=True)[field.name])
@@ -175,30 +176,19 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
     ]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        wants_given = "given" in inspect.signature(command).parameters
-
-        def call(context: typer.Context, **values: Any) -> Any:
-            values = {
-                name: value for name, value in values.items() if name not in ("config_file", "help_all")
-            }
+        def call(context: typer.Context, config_file: Path | None, help_all: bool, **values: Any) -> Any:
             for old in FLAGS:
                 if f"CLLM_{old.upper()}" in os.environ:
                     warn(old)
-            if wants_given:
-                values["given"] = _given(context, structs)
-            taken = {
-                struct: struct(**{name: values.pop(name) for name in struct.__struct_fields__})
+            fields = {
+                _SECTIONS[struct]: {name: values.pop(name) for name in struct.__struct_fields__}
                 for struct in structs
             }
-            config = Config(
-                engine=taken.get(EngineConfig, EngineConfig()),  # type: ignore[arg-type]
-                server=taken.get(ServerConfig, ServerConfig()),  # type: ignore[arg-type]
-            )
-            try:  # values from a file have not been through the option's own type
-                msgspec.convert(msgspec.to_builtins(config), Config, strict=False)
+            try:
+                config = msgspec.convert(fields, Config, strict=False)
             except msgspec.ValidationError as error:
                 raise fail(ConfigError(f"configuration: {error}")) from None
-            return command(config=config, **values)
+            return command(config=config, given=_given(context, structs), **values)
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
