@@ -219,8 +219,7 @@ class FakeRunner(ModelRunner):
         used = sum(map(len, self.memory)) + batch.token_count
         if status is None and self._limits.unified and used > self._limits.cells:
             status = StepStatus.NO_ROOM
-        if status not in (None, StepStatus.DONE):
-            assert status is not None
+        if status is not None and status is not StepStatus.DONE:
             if not status.memory_intact:
                 # As in llama.cpp: cells computed before the failure stay in memory.
                 first = batch.rows[0]
@@ -233,10 +232,7 @@ class FakeRunner(ModelRunner):
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
     def _sample(self, row: Row) -> RowResult:
-        """Sample token after token while the next draft token is the sampled one.
-
-        Rejected draft tokens stay in memory.
-        """
+        """Sample token after token while drafts are accepted. Rejected draft tokens stay in memory."""
         assert isinstance(row.sampler, FakeSampler)
         params = row.sampler.params
         memory = self.memory[row.seq_id]
@@ -263,8 +259,7 @@ class FakeRunner(ModelRunner):
         assert all(row.position == 0 for row in batch.rows) or len(batch.rows) == 1
         assert all(row.tokens and row.position == len(held) for row in batch.rows), "a lost or stale chunk"
         status = self._native("embed")
-        if self.step_s:
-            time.sleep(self.step_s)
+        time.sleep(self.step_s)
         self.embedding_memory = []
         if status not in (None, StepStatus.DONE):
             return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
