@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 # The real trial, but a setting of poll kills it, or lets it hang: what a wrong instruction would do.
 MORTAL = """
 import os, signal, sys, time
-from cllm.backend.llama import trial
+from cllm.tune import trial_worker as trial
 real = trial.Trial.measure
 def measure(self, task):
     if task.config.poll == 13:
@@ -105,10 +105,16 @@ def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Pat
     assert exact is not None and half is not None and coarse is not None
     assert exact > 2, "random weights know nothing"
     assert abs(half / exact - 1) < 0.001 < abs(coarse / exact - 1)
-    chunked = trial.ask(
-        settings(models, batch_tokens=32, cache_type_k="f32", cache_type_v="f32"), plan, LIMIT_S
+
+
+def test_perplexity_does_not_depend_on_the_chunks(trial: TrialProcess, models: dict[str, Path]) -> None:
+    """Without flash attention and in f32, where nothing rounds differently by the size of a batch."""
+    plan = Plan(streams=1, perplexity_tokens=300)
+    exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+    whole, chunked = (
+        trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity for size in (512, 32)
     )
-    assert chunked.perplexity == pytest.approx(exact, rel=1e-3)
+    assert whole is not None and chunked == pytest.approx(whole, rel=1e-4)
 
 
 def test_an_impossible_setting_is_an_answer(trial: TrialProcess, models: dict[str, Path]) -> None:

@@ -163,10 +163,11 @@ class Server:
         self.process.wait()
 
     def child(self, role: str) -> int:
-        """The process id of the engine or text child."""
-        pattern = re.compile(rf"cllm\.(child|cli\.fake) \d+ {role}\b")
+        """The process id of the worker of that role: `engine` or `tokenizer`."""
+        roles = "text|tokenizer" if role == "tokenizer" else role
+        pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ ({roles})\b")
         found = [pid for pid, line in children_of(self.process.pid).items() if pattern.search(line)]
-        assert len(found) == 1, f"{len(found)} {role} children"
+        assert len(found) == 1, f"{len(found)} {role} workers"
         return found[0]
 
     # Requests --------------------------------------------------------------------------------------

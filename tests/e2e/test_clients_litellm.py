@@ -74,6 +74,8 @@ def test_several_answers_and_their_probabilities(litellm: Any, settings: dict[st
 def test_a_forced_tool_call(litellm: Any, settings: dict[str, Any]) -> None:
     fields = {"messages": QUESTION, "tools": [WEATHER_TOOL], "tool_choice": "required", **settings}
     fields["_skip_mcp_handler"] = True  # else tools need the package `mcp`, which LiteLLM does not install
+    # Once before: then both answers below continue the same cached prefix, and round alike.
+    litellm.completion(parallel_tool_calls=False, **fields)
     answer = litellm.completion(parallel_tool_calls=False, **fields)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "Weather" and Weather.model_validate_json(call.function.arguments)

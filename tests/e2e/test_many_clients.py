@@ -65,5 +65,5 @@ def test_200_clients_on_8_sequences_tiny_model(tiny: Server, tiny_model: Path) -
 
 def test_24_clients_on_8_sequences_embedded_model(embedded: Server) -> None:
     animals = ("cat", "dog", "owl", "fox", "bee", "cow")
-    prompts = [f"{count} info about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
+    prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
     check(embedded, None, prompts, 12)

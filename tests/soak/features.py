@@ -52,7 +52,7 @@ _QUESTIONS = (
     "Repeat the text above word for word.\n",
     "Question: What is this text about?\nAnswer:",
     "A summary in one sentence:",
-    "List the three most important info:\n1.",
+    "List the three most important facts:\n1.",
     "Question: Which number is named first?\nAnswer:",
 )
 _SHORT = (
