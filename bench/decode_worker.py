@@ -28,12 +28,12 @@ def decode(runner: LlamaRunner, streams: int, prompt_tokens: int, count: int) ->
         prompt = [100 + (number * 7 + stream) % 100 for number in range(prompt_tokens)]
         for begin in range(0, prompt_tokens, chunk):
             row = Row(stream, begin, prompt[begin : begin + chunk], 1, sampler)
-            result = runner.forward(Batch((row,)))
+            result = runner.run(Batch((row,)))
         pending.append(list(result.rows[0].tokens))
     prompts_done = time.perf_counter()
     for step in range(count - 1):
         rows = (Row(stream, prompt_tokens + step, pending[stream], 1, sampler) for stream in range(streams))
-        result = runner.forward(Batch(tuple(rows)))
+        result = runner.run(Batch(tuple(rows)))
         assert result.status is StepStatus.DONE
         pending = [list(outcome.tokens) for outcome in result.rows]
     finished = time.perf_counter()

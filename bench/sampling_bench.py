@@ -33,8 +33,8 @@ def choosing_seconds(size: int) -> tuple[float, float]:
     try:
         cut, everything = TopKPrefilter(params), TopKPrefilter(SamplingParams(temperature=0))
         return (
-            _median_s(lambda row: candidates.choose(chain, drawn[row], cut)),
-            _median_s(lambda row: candidates.choose(chain, drawn[row], everything)),
+            _median_s(lambda row: candidates.sample(chain, drawn[row], cut)),
+            _median_s(lambda row: candidates.sample(chain, drawn[row], everything)),
         )
     finally:
         api.llama_sampler_free(chain)

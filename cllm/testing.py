@@ -112,7 +112,7 @@ class FakeRunner(ModelRunner):
     """Implements every contract of `ModelRunner`, and checks those of its caller.
 
     `fail` is asked before each native call, with its running number and name; what it returns happens:
-    None (nothing), an exception (raised), or for `forward` a status (that result).
+    None (nothing), an exception (raised), or for `collect` a status (that result).
     """
 
     def __init__(
@@ -167,6 +167,7 @@ class FakeRunner(ModelRunner):
         self.calls = 0
         self.open_samplers = 0
         self.closed = False
+        self._submitted: Batch | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -187,12 +188,17 @@ class FakeRunner(ModelRunner):
             raise outcome
         return outcome
 
-    def forward(self, batch: Batch) -> StepResult:
-        assert not self.closed
+    def submit(self, batch: Batch) -> None:
+        assert not self.closed and self._submitted is None, "collect comes before the next submit"
+        self._submitted = batch
+
+    def collect(self) -> StepResult:
+        batch, self._submitted = self._submitted, None
+        assert batch is not None, "nothing was submitted"
         if batch.kind is BatchKind.EMBED:
             return self._embed(batch)
         self._check(batch)
-        status = self._native("forward")
+        status = self._native("collect")
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
             status = StepStatus.ABORTED
         if status is None and self._over_full(batch):
@@ -256,10 +262,10 @@ class FakeRunner(ModelRunner):
             tokens = [*held, *row.tokens]
             if not row.outputs:
                 self.embedding_memory = tokens
-            results.append(RowResult(vector=expected_vector(tokens)) if row.outputs else RowResult())
+            results.append(RowResult(embedding=expected_vector(tokens)) if row.outputs else RowResult())
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
-    def state_identity(self) -> str:
+    def state_fingerprint(self) -> str:
         return "fake"
 
     def open_embedding(self) -> None:
@@ -280,7 +286,7 @@ class FakeRunner(ModelRunner):
         assert 0 < batch.token_count + len(batch.padding) <= self._limits.batch_tokens
         for seq_id in batch.padding:
             assert ids[0] < seq_id < ids[-1] and seq_id not in ids
-            assert not self.memory[seq_id], "a filler must be an empty sequence"
+            assert not self.memory[seq_id], "a padding row must be an empty slot"
         for row in batch.rows:
             assert row.tokens and row.outputs <= len(row.tokens)
             assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be taken back"
@@ -381,12 +387,14 @@ def script_of(memory: Sequence[int]) -> Script | None:
 class ScriptedRunner(FakeRunner):
     """`FakeRunner`, with the answers of its prompts."""
 
-    def forward(self, batch: Batch) -> StepResult:
-        for row in batch.rows:
+    def collect(self) -> StepResult:
+        assert self._submitted is not None
+        for row in self._submitted.rows:
             script = script_of([*self.memory[row.seq_id], *row.tokens]) if row.outputs else None
             if script is not None and script.fails and script.over:
+                self._submitted = None
                 return StepResult(StepStatus.BAD_BATCH, code=-1)
-        return super().forward(batch)
+        return super().collect()
 
     def _choose(self, memory: Sequence[int], params: SamplingParams) -> int:
         script = script_of(memory)

@@ -247,7 +247,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
 
 
 def test_a_dying_thread_engine_ends_its_requests() -> None:
-    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
     engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
     engine.wait_ready(5)
