@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import ModelRunner
-from tests.contract.alone import Reference, Tally
-from tests.contract.kinds import Kind, Opened, open_runner
-from tests.e2e.server import Server, StartServer
+from tests.driver.kinds import Kind, Opened, open_runner
+from tests.driver.same_text import Reference, Tally
+from tests.driver.server import Server, StartServer
 from tests.tiny_models import make_all
 
 _TALLY = pytest.StashKey[Tally]()

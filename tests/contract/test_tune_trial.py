@@ -112,7 +112,8 @@ def test_perplexity_does_not_depend_on_the_chunks(trial: TrialProcess, models: d
     plan = Plan(streams=1, perplexity_tokens=300)
     exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
     whole, chunked = (
-        trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity for size in (512, 32)
+        trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity
+        for size in (512, 32)
     )
     assert whole is not None and chunked == pytest.approx(whole, rel=1e-4)
 

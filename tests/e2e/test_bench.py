@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.e2e.server import Server, cllm
+from tests.driver.server import Server, cllm
 
 FILE = """
 name = "visit"

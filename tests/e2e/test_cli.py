@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import ALIAS, Server, StartServer, cllm
+from tests.driver.server import ALIAS, Server, StartServer, cllm
 
 
 @pytest.fixture

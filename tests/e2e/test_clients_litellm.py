@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.driver.server import PATIENCE_S, Server
 from tests.e2e.clients import PATH_LIKE, QUESTION, WEATHER_TOOL, Weather
-from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.driver.server import Server
 
 KEY = "cllm-of-open-webui"
 PAGE = "http://localhost:3000"  # where the browser shows it

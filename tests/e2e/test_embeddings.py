@@ -19,7 +19,7 @@ import pytest
 
 from cllm import LLM, AsyncLLM
 from cllm.errors import ContextLengthExceeded, InvalidRequest
-from tests.e2e.server import Server, StartServer, wait_for
+from tests.driver.server import Server, StartServer, wait_for
 from tests.tiny_encoders import make_encoder, make_reranker
 
 CAT, KITTEN, RATES = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, StartServer
-from tests.failure_modes.harness import unharmed
+from tests.driver.http import unharmed
+from tests.driver.server import Server, StartServer
 from tests.tiny_models import make_dense
 
 

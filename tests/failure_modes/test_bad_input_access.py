@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, StartServer, cllm, wait_for
-from tests.failure_modes.harness import dial, refusal, unharmed
+from tests.driver.http import dial, refusal, unharmed
+from tests.driver.server import PATIENCE_S, Server, StartServer, cllm, wait_for
 
 OK = {"prompt": "x", "max_tokens": 1}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, data_of
-from tests.failure_modes.harness import JSON, field_refused, refusal
+from tests.driver.http import JSON, field_refused, refusal
+from tests.driver.server import Server, get_data
 
 GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
     "/generate",
@@ -317,4 +317,4 @@ def test_fault_28_a_path_as_model(tiny: Server, route: str, name: str) -> None:
 def test_fault_28_any_plain_name_is_served(tiny: Server, name: str) -> None:
     body = {"model": name, "prompt": "x", "max_tokens": 1}
     assert tiny.post(COMPLETIONS, body).status_code == 200
-    assert data_of(tiny.post(GENERATE, body))["generated_tokens"] == 1
+    assert get_data(tiny.post(GENERATE, body))["generated_tokens"] == 1

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from cllm.config import ServerConfig
-from tests.e2e.server import PATIENCE_S, Server, StartServer
-from tests.failure_modes.harness import JSON, dial, drip, read_all, refusal, unharmed
+from tests.driver.http import JSON, dial, drip, read_all, refusal, unharmed
+from tests.driver.server import PATIENCE_S, Server, StartServer
 
 ROUTES = (
     "/generate",

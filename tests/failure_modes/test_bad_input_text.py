@@ -13,8 +13,8 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, StartServer, cpu_s, data_of, text_of
-from tests.failure_modes.harness import refusal, unharmed
+from tests.driver.http import refusal, unharmed
+from tests.driver.server import PATIENCE_S, Server, StartServer, cpu_s, get_data, stream_text
 from tests.tiny_models import CHAT_TEMPLATE, make_dense
 
 
@@ -110,7 +110,7 @@ def test_fault_24_hard_pattern_is_refused_or_honoured(tiny: Server, kind: str, w
     if answer.status_code != 200:
         refusal(answer)
         return
-    data = data_of(answer)
+    data = get_data(answer)
     text = data["text"].removeprefix('"').removesuffix('"')
     if data["finish_reason"] == "stop":
         assert re.fullmatch(pattern if kind != "{0,1e9}" else "a*", text, re.DOTALL)
@@ -125,7 +125,7 @@ def test_fault_24_recursion_that_ends_is_served(tiny: Server) -> None:
         "required": ["c"],
         "additionalProperties": False,
     }
-    data = data_of(constrained(tiny, 2.0, json_schema=tree, max_tokens=400, seed=3))
+    data = get_data(constrained(tiny, 2.0, json_schema=tree, max_tokens=400, seed=3))
     if data["finish_reason"] == "stop":
         jsonschema.validate(json.loads(data["text"]), tree)
     else:
@@ -148,7 +148,7 @@ def test_fault_25_grammar_that_runs_dry_ends_that_request_alone(tiny: Server) ->
         and last["error"]
         and re.fullmatch("[0-9]{0,4}", "".join(e["token"] for e in tokens))
     )
-    assert text_of(seen) == alone
+    assert stream_text(seen) == alone
 
 
 # 26: templates ---------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_fault_29_stop_string_over_tokens_is_held_back(tiny: Server, route: str)
             assert tiny.generate("hold it back", 60, stop=[stop])["text"] == expected
         else:
             with tiny.open_stream("hold it back", 60, stop=[stop]) as events:
-                assert text_of(list(events)) == expected
+                assert stream_text(list(events)) == expected
 
 
 @pytest.mark.parametrize("text", ["é", "€", "😀", "日本", "é€😀"])
@@ -259,7 +259,7 @@ def test_fault_29_characters_over_tokens_are_whole(tiny: Server, text: str) -> N
     """Every byte of these is a token (but two pairs): no piece shows half a character."""
     with tiny.open_stream("x", 60, choice=[text * 3]) as events:
         pieces = list(events)
-    assert text_of(pieces) == text * 3
+    assert stream_text(pieces) == text * 3
     assert not any("\ufffd" in piece["token"] for piece in pieces)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import FREED_WITHIN_S, PATIENCE_S, Ids, Server, cpu_s, text_of, wait_for
+from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, SlotLog, cpu_s, stream_text, wait_for
 from tests.tiny_models import make_dense
 
 LONG = 4000  # tokens: seconds on the tiny model
@@ -63,14 +63,14 @@ def in_its_step(server: Server, computed_before_s: float) -> bool:
 
 def test_fault_30_disconnect_while_queued_computes_nothing(one: Server) -> None:
     wait_for(one.idle)
-    leases = len(Ids(one.log_text).leases)
+    leases = len(SlotLog(one.log_text).leases)
     with ExitStack() as stack:
         filled(one, stack)
         with one.connect({"prompt": "going away", "max_tokens": LONG}):
             wait_for(lambda: places(one).count("queued") == 1)
         wait_for(lambda: places(one).count("queued") == 0)
     wait_for(one.idle)
-    assert len(Ids(one.log_text).leases) <= leases + 3
+    assert len(SlotLog(one.log_text).leases) <= leases + 3
 
 
 def test_fault_31_disconnect_in_mid_prefill_frees_kv_at_once(four: Server) -> None:
@@ -175,7 +175,7 @@ def test_fault_35_queue_full_is_429_with_retry_after_by_count_and_by_tokens(one:
 
 def test_fault_36_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server) -> None:
     wait_for(one.idle)
-    leases = len(Ids(one.log_text).leases)
+    leases = len(SlotLog(one.log_text).leases)
     with ExitStack() as stack:
         filled(one, stack)
         bodies: list[tuple[str, dict[str, Any]]] = [
@@ -190,7 +190,7 @@ def test_fault_36_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(on
             assert int(answer.headers["x-queue-position"]) >= 1
         assert one.metrics()["cllm_deadlines_exceeded_total{place=queued}"] == 3
     wait_for(one.idle)
-    assert len(Ids(one.log_text).leases) <= leases + 3
+    assert len(SlotLog(one.log_text).leases) <= leases + 3
 
 
 def test_fault_36_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one: Server) -> None:
@@ -203,7 +203,7 @@ def test_fault_36_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one
     assert answer.headers["x-queue-position"] == "0"
     wait_for(one.idle, FREED_WITHIN_S)
     with one.open_stream("quick", 8, timeout=PATIENCE_S) as stream:
-        assert text_of(list(stream))
+        assert stream_text(list(stream))
 
 
 def test_fault_36_deadline_in_mid_prefill_frees_kv_like_a_cancel(four: Server) -> None:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from cllm.backend.llama.library import find
-from tests.e2e.server import Server, StartServer, alive, children_of, cllm, text_of, wait_for
+from tests.driver.server import Server, StartServer, alive, cllm, get_children, stream_text, wait_for
 
 LONG = 4000
 
@@ -59,12 +59,12 @@ def test_fault_42_sigterm_while_streaming(start: StartServer, tiny_model: Path) 
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "60")
     with server.open_stream("last words", 1000) as events:
         first = next(events)
-        children = children_of(server.process.pid)
+        children = get_children(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "draining" in server.log_text)
         assert refused(server)
         rest = list(events)
-    text_of([first, *rest])
+    stream_text([first, *rest])
     assert rest[-1]["finish_reason"] == "length" and rest[-1]["generated_tokens"] == 1000
     server.wait_gone(children)
 
@@ -73,7 +73,7 @@ def test_fault_42_an_error_event_when_the_drain_is_over(start: StartServer, tiny
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "0.3")
     with server.open_stream("cut short", LONG) as events:
         next(events)
-        children = children_of(server.process.pid)
+        children = get_children(server.process.pid)
         told = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         *_, last = events

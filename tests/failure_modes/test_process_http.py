@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, SERVE, Server, StartServer, children_of, environment, wait_for
-from tests.failure_modes.harness import dial, read_all, unharmed
+from tests.driver.http import dial, read_all, unharmed
+from tests.driver.server import PATIENCE_S, SERVE, Server, StartServer, environment, get_children, wait_for
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -34,7 +34,7 @@ def test_fault_48_port_in_use(tiny_model: Path, host: str) -> None:
         )
         children: set[int] = set()
         while process.poll() is None:
-            children |= set(children_of(process.pid))
+            children |= set(get_children(process.pid))
             time.sleep(0.02)
         out, error = process.communicate()
     assert process.returncode == 2 and out == "" and not children

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import SERVE, Server, StartServer
-from tests.failure_modes.harness import refusal, unharmed
+from tests.driver.http import refusal, unharmed
+from tests.driver.server import SERVE, Server, StartServer
 
 PROMPT = "a long beginning that is worth keeping, " * 20
 
