@@ -14,11 +14,11 @@ from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepSta
 from cllm.config import EngineConfig
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file import CacheFileJobs
-from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.scheduler import Scheduler
 from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
-from cllm.core.step_cost import StepCostModel
+from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import RequestOutput
 from cllm.workers.messages import (
@@ -59,13 +59,13 @@ class EngineCore:
         self._emit = emit
         limits = runner.limits
         cost = cost or StepCostModel(split=not limits.unified)
-        target_s = config.target_itl_ms / 1000
+        target_s = config.target_itl_ms * MILLISECOND
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
         self.scheduler = Scheduler(
             runner,
             PrefillBudget(limits.batch_tokens, target_s, cost),
-            HostKVCache(cached_limit=config.cache_ram_mb << 20, swap_limit=config.swap_space_mb << 20),
+            HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
             share_across_tenants=config.share_prefixes_across_tenants,
             spec_decode=spec_decode
             or SpecDecodePolicy(
@@ -164,7 +164,7 @@ class EngineCore:
                 result = self.runner.collect()
         except Exception as exception:
             log.error("a step raised", exc_info=exception)
-            result = StepResult(StepStatus.FAILED, code=-99)
+            result = StepResult(StepStatus.FAILED)
         refused = result.status is StepStatus.BAD_BATCH or (
             result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # no row to preempt there
         )
@@ -286,7 +286,7 @@ class StepInterrupt:
     takes at most every second step from its neighbours.
     """
 
-    MIN_ROW_TOKENS = 32
+    MIN_ROW_TOKENS = TILE // 2
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -313,8 +313,8 @@ class Scheduler:
     def _rollback_step(self, batch: Batch) -> None:
         """A failed step is rolled back whole: each member returns to its length before it.
 
-        A recurrent model's states are moved about inside the graph, those of other rows too: after a step that
-        broke off no state is certain, so all running sequences are recomputed.
+        A recurrent model's states are moved about inside the graph, those of other rows too: after a step
+        that broke off no state is certain, so all running sequences are recomputed.
         """
         if self.runner.info.recurrent:
             lengths = dict.fromkeys(self._running, 0)
@@ -409,7 +409,7 @@ class Scheduler:
                 tokens=len(self._running[lease.seq_id].tokens),
                 position=self.runner.next_position(lease.seq_id),
                 state=self._running[lease.seq_id].state.value,
-                age_s=round(now - lease.leased_at, 3),
+                age_s=now - lease.leased_at,
             )
             for lease in self.pool.leases
         )

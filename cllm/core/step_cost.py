@@ -24,7 +24,11 @@ BATCH1_DRAFT_COST = 0.2  # each draft token of a lone row
 DEFAULT_DRAFT_COST = 0.5  # one draft token for each row, before it was measured
 EXTRA_UBATCH_COST = 0.6  # split KV computes rows of another length in a ubatch of their own
 DEFAULT_TRANSFER_S = 2.5e-10  # a byte between KV memory and host RAM, before it was measured
+MILLISECOND = 1e-3
 TINY = 1e-6  # seconds: no step is shorter, whatever a clock says; and the ridge of the fit
+
+
+REMEMBERED = 9  # observations of a kind
 
 
 class StepShape(NamedTuple):
@@ -98,11 +102,9 @@ class RunningMedian:
     mechanism off for good.
     """
 
-    REMEMBERED = 9
-
     def __init__(self, default: float) -> None:
         self._default = default
-        self._seen: deque[float] = deque([default], maxlen=self.REMEMBERED)
+        self._seen: deque[float] = deque([default], maxlen=REMEMBERED)
 
     def observe(self, value: float) -> None:
         if len(self._seen) == 1:
@@ -134,15 +136,14 @@ class StepCostModel:
     `frozen` is the one switch for tests: nothing is learned, `known` stays what is known of steps.
     """
 
-    REMEMBERED = 12  # steps of a kind
     MAX_KINDS = 40
     HALF_LIFE = 48  # steps after which one counts half
     MIN_WEIGHT = 0.02
     REFIT_AFTER = 16  # steps; fitting takes half a millisecond
     SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
     WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
-    # Units in which the costs are of similar size; what cannot be told apart is shared in them.
-    UNITS: Vector = np.array([1.0, TILE, 4.0, 1 << 16, 1 << 16])
+    # Units in which the costs are of similar size; what cannot be distinguished is shared in them.
+    UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2], float)
     DOUBT_AFTER = 8  # times that drafts seemed too expensive
 
     def __init__(self, *, split: bool = True, known: StepCost | None = None, frozen: bool = False) -> None:
@@ -173,7 +174,7 @@ class StepCostModel:
     def observe_shape(self, shape: StepShape, seconds: float) -> None:
         seconds = max(seconds, TINY)
         self._number += 1
-        kind = self._samples.pop(shape.kind, None) or deque(maxlen=self.REMEMBERED)
+        kind = self._samples.pop(shape.kind, None) or deque(maxlen=REMEMBERED)
         kind.append(_Sample(shape, seconds, self._number))
         self._samples[shape.kind] = kind  # the kind seen last is the last
         if len(self._samples) > self.MAX_KINDS:
@@ -249,7 +250,7 @@ class StepCostModel:
         if any(len(row.tokens) != row.outputs for row in batch.rows):
             return
         if not longest:
-            plain = self._plain_s.get(rows) or deque(maxlen=RunningMedian.REMEMBERED)
+            plain = self._plain_s.get(rows) or deque(maxlen=REMEMBERED)
             plain.append(seconds)
             self._plain_s[rows] = plain
             return
@@ -286,7 +287,7 @@ def _non_negative(shapes: Vector, seconds: Vector, weights: Vector) -> Vector:
     target = seconds * weights
     while left:
         part = scaled[:, left]
-        # A little ridge: what cannot be told apart is shared, and nothing is singular.
+        # A little ridge: what cannot be distinguished is shared, and nothing is singular.
         ridge = TINY * np.trace(part.T @ part) / len(left) + TINY * TINY * TINY
         solution = np.linalg.solve(part.T @ part + ridge * np.eye(len(left)), part.T @ target)
         if (solution >= 0).all():

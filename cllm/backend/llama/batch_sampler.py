@@ -1,4 +1,4 @@
-"""Batch sampling: from a step's logits to its tokens. A row that cannot be sampled gets an error of its own."""
+"""Batch sampling: from a step's logits to its tokens. A row that cannot be sampled gets its own error."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class BatchSampler:
 
 
 def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
-    """The rows that want output. Excluded tokens are taken out of all lines at once, as most exclude alike."""
+    """The rows that want output. Excluded tokens are taken out of all lines at once: most exclude alike."""
     work = []
     excluding: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}  # by identity: tokens, and lines
     first = 0
@@ -143,8 +143,8 @@ def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
 def _verify(work: _Work, sample: Callable[[int], int]) -> RowResult:
     """Sample token after token, as long as the next draft is what was sampled.
 
-    The last `outputs` tokens of a row are the newest one and the drafts behind it. Each token is sampled as it
-    would be without drafts; only how many are sampled in one step differs.
+    The last `outputs` tokens of a row are the newest one and the drafts behind it. Each token is sampled as
+    it would be without drafts; only how many are sampled in one step differs.
     """
     row = work.row
     if row.outputs == 1 and not row.logprobs:

@@ -26,8 +26,8 @@ _CANDIDATE_ARRAY = np.dtype(
 class TopKPrefilter:
     """What a chain's first sampler keeps, if a threshold can do that before it, for all rows at once.
 
-    `top_k`: the `top_k` likeliest tokens. `gap`: those within `gap` of the best logit. Neither is set where the
-    first sampler looks at every token, so that none may be left out.
+    `top_k`: the `top_k` likeliest tokens. `gap`: those within `gap` of the best logit. Neither is set where
+    the first sampler looks at every token, so that none may be left out.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -138,7 +138,7 @@ def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[TopKPrefilter
 
 
 class BatchCandidates:
-    """Room for the candidates of many rows at once, prefiltered together. Each thread that samples has its own."""
+    """Room for the candidates of many rows, prefiltered together. Each thread that samples has its own."""
 
     def __init__(self, api: Any) -> None:
         self._api = api

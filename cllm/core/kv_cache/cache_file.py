@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache
+from cllm.core.kv_cache.host_cache import MIB, TOKEN_BYTES, Entry, HostKVCache
 from cllm.errors import (
     CllmError,
     EngineError,
@@ -42,7 +42,7 @@ from cllm.workers.messages import Report, RestorePrefixes, SavePrefixes, StateFi
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
-SLICE_BYTES = 4 << 20  # about ten milliseconds of hashing and copying
+SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SUFFIX = ".prefixes"
 _MAGIC = b"cllmpfx\n"
@@ -50,7 +50,6 @@ _VERSION = 1
 _DIGEST = 32
 _HEAD = struct.Struct(f"<8sI{_DIGEST}sI")  # magic, version, fingerprint, entries
 _ENTRY = struct.Struct("<HIQ")  # bytes of the tenant's name, tokens, bytes of the state
-_TOKEN_BYTES = 4
 
 
 class Moved(NamedTuple):
@@ -232,14 +231,14 @@ class _Reader:
     def _next(self, *, keep: bool, max_bytes: int = 0) -> Generator[bool, None, Entry | None]:
         lengths = self._take(_ENTRY.size)
         name_bytes, token_count, state_bytes = _ENTRY.unpack(lengths)
-        if name_bytes + token_count * _TOKEN_BYTES + state_bytes + _DIGEST > self._left:
+        if name_bytes + token_count * TOKEN_BYTES + state_bytes + _DIGEST > self._left:
             raise StateFileError("the state file is truncated, or corrupt: an entry is longer than the file")
         if not token_count or not state_bytes:
             raise StateFileError("the state file is corrupt: an entry is empty")
         checksum = hashlib.blake2b(self._last + lengths, digest_size=_DIGEST)
-        keep = keep and state_bytes + token_count * _TOKEN_BYTES <= max_bytes
+        keep = keep and state_bytes + token_count * TOKEN_BYTES <= max_bytes
         name = self._take(name_bytes)
-        tokens = self._take(token_count * _TOKEN_BYTES)
+        tokens = self._take(token_count * TOKEN_BYTES)
         checksum.update(name + tokens)
         state = bytearray()
         for start in range(0, state_bytes, SLICE_BYTES):

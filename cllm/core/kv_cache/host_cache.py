@@ -8,11 +8,13 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, KeysView, Sequence
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-KEY_BYTES = 8  # of a token: four in the entry, four in the index
+MIB = 1 << 20
+TOKEN_BYTES = array("i").itemsize
 
 
 class Entry:
@@ -28,15 +30,15 @@ class Entry:
 
 
 def get_entry_size(tokens: int, state_bytes: int) -> int:
-    """What an entry counts for: its state and its tokens."""
-    return state_bytes + tokens * KEY_BYTES
+    """What an entry counts for: its state and its tokens, in the entry and in the index."""
+    return state_bytes + tokens * 2 * TOKEN_BYTES
 
 
 class HostKVCache:
     """Cached prefixes by tenant and tokens, least recently used out first.
 
-    Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more than
-    the larger of the two together.
+    Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more
+    than the larger of the two together.
     """
 
     def __init__(self, *, cached_limit: int, swap_limit: int = 0) -> None:
@@ -135,8 +137,6 @@ class HostKVCache:
 
 Value = TypeVar("Value")
 
-_WIDTH = 4  # bytes of a token
-
 
 class Match(NamedTuple, Generic[Value]):
     """A stored value whose tokens begin with the first `length` tokens that were looked up."""
@@ -182,10 +182,10 @@ class RadixIndex(Generic[Value]):
         key = _pack(tokens)
         node, depth = self._root, 0
         while depth < len(key):
-            child = node.children.get(key[depth : depth + _WIDTH])
+            child = node.children.get(key[depth : depth + TOKEN_BYTES])
             if child is None:
                 child = _Node(key[depth:])
-                node.children[child.edge[:_WIDTH]] = child
+                node.children[child.edge[:TOKEN_BYTES]] = child
             elif (shared := _shared(child.edge, key, depth)) < len(child.edge):
                 child = _split(node, child, shared)
             node, depth = child, depth + len(child.edge)
@@ -197,13 +197,13 @@ class RadixIndex(Generic[Value]):
         path = [self._root]
         depth = 0
         while depth < len(key):
-            child = path[-1].children.get(key[depth : depth + _WIDTH])
+            child = path[-1].children.get(key[depth : depth + TOKEN_BYTES])
             if child is None or not key.startswith(child.edge, depth):
                 return
             path.append(child)
             depth += len(child.edge)
         path[-1].value = None
-        for parent, node in zip(path[-2::-1], path[:0:-1], strict=True):
+        for node, parent in pairwise(reversed(path)):
             _tidy(parent, node)
 
     def matches(self, tokens: Sequence[int], min_length: int = 1) -> list[Match[Value]]:
@@ -212,16 +212,18 @@ class RadixIndex(Generic[Value]):
         found: list[Match[Value]] = []
         node, depth = self._root, 0
         while True:
-            child = node.children.get(key[depth : depth + _WIDTH])
-            if depth >= min_length * _WIDTH:  # what does not continue with these tokens ends its match here
-                found.extend(Match(depth // _WIDTH, value) for value in node.values(without=child))
+            child = node.children.get(key[depth : depth + TOKEN_BYTES])
+            if (
+                depth >= min_length * TOKEN_BYTES
+            ):  # what does not continue with these tokens ends its match here
+                found.extend(Match(depth // TOKEN_BYTES, value) for value in node.values(without=child))
             if child is None:
                 return found
             shared = _shared(child.edge, key, depth)
             depth += shared
             if shared < len(child.edge):
-                if depth >= min_length * _WIDTH:
-                    found.extend(Match(depth // _WIDTH, value) for value in child.values())
+                if depth >= min_length * TOKEN_BYTES:
+                    found.extend(Match(depth // TOKEN_BYTES, value) for value in child.values())
                 return found
             node = child
 
@@ -235,18 +237,18 @@ def _shared(edge: bytes, key: bytes, depth: int) -> int:
     if key.startswith(edge, depth):
         return len(edge)
     size = min(len(edge), len(key) - depth)
-    mine = np.frombuffer(edge, np.int32, size // _WIDTH)
-    theirs = np.frombuffer(key, np.int32, size // _WIDTH, depth)
+    mine = np.frombuffer(edge, np.int32, size // TOKEN_BYTES)
+    theirs = np.frombuffer(key, np.int32, size // TOKEN_BYTES, depth)
     different = mine != theirs
-    return int(different.argmax()) * _WIDTH if different.any() else size
+    return int(different.argmax()) * TOKEN_BYTES if different.any() else size
 
 
 def _split(parent: _Node[Value], node: _Node[Value], at: int) -> _Node[Value]:
     """Put a node where `node`'s edge is cut, and return it."""
     upper: _Node[Value] = _Node(node.edge[:at])
     node.edge = node.edge[at:]
-    upper.children[node.edge[:_WIDTH]] = node
-    parent.children[upper.edge[:_WIDTH]] = upper
+    upper.children[node.edge[:TOKEN_BYTES]] = node
+    parent.children[upper.edge[:TOKEN_BYTES]] = upper
     return upper
 
 
@@ -257,6 +259,6 @@ def _tidy(parent: _Node[Value], node: _Node[Value]) -> None:
     if node.children:
         (child,) = node.children.values()
         child.edge = node.edge + child.edge
-        parent.children[child.edge[:_WIDTH]] = child
+        parent.children[child.edge[:TOKEN_BYTES]] = child
     else:
-        del parent.children[node.edge[:_WIDTH]]
+        del parent.children[node.edge[:TOKEN_BYTES]]

@@ -15,10 +15,11 @@ from cllm.core.kv_cache.host_cache import Entry, HostKVCache, Match, get_entry_s
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
+from cllm.core.step_cost import MILLISECOND, TILE
 
 log = logging.getLogger(__name__)
 
-MIN_COPY_TOKENS = 64  # computing fewer costs no more than copying a KV stream
+MIN_COPY_TOKENS = TILE  # computing fewer costs no more than copying a KV stream
 MIN_RESTORE_TOKENS = 16  # of a state in RAM only what it holds is moved, so a system prompt is worth it
 MAX_CANDIDATES = 64  # states looked at, of all with a common prefix
 
@@ -41,7 +42,7 @@ class PrefixCache:
 
     MIN_NEW_SHARE = 8  # a full cache takes a state only if one part in so many of it is new
     MAX_SAVE_COST = 0.5  # of the time to compute what is new in a state
-    DEFAULT_TOKEN_S = 1e-3  # to compute a token, until it was measured
+    DEFAULT_TOKEN_S = MILLISECOND  # to compute a token, until it was measured
 
     def __init__(
         self,

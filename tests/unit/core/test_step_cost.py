@@ -13,7 +13,7 @@ from cllm.core.step_cost import (
     DEFAULT_DRAFT_COST,
     DEFAULT_TRANSFER_S,
     EXTRA_UBATCH_COST,
-    RunningMedian,
+    REMEMBERED,
     StepCost,
     StepCostModel,
 )
@@ -69,7 +69,7 @@ def test_a_busy_moment_changes_nothing() -> None:
 
 def test_a_lasting_change_is_learned() -> None:
     model = taught(8, draft_s=0.01)
-    for _ in range(RunningMedian.REMEMBERED):
+    for _ in range(REMEMBERED):
         observe(model, make_step(8, 2), 0.02 + 2 * 0.03)
     assert model.draft_step(8, range(8), 2) == pytest.approx(1 + 2 * 1.5)
 
@@ -89,7 +89,7 @@ def test_each_length_has_its_own_cost_and_the_nearest_stands_for_others() -> Non
 def test_drafts_that_seemed_too_expensive_are_tried_again_some_time() -> None:
     model = taught(8, draft_s=0.1)
     assert model.draft_step(8, range(8), 2) == pytest.approx(1 + 2 * 5)
-    for _ in range(StepCostModel.DOUBT_AFTER * RunningMedian.REMEMBERED):
+    for _ in range(StepCostModel.DOUBT_AFTER * REMEMBERED):
         model.doubt_drafts(8)
     assert model.draft_step(8, range(8), 2) == pytest.approx(1 + 2 * DEFAULT_DRAFT_COST)
 
@@ -144,7 +144,7 @@ def test_one_slow_transfer_is_no_verdict_and_many_are_doubted_again() -> None:
     for _ in range(9):
         model.observe_transfer(1, 100.0, restore=True)
     assert model.restore_s(1) == 100.0
-    for _ in range(RunningMedian.REMEMBERED):
+    for _ in range(REMEMBERED):
         model.doubt_transfers()
     assert model.restore_s(1) == DEFAULT_TRANSFER_S
 
