@@ -110,7 +110,7 @@ def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Pat
 def test_perplexity_does_not_depend_on_the_chunks(trial: TrialProcess, models: dict[str, Path]) -> None:
     """Without flash attention and in f32, where nothing rounds differently by the size of a batch."""
     plan = Plan(streams=1, perplexity_tokens=300)
-    exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+    exact: dict[str, Any] = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
     whole, chunked = (
         trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity
         for size in (512, 32)

@@ -1,4 +1,4 @@
-"""FAULTS 37 to 41 and 51: what llama.cpp may answer to a step, and clocks that jump."""
+"""Steps: every status of `llama_decode`, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def important(request: Request, priority: int) -> Request:
     return Request(**{**fields, "priority": priority})
 
 
-def test_fault_37_no_room_parks_the_youngest_of_lowest_priority(opened: Opened, reference: Reference) -> None:
+@pytest.mark.failure_mode("kv-full")
+def test_no_room_preempts_the_youngest_of_lowest_priority(opened: Opened, reference: Reference) -> None:
     driver = StepDriver(opened(POOLED, sequences=3, cells=256, request_tokens=256))
     endless = {"ignore_eos": True}
     driver.submit(
@@ -50,7 +51,8 @@ def test_fault_37_no_room_parks_the_youngest_of_lowest_priority(opened: Opened, 
         assert answers[name].recomputed == 0
 
 
-def test_fault_37_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
+@pytest.mark.failure_mode("kv-full")
+def test_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
     driver = StepDriver(opened(POOLED, sequences=2, cells=256, request_tokens=256))
     feed(driver.runner, 1, words(9, 236))  # somebody's cells that no one will give back
     driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
@@ -59,9 +61,8 @@ def test_fault_37_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opene
     driver.runner.truncate(1, 0)
 
 
-def test_fault_38_aborted_cuts_back_every_member_and_the_others_go_on(
-    opened: Opened, reference: Reference
-) -> None:
+@pytest.mark.failure_mode("decode-aborted")
+def test_an_aborted_step_is_rolled_back_and_the_others_go_on(opened: Opened, reference: Reference) -> None:
     """llama.cpp's own code 2, through the switch that a cancel uses."""
     driver = StepDriver(opened(DENSE, sequences=4))
     lengths = {0: 100, 1: 50, 2: 7, 3: 1}
@@ -86,9 +87,8 @@ def test_fault_38_aborted_cuts_back_every_member_and_the_others_go_on(
         assert answers[f"r{seed}"].recomputed == 0
 
 
-def test_fault_39_a_bad_batch_is_bisected_and_only_the_culprit_fails(
-    opened: Opened, reference: Reference
-) -> None:
+@pytest.mark.failure_mode("decode-refused")
+def test_a_bad_batch_is_bisected_and_only_the_culprit_fails(opened: Opened, reference: Reference) -> None:
     """llama.cpp's own code -1: a token that is not in its vocabulary."""
     driver = StepDriver(opened(DENSE, sequences=4))
     driver.submit(*(ask(f"r{seed}", words(seed, 9), 6) for seed in range(3)))
@@ -99,7 +99,8 @@ def test_fault_39_a_bad_batch_is_bisected_and_only_the_culprit_fails(
         reference.check(DENSE, words(seed, 9), 6, answers[f"r{seed}"])
 
 
-def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, reference: Reference) -> None:
+@pytest.mark.failure_mode("decode-failed")
+def test_a_failed_step_is_rolled_back_and_tried_once_more(opened: Opened, reference: Reference) -> None:
     driver = StepDriver(opened(DENSE))
 
     def fail(number: int, batch: Batch) -> StepResult | None:
@@ -118,18 +119,20 @@ def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, re
         reference.check(DENSE, words(seed, 80), 6, answers[f"r{seed}"])
 
 
-def test_fault_40_two_failed_steps_in_a_row_end_the_engine(opened: Opened) -> None:
+@pytest.mark.failure_mode("decode-failed")
+def test_two_failed_steps_in_a_row_end_the_engine(opened: Opened) -> None:
     driver = StepDriver(opened(DENSE))
     driver.runner.fail = lambda number, batch: (
         StepResult(StepStatus.FAILED, code=-3) if number in (2, 3) else None
     )
     driver.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
     with pytest.raises(EngineDied, match="two steps in a row"):
-        driver.finish()  # the child ends, and the parent starts another: test_fault_43
+        driver.finish()  # the worker ends, and the supervisor starts another: `engine-killed`
 
 
+@pytest.mark.failure_mode("batch-too-large")
 @pytest.mark.parametrize("seed", range(3))
-def test_fault_41_a_batch_over_n_batch_cannot_be_built(opened: Opened, seed: int) -> None:
+def test_a_batch_over_n_batch_cannot_be_built(opened: Opened, seed: int) -> None:
     source = random.Random(seed)
     driver = StepDriver(opened(DENSE, sequences=8, batch_tokens=32))
     driver.submit(*(ask(f"r{n}", words(n, source.randint(1, 400)), 5) for n in range(24)))
@@ -140,7 +143,7 @@ def test_fault_41_a_batch_over_n_batch_cannot_be_built(opened: Opened, seed: int
     assert max(batch.token_count for batch in driver.runner.batches) == 32
 
 
-# FAULTS 51 -----------------------------------------------------------------------------------------
+# Clocks ---------------------------------------------------------------------------------------------
 
 WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
 
@@ -165,7 +168,8 @@ def wall_clock_lines(path: Path) -> list[str]:
     return [text.splitlines()[number - 1].strip() for number in found]
 
 
-def test_fault_51_clock_jumps_concern_no_code_that_times_anything() -> None:
+@pytest.mark.failure_mode("clock-jumps")
+def test_no_timing_reads_the_wall_clock() -> None:
     lines = {
         f"{path.relative_to(ROOT)}: {line}"
         for path in sorted((ROOT / "cllm").rglob("*.py"))
@@ -180,8 +184,9 @@ def test_fault_51_clock_jumps_concern_no_code_that_times_anything() -> None:
     assert strangers == set()
 
 
+@pytest.mark.failure_mode("clock-jumps")
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_fault_51_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+def test_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
     engine = EngineClient(
         ThreadExecutor(lambda _: FakeRunner(step_s=0.002), EngineConfig()), queue_size=20, max_timeout_s=600
     )
