@@ -23,7 +23,7 @@ from cllm.backend.llama.model import PairFrame
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
-from cllm.types import EmbedLimits, Pooling, Request
+from cllm.types import EmbedLimits, Pooling
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.driver.kinds import DENSE
 from tests.driver.same_text import Reference
@@ -340,25 +340,13 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
     driver = StepDriver(runner)
     alone = bare(name, CODES["mean"])
     inputs = inputs_for(name, 10, 300, 40, 128, 5, 60)
-    vectors: dict[str, tuple[bytes, ...]] = {}
-    take = driver.core._emit
-
-    def watch(report: Any) -> None:
-        vectors.update((delta.request_id, delta.vectors) for delta in report.deltas if delta.vectors)
-        take(report)
-
-    driver.core._emit = watch
     driver.submit(*(ask(f"r{seed}", words(seed, 30 + 60 * seed), 12) for seed in range(4)))
-    for call in ("e0", "e1"):
-        driver.answers[call] = type(driver.answers["r0"])()
-        driver.core.embedding.add(Request(id=call, prompt=(), max_tokens=0, embed=tuple(inputs)))
-    while not driver.core.embedding.idle:
-        driver.step()
+    calls = [driver.embed(*inputs), driver.embed(*inputs)]
     answers = driver.finish()
     for seed in range(4):
         reference.check(kind, words(seed, 30 + 60 * seed), 12, answers[f"r{seed}"])
-    for call in ("e0", "e1"):
-        for tokens, data in zip(inputs, vectors[call], strict=True):
+    for call in calls:
+        for tokens, data in zip(inputs, answers[call].embeddings, strict=True):
             assert cosine(np.frombuffer(data, np.float32), alone.tokens(tokens)[0]) > SAME
     kinds = [batch.kind for batch in driver.runner.batches]
     assert BatchKind.EMBED in kinds and BatchKind.GENERATE in kinds

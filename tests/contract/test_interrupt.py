@@ -17,6 +17,9 @@ from tests.driver.same_text import Reference
 every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 
 
+MAX_STEPS = 1000
+
+
 class Watching:
     """A driver that posts cancels while a forward runs, and remembers what became of each forward."""
 
@@ -35,7 +38,9 @@ class Watching:
 
     def finish(self) -> dict[str, Answer]:
         """Like `StepDriver.finish`, with the inbox read between two steps as the loop does."""
-        while not self.driver.scheduler.idle:
+        for _ in range(MAX_STEPS):
+            if self.driver.scheduler.idle:
+                break
             assert self.driver.core._take_commands()
             self.driver.step()
         return self.driver.finish()

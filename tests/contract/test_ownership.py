@@ -70,7 +70,7 @@ def test_a_forgotten_resource_is_freed_by_the_owner_thread_and_not_before() -> N
     forgotten = [Owned(7, lambda _: freed_on.append(threading.get_ident()), deferred_frees)]
     thread = threading.Thread(target=forgotten.clear)  # the last reference dies on another thread
     thread.start()
-    thread.join()
+    thread.join(10)
     gc.collect()
     assert freed_on == []
     deferred_frees.free_all()

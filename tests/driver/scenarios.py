@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from cllm.backend.base import StepStatus
@@ -14,6 +13,7 @@ from cllm.errors import EngineDied
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
+from tests.profiles import is_full
 
 Fail = Callable[[int, str], Exception | StepStatus | None]
 STEP_FAILURES = (StepStatus.NO_ROOM, StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.FAILED)
@@ -91,7 +91,7 @@ def fail_each_call_in_turn(begin: Callable[[Fail], StepDriver], status: StepStat
     assert "collect" in calls
     # A status is the answer of a step only; that other calls raise is tried without one.
     numbers = [k for k, name in enumerate(calls) if status is None or name == "collect"]
-    for k in numbers[:: 1 if settings.get_current_profile_name() == "full" else 5]:
+    for k in numbers[:: 1 if is_full() else 5]:
         driver = begin(_fail_once(k, status))
         driver.kv_runs_out = status is StepStatus.NO_ROOM
         driver.run()

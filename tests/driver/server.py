@@ -160,7 +160,7 @@ class Server:
     def kill(self) -> None:
         self.client.close()
         self.process.kill()
-        self.process.wait()
+        self.process.wait(PATIENCE_S)
 
     def child(self, role: str) -> int:
         """The process id of the worker of that role: `engine` or `tokenizer`."""

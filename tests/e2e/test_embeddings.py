@@ -19,7 +19,7 @@ import pytest
 
 from cllm import LLM, AsyncLLM
 from cllm.errors import ContextLengthExceeded, InvalidRequest
-from tests.driver.server import Server, StartServer, wait_for
+from tests.driver.server import PATIENCE_S, Server, StartServer, wait_for
 from tests.tiny_encoders import make_encoder, make_reranker
 
 CAT, KITTEN, RATES = (
@@ -200,7 +200,7 @@ def test_streams_go_on_while_many_texts_are_embedded(tiny: Server) -> None:
         first = next(events)["token"]
         work.start()
         text = first + "".join(event["token"] for event in events)
-    work.join()
+    work.join(PATIENCE_S)
     assert text == alone
     some = (0, 60, 119)
     assert_same([found[0][number] for number in some], post(tiny, input=[inputs[number] for number in some]))

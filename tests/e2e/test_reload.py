@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.driver.http import refusal
-from tests.driver.server import Server, StartServer, alive, get_children, stream_text, wait_for
+from tests.driver.server import PATIENCE_S, Server, StartServer, alive, get_children, stream_text, wait_for
 from tests.tiny_models import make_dense, make_sliding_window
 
 LONG = 1500
@@ -62,7 +62,9 @@ def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
             assert server.get("/v1/models")["data"][0]["id"] == told["model"] != ""
             two = server.generate("hello", 20)["text"]
         seen += list(events)
-        assert one.startswith(queued.result()["text"]), "tokens of the old model go to the old model"
+        assert one.startswith(queued.result(PATIENCE_S)["text"]), (
+            "tokens of the old model go to the old model"
+        )
     assert stream_text(seen) == one
     assert not one.startswith(two), "another model says something else"
     wait_for(lambda: not alive(old), 30, "the old engine stayed")

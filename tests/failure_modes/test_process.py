@@ -17,7 +17,16 @@ import httpx
 import pytest
 
 from cllm.backend.llama.library import find
-from tests.driver.server import Server, StartServer, alive, cllm, get_children, stream_text, wait_for
+from tests.driver.server import (
+    PATIENCE_S,
+    Server,
+    StartServer,
+    alive,
+    cllm,
+    get_children,
+    stream_text,
+    wait_for,
+)
 
 LONG = 4000
 
@@ -105,7 +114,7 @@ def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) 
         assert last == {"error": "engine_died", "done": True}
         assert server.client.get("/health").status_code == 200
         wait_for(lambda: ready_status(server) == 200)
-        assert [future.result()["text"] for future in queued] == expected
+        assert [future.result(PATIENCE_S)["text"] for future in queued] == expected
     assert server.child("engine") != old
     assert server.generate("queued 0", 8)["text"] == expected[0]
     metrics = server.metrics()
@@ -137,8 +146,8 @@ def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> Non
             wait_for(in_engine)
             kill_engine(server)
             wait_for(lambda: ready_status(server) == 503)
-        answer = poison.result()
-        assert neighbour.result()["generated_tokens"] == 4
+        answer = poison.result(PATIENCE_S)
+        assert neighbour.result(PATIENCE_S)["generated_tokens"] == 4
     assert answer.status_code == 500
     assert answer.json()["error"] == "poison_request"
     assert server.generate("1, 2, 3,", 4)["generated_tokens"] == 4
@@ -156,7 +165,7 @@ def test_a_hung_engine_is_replaced(start: StartServer, tiny_model: Path) -> None
         waiting = pool.submit(server.generate, "hung", 8)
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
         wait_for(lambda: ready_status(server) == 503, 30)
-        assert waiting.result()["text"] == expected
+        assert waiting.result(PATIENCE_S)["text"] == expected
     assert not alive(hung)
     assert server.metrics()["cllm_engine_restarts_total"] == 1
     server.stop()

@@ -34,10 +34,13 @@ def test_port_in_use(tiny_model: Path, host: str) -> None:
             env=environment(CLLM_LOG_LEVEL="debug"),
         )
         children: set[int] = set()
-        while process.poll() is None:
-            children |= set(get_children(process.pid))
-            time.sleep(0.02)
-        out, error = process.communicate()
+
+        def ended() -> bool:
+            children.update(get_children(process.pid))
+            return process.poll() is not None
+
+        wait_for(ended)
+        out, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2 and out == "" and not children
     (line,) = error.splitlines()
     assert line.startswith("cllm: ") and str(port) in line and "in use" in line

@@ -14,6 +14,7 @@ from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import Stage, window
 from cllm.frontend.tenants import TenantLimits
 from cllm.types import Request
+from tests.profiles import examples
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
 
 SEQUENCES = 2
@@ -137,5 +138,8 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(50),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
