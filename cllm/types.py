@@ -6,11 +6,12 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
@@ -79,6 +80,11 @@ class ConstraintKind(StrEnum):
     CHOICE = "choice"  # a JSON list of texts
     TOOLS = "tools"  # a Lark grammar of tool calls
 
+    @property
+    def field(self) -> str:
+        """The field of a request that carries it; names it in refusals."""
+        return "response_format" if self is ConstraintKind.JSON_SCHEMA else self.value
+
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
     """What an answer must look like."""
@@ -120,16 +126,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompt) + sum(map(len, self.embed))
 
 
-class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose key a request came with, and what it may do. Zero means no limit."""
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant may ask for. 0 means no limit; the defaults limit nothing."""
 
-    name: str = ""  # empty: no keys are set, everybody is this one
-    admin: bool = False
-    weight: float = 1.0  # its share when the server is full
-    requests_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    concurrent: int = 0
-    max_priority: int = 100
+    name: str = ""  # empty: the one tenant of a server without keys
+    role: Literal["user", "admin"] = "user"
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # its share when several tenants want the machine
+    requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0  # prompt and generated together
+    concurrent: Annotated[int, Meta(ge=0)] = 0  # waiting and running together
+    max_priority: Annotated[int, Meta(ge=-100, le=100)] = 100
+
+    @property
+    def admin(self) -> bool:
+        return self.role == "admin"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -173,7 +183,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     usage: Usage | None = None  # set on the last
     error: Failure | None = None  # set when finish_reason is error
     stop: str | None = None  # the stop string that ended it, if one did
-    vectors: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
+    embeddings: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

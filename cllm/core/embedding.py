@@ -12,19 +12,9 @@ from collections.abc import Callable
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.errors import BadBatch, CllmError, EngineError, IntegrityError, InvalidRequest
-from cllm.types import Failure, FinishReason, ModelInfo, Request, RequestOutput, Usage
+from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
 
 log = logging.getLogger(__name__)
-
-
-def refuse_impossible(request: Request, info: ModelInfo) -> None:
-    """Raise InvalidRequest when this model cannot do what is asked."""
-    if not request.embed and not info.generates:
-        raise InvalidRequest(
-            f"{info.name} is an embedding model ({info.architecture}) and generates no text: "
-            "use /v1/embeddings, or /v1/rerank where it is a reranker",
-            field="model",
-        )
 
 
 class EmbeddingRequest:
@@ -95,7 +85,8 @@ class EmbeddingScheduler:
         assert request.id not in self._calls, f"request {request.id} is here already"
         call = self._calls[request.id] = EmbeddingRequest(request)
         try:
-            refuse_impossible(request, self.runner.info)
+            if not request.embed:
+                raise InvalidRequest.no_generation(self.runner.info.name, self.runner.info.architecture)
             self.runner.open_embedding()
         except CllmError as error:
             self._fail(call, error)
@@ -248,7 +239,11 @@ class EmbeddingScheduler:
         embeddings = tuple(call.embeddings[index] for index in range(len(call.embeddings))) if done else ()
         self._outputs.append(
             RequestOutput(
-                request_id=call.id, finish_reason=reason, error=error, usage=call.usage(), vectors=embeddings
+                request_id=call.id,
+                finish_reason=reason,
+                error=error,
+                usage=call.usage(),
+                embeddings=embeddings,
             )
         )
 

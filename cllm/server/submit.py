@@ -13,9 +13,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.middleware import scheduling_of
 from cllm.server.protocol.base import SEED_SPACE, ConstrainedBody, SamplingBody
-from cllm.text.structured_output import FIELDS
 from cllm.types import ConstraintKind, ConstraintSpec, Limits, ModelInfo, Request, SamplingParams
-from cllm.workers.tokenizer import CheckConstraint, TokenizerAnswer, TokenizerTask, TokenizeText, Tokens
+from cllm.workers.messages import CheckConstraint, TokenizerAnswer, TokenizerTask, TokenizeText, Tokens
 
 
 def request_of(
@@ -105,12 +104,12 @@ async def run_tokenizer(
     engine: EngineClient, task: TokenizerTask, limit_s: float = TEXT_LIMIT_S
 ) -> TokenizerAnswer:
     """Do a text task; one that hangs is given up, and its process with it."""
-    future = engine.text.submit(task)
+    future = engine.tokenizer.submit(task)
     try:
         async with asyncio.timeout(limit_s):
             return await asyncio.wrap_future(future)
     except TimeoutError:
-        engine.text.abort(future)
+        engine.tokenizer.abort(future)
         raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s; shorten it") from None
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()
@@ -131,7 +130,7 @@ async def constraint_of(engine: EngineClient, body: ConstrainedBody) -> Constrai
         if spec.kind is not ConstraintKind.JSON_SCHEMA:
             raise
         # Every API has its own name for where a schema stands.
-        field, told = body.form_field, error.message.removeprefix(f"{FIELDS[spec.kind]}: ")
+        field, told = body.form_field, error.message.removeprefix(f"{spec.kind.field}: ")
         raise InvalidRequest(f"{field}: {told}", field) from None
     return spec
 
@@ -153,5 +152,5 @@ async def to_tokens(engine: EngineClient, task: TokenizerTask) -> tuple[int, ...
 
 async def prompt_tokens(engine: EngineClient, text: str) -> tuple[int, ...]:
     """The tokens of a prompt; one that cannot fit raises ContextLengthExceeded, a full queue QueueFull."""
-    engine.check_room()
+    engine.check_capacity()
     return await to_tokens(engine, TokenizeText(text, loaded(engine)[1].request_tokens))

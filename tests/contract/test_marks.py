@@ -14,7 +14,8 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.text.prompt import Gap, Snippet
 from cllm.types import InfillTokens, Request
-from cllm.workers.tokenizer import Chat, Detokenize, RenderChat, Text, TokenizeInfill, TokenizerWorker, Tokens
+from cllm.workers.messages import Chat, Detokenize, RenderChat, Text, TokenizeInfill, Tokens
+from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, open_runner
 from tests.driver.runner import native

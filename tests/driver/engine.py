@@ -42,7 +42,7 @@ class Answer:
         self.text += output.text
         self.tokens += output.tokens
         self.logprobs += output.logprobs
-        self.embeddings += output.vectors
+        self.embeddings += output.embeddings
         self.finish_reason = output.finish_reason
         self.usage = output.usage
         if output.error is not None:
@@ -122,7 +122,7 @@ class StepDriver:
     def _take(self, report: Report) -> None:
         if isinstance(report, StepReport):
             self.stats.append(report.stats)
-            for output in report.deltas:
+            for output in report.outputs:
                 self.answers[output.request_id].take(output)
 
     # Steps ------------------------------------------------------------------------------------------

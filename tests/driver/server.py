@@ -164,8 +164,7 @@ class Server:
 
     def child(self, role: str) -> int:
         """The process id of the worker of that role: `engine` or `tokenizer`."""
-        roles = "text|tokenizer" if role == "tokenizer" else role
-        pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ ({roles})\b")
+        pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ {role}\b")
         found = [pid for pid, line in get_children(self.process.pid).items() if pattern.search(line)]
         assert len(found) == 1, f"{len(found)} {role} workers"
         return found[0]

@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient, Health
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, Kind, Opened

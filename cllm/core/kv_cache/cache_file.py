@@ -278,7 +278,7 @@ def _reason(error: OSError) -> str:
 
 
 class _Job(NamedTuple):
-    ticket: int
+    call_id: int
     what: str
     work: Work
 
@@ -318,14 +318,13 @@ class CacheFileJobs:
             self._fingerprint = self._fingerprint or self._runner.state_fingerprint()
             saving = isinstance(command, SavePrefixes)
             work = (save if saving else restore)(self._host, path, self._fingerprint)
-            self._jobs.append(_Job(command.ticket, f"{'save' if saving else 'restore'} {command.name}", work))
+            label = f"{'save' if saving else 'restore'} {command.name}"
+            self._jobs.append(_Job(command.call_id, label, work))
         except Exception as error:
-            self._fail(command.ticket, error)
+            self._fail(command.call_id, error)
 
     def slice(self) -> None:
-        """Go on with the job at hand, a few milliseconds of it."""
-        if not self._jobs:
-            return
+        """Go on with the job at hand, a few milliseconds of it. There must be one."""
         job = self._jobs[0]
         try:
             self._waits = next(job.work)
@@ -333,18 +332,18 @@ class CacheFileJobs:
         except StopIteration as end:
             moved = end.value
             log.info("%s: %d entries, %d tokens", job.what, moved.entries, moved.tokens)
-            self._emit(StateFileDone(job.ticket, moved.entries, moved.tokens, moved.size, moved.skipped))
+            self._emit(StateFileDone(job.call_id, moved.entries, moved.tokens, moved.size, moved.skipped))
         except Exception as error:
             log.warning("%s failed: %s", job.what, error)
-            self._fail(job.ticket, error)
+            self._fail(job.call_id, error)
         self._waits = False
         self._jobs.popleft()
 
-    def _fail(self, ticket: int, error: Exception) -> None:
+    def _fail(self, call_id: int, error: Exception) -> None:
         if not isinstance(error, CllmError):
             log.exception("a state file failed", exc_info=error)
             error = EngineError("the state file could not be processed; the log has the details")
-        self._emit(StateFileDone(ticket, failure=Failure(error.code, error.message)))
+        self._emit(StateFileDone(call_id, failure=Failure(error.code, error.message)))
 
     def close(self) -> None:
         """Give up what is left; half-written files are removed."""

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
-from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_client import Health
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.base import Body, Text
 from cllm.server.submit import loaded
@@ -22,31 +22,33 @@ from cllm.workers.messages import StateFileDone
 INSPECT_LIMIT_S = 10.0
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/health")
     async def health() -> dict[str, str]:
         """Alive: 200 as long as this process answers."""
-        return {"status": "ok", "engine": engine.health.value}
+        return {"status": "ok", "engine": registry.current.health.value}
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Admitting: 200 when a request sent now would be computed."""
-        return JSONResponse({"status": engine.health.value}, 200 if engine.health is Health.READY else 503)
+        health = registry.current.health
+        return JSONResponse({"status": health.value}, 200 if health is Health.READY else 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus."""
-        return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        metrics = registry.current.metrics
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/debug/kv")
     async def debug_kv() -> dict[str, Any]:
         """The pool and every lease, taken between two steps."""
         try:
             async with asyncio.timeout(INSPECT_LIMIT_S):
-                snapshot = await asyncio.wrap_future(engine.inspect())
+                snapshot = await asyncio.wrap_future(registry.current.inspect())
         except TimeoutError:
             raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
         leased = len(snapshot.leases)
@@ -68,19 +70,19 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.get("/debug/requests")
     async def debug_requests() -> dict[str, Any]:
-        """Every request in the ledger: where it is, since when, how far. Never what it says."""
+        """Every accepted request: its stage, its age, its progress. Never its text."""
         now = time.monotonic()
         return {
             "requests": [
                 {
-                    "id": ticket.request.id,
-                    "place": ticket.place.value,
-                    "age_s": round(now - ticket.arrived, 3),
-                    "prompt_tokens": ticket.request.input_tokens,
-                    "generated_tokens": ticket.generated,
-                    "max_tokens": ticket.request.max_tokens,
+                    "id": state.request.id,
+                    "place": state.stage.value,
+                    "age_s": round(now - state.arrived, 3),
+                    "prompt_tokens": state.request.input_tokens,
+                    "generated_tokens": state.generated,
+                    "max_tokens": state.request.max_tokens,
                 }
-                for ticket in engine.tickets
+                for state in registry.requests
             ]
         }
 
@@ -101,19 +103,19 @@ class StateFileBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
 
 
-def cache_routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine. A large file takes its time: streams go on meanwhile."""
+def cache_routes(registry: EngineRegistry) -> APIRouter:
+    """The router of state files. A large file takes its time: streams go on meanwhile."""
     router = APIRouter(tags=["operation"], prefix="/admin/prefixes")
 
     @router.post("/save")
     async def save(body: StateFileBody) -> dict[str, int]:
         """Write the computed prefixes in RAM to a file."""
-        return _told(await asyncio.wrap_future(engine.save_prefixes(body.name)))
+        return _told(await asyncio.wrap_future(registry.current.save_prefixes(body.name)))
 
     @router.post("/restore")
     async def restore(body: StateFileBody) -> dict[str, int]:
         """Put the computed prefixes of a file back into RAM, as far as there is room."""
-        return _told(await asyncio.wrap_future(engine.restore_prefixes(body.name)))
+        return _told(await asyncio.wrap_future(registry.current.restore_prefixes(body.name)))
 
     return router
 
@@ -135,13 +137,13 @@ class ReloadBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
 
 
-def reload_routes(switch: EngineRegistry) -> APIRouter:
+def reload_routes(registry: EngineRegistry) -> APIRouter:
     router = APIRouter(tags=["operation"])
 
     @router.post("/admin/reload")
     async def reload(body: ReloadBody) -> dict[str, Any]:
         """Load a model beside the one that serves, then change over; running streams end on the old one."""
-        info, limits = loaded(await switch.reload(body.model))
+        info, limits = loaded(await registry.reload(body.model))
         return {
             "model": info.name,
             "description": info.description,

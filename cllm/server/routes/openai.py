@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cllm.chat.conversation import open_chat
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as render
@@ -35,7 +36,7 @@ from cllm.server.submit import (
 )
 from cllm.text.prompt import Gap
 from cllm.types import Request, RequestOutput
-from cllm.workers.tokenizer import Detokenize, Text, TokenizeInfill
+from cllm.workers.messages import Detokenize, Text, TokenizeInfill
 
 ROUTE = "/v1/completions"
 _json = msgspec.json.Encoder()
@@ -108,20 +109,21 @@ def _finish(delta: RequestOutput) -> str | None:
     return delta.finish_reason.value if delta.finish_reason is not None else None
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The loaded model."""
-        info, _ = loaded(engine)
+        info, _ = loaded(registry.current)
         model = {"id": info.name, "object": "model", "created": 0, "owned_by": "cllm"}
         return {"object": "list", "data": [model]}
 
     @router.post(ROUTE, response_model=None)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete prompts."""
+        engine = registry.current
         check_model(body.model)
         best_of = body.best_of or body.n
         request = request_of(
@@ -185,6 +187,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation; with tools, maybe by calling them."""
+        engine = registry.current
         check_model(body.model)
         top = (body.top_logprobs or 0) if body.logprobs else None
         request = request_of(

@@ -33,7 +33,7 @@ class Talk:
     def _take(self, report: Report) -> None:
         assert isinstance(report, StepReport)
         self.stats.append(report.stats)
-        for delta in report.deltas:
+        for delta in report.outputs:
             self.deltas[delta.request_id].append(delta)
 
     def submit(self, prompt: Tokens[int], count: int = 8, tenant: str = "", *, reuse: bool = True) -> str:

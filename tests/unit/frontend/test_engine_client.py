@@ -23,9 +23,10 @@ from cllm.frontend.engine_client import EngineClient, Health
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, RequestOutput, Usage
-from cllm.workers.executor import Receive, ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
+from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
-from cllm.workers.tokenizer_client import TokenizerClient
+from cllm.workers.supervisor import Backoff
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
@@ -46,7 +47,7 @@ class ScriptedExecutor:
         self.receive: Receive | None = None
 
     @property
-    def text(self) -> TokenizerClient:
+    def tokenizer(self) -> TokenizerClient:
         raise NotImplementedError
 
     def start(self, receive: Receive) -> None:
@@ -151,7 +152,7 @@ def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
     for number in range(2, 6):
         host.say(token(f"r{number}"), last(f"r{number}"))
         assert read(streams[number]).finish_reason is FinishReason.STOP
-    assert engine.tickets == () and engine.health is Health.READY
+    assert engine.requests == () and engine.health is Health.READY
 
 
 def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
@@ -186,7 +187,7 @@ def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, host: Script
 def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
     engine: EngineClient, host: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineClient, "RESTARTS_IN_A_ROW", 1)
+    monkeypatch.setattr(Backoff, "MAX_IN_A_ROW", 1)
     stream = engine.submit(request("r0"), BlockingOutputStream)
     host.die()
     host.restartable = False
@@ -225,7 +226,7 @@ def test_stopping_ends_everybody_exactly_once(engine: EngineClient, host: Script
     engine.stop()
     engine.stop()
     assert [read(stream).finish_reason for stream in streams] == [FinishReason.ERROR] * 9
-    assert host.stopped and engine.tickets == ()
+    assert host.stopped and engine.requests == ()
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
