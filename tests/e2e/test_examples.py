@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cllm.server.answers import ANSWERS, EVENTS, JSON
-from tests.e2e.server import Server
+from tests.driver.server import Server
 
 SOME = {int: "a number", float: "a number", str: "a text", bool: "a truth", type(None): "anything"}
 

@@ -21,6 +21,7 @@ from cllm.text.output_parser import (
 from cllm.text.tool_formats import ToolFormat
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
+from tests.profiles import examples
 
 NAMES = ("look", "get.weather", "add-2", "f_")
 DIALECTS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
@@ -145,7 +146,7 @@ FRAGMENTS = (
 SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(data=st.data(), soup=SOUP, tool_format=st.sampled_from([None, *DIALECTS]), flags=st.integers(0, 7))
 def test_pieces_never_matter(
     data: st.DataObject, soup: str, tool_format: ToolFormat | None, flags: int
@@ -162,7 +163,7 @@ def test_pieces_never_matter(
     assert len(whole.calls) <= 1 or flags & 2
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(soup=SOUP.filter(lambda soup: "<think>" not in soup), tool_format=st.sampled_from([None, *DIALECTS]))
 @example(soup='  <tool_call>\n{"nam', tool_format=DIALECTS[0])
 @example(soup="text [TOOL_CALLS][", tool_format=DIALECTS[1])
@@ -173,7 +174,7 @@ def test_an_answer_without_a_call_is_all_text(soup: str, tool_format: ToolFormat
         assert parts.text == soup
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     fragments=st.lists(st.sampled_from([*FRAGMENTS, "WORD"]), max_size=14),
     tool_format=st.sampled_from(DIALECTS),
