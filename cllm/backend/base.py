@@ -117,14 +117,9 @@ class StepResult(NamedTuple):
 class ModelRunner(Protocol):
     """A model and its KV memory. The owner thread's, but for `interrupt` and `vocabulary`."""
 
-    @property
-    def info(self) -> ModelInfo: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
+    info: ModelInfo
+    limits: Limits
+    vocabulary: Vocabulary
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.

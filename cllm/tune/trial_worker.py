@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Hashable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -195,13 +194,7 @@ class Trial:
         if self._model is not None:
             self._model.close()
             self._model = None
-        self._model = LlamaModel(
-            self._library,
-            Path(config.model),
-            self._deferred_frees,
-            extra_buffers=config.extra_buffers,
-            gpu_layers=config.gpu_layers,
-        )
+        self._model = LlamaModel(self._library, config, self._deferred_frees)
         self._loaded = wanted
         return self._model
 

@@ -154,7 +154,7 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
     from cllm.backend.llama.library import DeferredFrees, load
     from cllm.backend.llama.model import LlamaModel
 
-    model = LlamaModel(load(), Path(config.model), DeferredFrees(), vocabulary_only=True)
+    model = LlamaModel(load(), config, DeferredFrees(), vocabulary_only=True)
     info = model.info(config.chat_template)
     worker = TokenizerWorker(
         model.vocabulary, info.chat_template, deadly_guard, tool_template=info.tool_template

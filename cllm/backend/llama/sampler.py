@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -63,37 +63,31 @@ class DryPrototypes:
     """DRY samplers to clone from. Making one walks the whole vocabulary for each sequence breaker; a clone
     is cheap, so only the first request with its settings pays."""
 
-    REMEMBERED = 16
-
     def __init__(self, api: Any, vocabulary: Any, context: int, deferred_frees: DeferredFrees) -> None:
         self._api = api
         self._vocabulary = vocabulary
         self._context = context
         self._deferred_frees = deferred_frees
-        self._made: OrderedDict[tuple[Any, ...], Owned] = OrderedDict()
+        self._prototype = lru_cache(maxsize=16)(self._make)  # those it drops go to the deferred free list
 
     def clone(self, params: SamplingParams) -> Any:
         """A new sampler; the caller owns it."""
-        key = (
+        prototype = self._prototype(
+            params.dry_sequence_breakers,
             params.dry_multiplier,
             params.dry_base,
             params.dry_allowed_length,
             get_lookback(params.dry_penalty_last_n, self._context),
-            params.dry_sequence_breakers,
         )
-        prototype = self._made.get(key)
-        if prototype is None:
-            breakers = [text.encode() for text in params.dry_sequence_breakers]
-            array = (ctypes.c_char_p * len(breakers))(*breakers)
-            pointer = self._api.llama_sampler_init_dry(self._vocabulary, *key[:-1], array, len(breakers))
-            prototype = self._made[key] = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
-            if len(self._made) > self.REMEMBERED:
-                self._made.popitem(last=False)[1].close()
         return self._api.llama_sampler_clone(prototype.pointer)
 
+    def _make(self, breakers: Sequence[str], *settings: float) -> Owned:
+        texts = (ctypes.c_char_p * len(breakers))(*(text.encode() for text in breakers))
+        pointer = self._api.llama_sampler_init_dry(self._vocabulary, *settings, texts, len(texts))
+        return Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
+
     def close(self) -> None:
-        for prototype in self._made.values():
-            prototype.close()
+        self._prototype.cache_clear()
 
 
 def get_lookback(count: int, context: int) -> int:
@@ -129,25 +123,13 @@ def build_chain(
         add(api.llama_sampler_init_greedy())
         return chain
     if params.mirostat:
+        mirostat = (params.seed, params.mirostat_tau, params.mirostat_eta)
         add(api.llama_sampler_init_temp(params.temperature))
-        add(_mirostat(api, params, vocabulary_size))
+        if params.mirostat == 1:
+            add(api.llama_sampler_init_mirostat(vocabulary_size, *mirostat, 100))
+        else:
+            add(api.llama_sampler_init_mirostat_v2(*mirostat))
         return chain
-    _add_truncation(api, params, add)
-    add(api.llama_sampler_init_temp(params.temperature))
-    add(api.llama_sampler_init_dist(params.seed))
-    return chain
-
-
-def _mirostat(api: Any, params: SamplingParams, vocabulary_size: int) -> Any:
-    if params.mirostat == 1:
-        return api.llama_sampler_init_mirostat(
-            vocabulary_size, params.seed, params.mirostat_tau, params.mirostat_eta, 100
-        )
-    return api.llama_sampler_init_mirostat_v2(params.seed, params.mirostat_tau, params.mirostat_eta)
-
-
-def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
-    """The samplers that only cut candidates away."""
     if params.top_n_sigma >= 0:
         add(api.llama_sampler_init_top_n_sigma(params.top_n_sigma))
     if params.top_k > 0:
@@ -162,6 +144,9 @@ def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
         add(api.llama_sampler_init_min_p(params.min_p, 1))
     if params.xtc_probability > 0:
         add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
+    add(api.llama_sampler_init_temp(params.temperature))
+    add(api.llama_sampler_init_dist(params.seed))
+    return chain
 
 
 def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:
