@@ -21,7 +21,7 @@ from cllm.server.middleware import (
     TrustedHostMiddleware,
     listed,
 )
-from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
 
 def create_app(
@@ -46,6 +46,7 @@ def create_app(
     for router in (
         generate.routes(engine),
         openai.routes(engine),
+        chat.routes(engine),
         responses.routes(engine),
         messages.routes(engine),
         embeddings.routes(engine),

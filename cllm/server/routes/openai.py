@@ -1,4 +1,4 @@
-"""OpenAI's routes: /v1/models, /v1/completions, /v1/chat/completions."""
+"""OpenAI's routes: /v1/models, /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.chat.conversation import open_chat
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as render
-from cllm.server.protocol.chat import DONE, ChatAnswer, ChatBody
+from cllm.server.protocol.chat import DONE
 from cllm.server.protocol.completions import CompletionBody
 from cllm.server.sse import GONE, EventStream, collect, encode, merged
 from cllm.server.submit import (
@@ -181,31 +180,6 @@ def routes(engine: EngineClient) -> APIRouter:
             ],
             "usage": render.usage([deltas[-1].usage for deltas in answers], job.prompt_tokens),
         }
-
-    @router.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
-        """Answer a conversation; with tools, maybe by calling them."""
-        check_model(body.model)
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        request = request_of(
-            engine,
-            http,
-            body,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            max_tokens=body.max_tokens,
-            stop=body.stops,
-            logprobs=max(1, top) if top is not None else 0,
-            constraint=await constraint_of(engine, body),
-        )
-        job = await open_chat(engine, body.conversation(), request, body.n)
-        head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
-        answer = ChatAnswer(head, top, include_usage=body.include_usage)
-        if body.stream:
-            return EventStream(engine, job.streams, answer.chunks(job))
-        replies = await job.replies(http.receive)
-        if replies is None:
-            return Response(status_code=GONE)
-        return answer.whole(replies, job.prompt_tokens)
 
     return router
 
