@@ -87,6 +87,15 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
     source: str
 
 
+FIELDS = {  # the request field that each kind comes from, for error messages
+    ConstraintKind.JSON_SCHEMA: "response_format",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "grammar",
+    ConstraintKind.CHOICE: "choice",
+    ConstraintKind.TOOLS: "tools",
+}
+
+
 class Pooling(StrEnum):
     """How the states of an input's tokens become one vector."""
 

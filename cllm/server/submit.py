@@ -13,8 +13,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.middleware import scheduling_of
 from cllm.server.protocol.base import SEED_SPACE, ConstrainedBody, SamplingBody
-from cllm.text.structured_output import FIELDS
-from cllm.types import ConstraintKind, ConstraintSpec, Limits, ModelInfo, Request, SamplingParams
+from cllm.types import FIELDS, ConstraintKind, ConstraintSpec, Limits, ModelInfo, Request, SamplingParams
 from cllm.workers.tokenizer import CheckConstraint, TokenizerAnswer, TokenizerTask, TokenizeText, Tokens
 
 

@@ -15,8 +15,7 @@ import msgspec
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
 from cllm.text.chat_template import GUARD_LIMIT_S
-from cllm.text.structured_output import FIELDS
-from cllm.types import Vocabulary
+from cllm.types import FIELDS, Vocabulary
 from cllm.workers.channel import ChildProcess
 from cllm.workers.messages import Died
 from cllm.workers.tokenizer import (
