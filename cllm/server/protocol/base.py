@@ -53,7 +53,8 @@ def documented(
         (schema,), schemas = msgspec.json.schema_components(
             (response,), ref_template="#/components/schemas/{name}"
         )
-        shown = response.EXAMPLE if isinstance(response, type) else [get_args(response)[0].EXAMPLE]
+        items = get_args(response)
+        shown = [items[0].EXAMPLE] if items else response.EXAMPLE
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(shown)}
     if events:
         content[EVENTS] = {"schema": {"type": "string"}, "example": b"".join(events).decode()}
