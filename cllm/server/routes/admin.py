@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
-from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_client import Health
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.base import Body, StructResponse, Text, documented
 from cllm.server.submit import loaded
@@ -50,31 +50,33 @@ class ReloadAnswer(msgspec.Struct, frozen=True):
 ReloadAnswer.EXAMPLE = ReloadAnswer("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/health")
     async def health() -> dict[str, str]:
         """Alive: 200 as long as this process answers."""
-        return {"status": "ok", "engine": engine.health.value}
+        return {"status": "ok", "engine": registry.current.health.value}
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Admitting: 200 when a request sent now would be computed."""
-        return JSONResponse({"status": engine.health.value}, 200 if engine.health is Health.READY else 503)
+        health = registry.current.health
+        return JSONResponse({"status": health.value}, 200 if health is Health.READY else 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus."""
-        return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        metrics = registry.current.metrics
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/debug/kv")
     async def debug_kv() -> dict[str, Any]:
         """The pool and every lease, taken between two steps."""
         try:
             async with asyncio.timeout(INSPECT_LIMIT_S):
-                snapshot = await asyncio.wrap_future(engine.inspect())
+                snapshot = await asyncio.wrap_future(registry.current.inspect())
         except TimeoutError:
             raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
         leased = len(snapshot.leases)
@@ -96,19 +98,19 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.get("/debug/requests")
     async def debug_requests() -> dict[str, Any]:
-        """Every request in the ledger: where it is, since when, how far. Never what it says."""
+        """Every accepted request: its stage, its age, its progress. Never its text."""
         now = time.monotonic()
         return {
             "requests": [
                 {
-                    "id": ticket.request.id,
-                    "place": ticket.place.value,
-                    "age_s": round(now - ticket.arrived, 3),
-                    "prompt_tokens": ticket.request.input_tokens,
-                    "generated_tokens": ticket.generated,
-                    "max_tokens": ticket.request.max_tokens,
+                    "id": state.request.id,
+                    "place": state.stage.value,
+                    "age_s": round(now - state.arrived, 3),
+                    "prompt_tokens": state.request.input_tokens,
+                    "generated_tokens": state.generated,
+                    "max_tokens": state.request.max_tokens,
                 }
-                for ticket in engine.tickets
+                for state in registry.requests
             ]
         }
 
@@ -142,8 +144,8 @@ _NOT_READ = (
 _NO_FILE = ("not_found", "there is no state file of this name", "No such file")
 
 
-def cache_routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine. A large file takes its time: streams go on meanwhile."""
+def cache_routes(registry: EngineRegistry) -> APIRouter:
+    """The router of state files. A large file takes its time: streams go on meanwhile."""
     router = APIRouter(tags=["operation"], prefix="/admin/prefixes")
 
     def answer(done: StateFileDone) -> Response:
@@ -152,12 +154,12 @@ def cache_routes(engine: EngineClient) -> APIRouter:
     @router.post("/save", **documented(StateFileAnswer, errors={507: _NOT_WRITTEN}))
     async def save(body: StateFileBody) -> Response:
         """Write the computed prefixes in RAM to a file."""
-        return answer(await asyncio.wrap_future(engine.save_prefixes(body.name)))
+        return answer(await asyncio.wrap_future(registry.current.save_prefixes(body.name)))
 
     @router.post("/restore", **documented(StateFileAnswer, errors={404: _NO_FILE, 507: _NOT_READ}))
     async def restore(body: StateFileBody) -> Response:
         """Put the computed prefixes of a file back into RAM, as far as there is room."""
-        return answer(await asyncio.wrap_future(engine.restore_prefixes(body.name)))
+        return answer(await asyncio.wrap_future(registry.current.restore_prefixes(body.name)))
 
     return router
 
@@ -182,13 +184,13 @@ _NOT_RELOADED = (
 )
 
 
-def reload_routes(switch: EngineRegistry) -> APIRouter:
+def reload_routes(registry: EngineRegistry) -> APIRouter:
     router = APIRouter(tags=["operation"])
 
     @router.post("/admin/reload", **documented(ReloadAnswer, errors={409: _NOT_RELOADED}))
     async def reload(body: ReloadBody) -> Response:
         """Load a model beside the one that serves, then change over; running streams end on the old one."""
-        info, limits = loaded(await switch.reload(body.model))
+        info, limits = loaded(await registry.reload(body.model))
         answer = ReloadAnswer(info.name, info.description, limits.sequences, limits.request_tokens)
         return StructResponse(answer)
 
