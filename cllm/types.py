@@ -6,11 +6,12 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
@@ -129,16 +130,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompt) + sum(map(len, self.embed))
 
 
-class Tenant(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose key a request came with, and what it may do. Zero means no limit."""
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant may ask for. 0 means no limit; the defaults limit nothing."""
 
-    name: str = ""  # empty: no keys are set, everybody is this one
-    admin: bool = False
-    weight: float = 1.0  # its share when the server is full
-    requests_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    concurrent: int = 0
-    max_priority: int = 100
+    name: str = ""  # empty: the one tenant of a server without keys
+    role: Literal["user", "admin"] = "user"
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # its share when several tenants want the machine
+    requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0  # prompt and generated together
+    concurrent: Annotated[int, Meta(ge=0)] = 0  # waiting and running together
+    max_priority: Annotated[int, Meta(ge=-100, le=100)] = 100
+
+    @property
+    def admin(self) -> bool:
+        return self.role == "admin"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -33,9 +33,18 @@ from cllm.errors import (
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
-from cllm.frontend.tenants import TenantLimits
 from cllm.frontend.timeouts import RequestTimeouts
-from cllm.types import Failure, FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
+from cllm.types import (
+    Failure,
+    FinishReason,
+    Limits,
+    ModelInfo,
+    Request,
+    RequestOutput,
+    Snapshot,
+    TenantLimits,
+    Usage,
+)
 from cllm.workers.executor import Host
 from cllm.workers.messages import (
     Cancel,
@@ -140,7 +149,7 @@ class EngineClient:
             self._end_all(ShuttingDown("the server is shutting down"))
 
     def _end_all(self, error: CllmError) -> None:
-        for ticket in self._admission.tickets:
+        for ticket in self._admission.requests:
             self._drop(ticket, error)
         self._questions.fail_all(error)
 
@@ -196,7 +205,7 @@ class EngineClient:
             if ticket is None or ticket.cancelled:
                 return
             ticket.cancelled = True
-            if ticket.place is Stage.QUEUED:
+            if ticket.stage is Stage.QUEUED:
                 self._end(ticket, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
             else:
                 self._host.send(Cancel(request_id))
@@ -216,14 +225,14 @@ class EngineClient:
             ticket = self._admission.find(request_id)
             if ticket is None or ticket.cancelled:
                 return
-            self.metrics.deadlines.labels(ticket.place.value).inc()
-            where = "still waiting" if ticket.place is Stage.QUEUED else "still being computed"
+            self.metrics.deadlines.labels(ticket.stage.value).inc()
+            where = "still waiting" if ticket.stage is Stage.QUEUED else "still being computed"
             self._drop(ticket, DeadlineExceeded(ticket.timeout_s or 0.0, where))
             self._dispatch()
 
     def _drop(self, ticket: RequestState, error: CllmError) -> None:
         """End a request from this side; the engine frees what it holds as after a cancel."""
-        if ticket.place is Stage.ENGINE:
+        if ticket.stage is Stage.ENGINE:
             self._host.send(Cancel(ticket.request.id))
         self._end_with(ticket, error)
 
@@ -249,10 +258,10 @@ class EngineClient:
             return future
 
     @property
-    def tickets(self) -> tuple[RequestState, ...]:
+    def requests(self) -> tuple[RequestState, ...]:
         """The ledger as it is now."""
         with self._lock:
-            return self._admission.tickets
+            return self._admission.requests
 
     def _refuse_unless_open(self) -> None:
         match self.health:
@@ -309,7 +318,7 @@ class EngineClient:
         generated = 0
         for delta in deltas:
             ticket = self._admission.find(delta.request_id)
-            if ticket is None or ticket.place is not Stage.ENGINE:
+            if ticket is None or ticket.stage is not Stage.ENGINE:
                 continue
             self.metrics.delta(ticket, delta, now)
             if delta.tokens:
@@ -373,7 +382,7 @@ class EngineClient:
         """A dead engine tells present and later callers."""
         self.health = Health.FAILED
         self._error = error
-        for ticket in self._admission.tickets:
+        for ticket in self._admission.requests:
             self._end_with(ticket, error)
         log.critical("the engine is gone for good: %s", error)
 

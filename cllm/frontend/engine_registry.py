@@ -9,15 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from typing import Any, cast
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.request_queue import RequestState
-from cllm.frontend.tenants import TenantLimits
+from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
 Load = Callable[
@@ -28,30 +24,21 @@ LOOK_S = 0.1
 
 
 class EngineRegistry:
-    """Used like an engine: everything that is not here is asked of the one that serves this request."""
+    """The engines of this server: `current` serves new requests, the others finish those they have."""
 
     def __init__(self, engine: EngineClient, load: Load | None = None) -> None:
-        self._current = engine
+        self.current = engine
         self._engines = [engine]  # those that have processes
         self._load = load
-        self._pinned: ContextVar[EngineClient] = ContextVar("engine of this request")
         self._tenants: Mapping[str, TenantLimits] = {}
         self._reloading = False
         self._closing = False
         self._retiring: set[asyncio.Task[None]] = set()
 
-    def as_engine(self) -> EngineClient:
-        """For whoever takes an engine."""
-        return cast(EngineClient, self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pinned.get(self._current), name)
-
-    # What concerns all of them ---------------------------------------------------------------------
-
     @property
-    def tickets(self) -> tuple[RequestState, ...]:
-        return tuple(ticket for engine in self._engines for ticket in engine.tickets)
+    def requests(self) -> tuple[RequestState, ...]:
+        """The requests of all engines."""
+        return tuple(state for engine in self._engines for state in engine.requests)
 
     def cancel(self, request_id: str) -> None:
         for engine in tuple(self._engines):
@@ -76,8 +63,6 @@ class EngineRegistry:
         for engine in tuple(self._engines):
             engine.stop()
 
-    # The change ------------------------------------------------------------------------------------
-
     async def reload(self, model: str) -> EngineClient:
         """Load an engine and let it take over; returns it. Raises CllmError: then nothing has changed."""
         if self._load is None:
@@ -89,13 +74,13 @@ class EngineRegistry:
             new = await self._loaded(await asyncio.to_thread(self._load, model))
         finally:
             self._reloading = False
-        old, self._current = self._current, new
+        old, self.current = self.current, new
         old.metrics.take_over(new.metrics)
         new.metrics = old.metrics  # one account for clients, whoever computes
         task = asyncio.create_task(self._retire(old))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
-        log.info("a new engine serves; the old one has %d requests to finish", len(old.tickets))
+        log.info("a new engine serves; the old one has %d requests to finish", len(old.requests))
         return new
 
     async def _loaded(self, new: EngineClient) -> EngineClient:
@@ -121,23 +106,8 @@ class EngineRegistry:
     async def _retire(self, old: EngineClient) -> None:
         """End an engine when its last request has ended."""
         await asyncio.sleep(GRACE_S)
-        while old.tickets:
+        while old.requests:
             await asyncio.sleep(LOOK_S)
         await asyncio.to_thread(old.stop)
         self._engines.remove(old)
         log.info("the old engine has ended")
-
-
-class PinEngine:
-    """Every request stays with the engine that serves when it comes in."""
-
-    def __init__(self, app: ASGIApp, switch: EngineRegistry) -> None:
-        self._app = app
-        self._switch = switch
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        token = self._switch._pinned.set(self._switch._current)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._switch._pinned.reset(token)

@@ -13,8 +13,8 @@ from enum import Enum
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.frontend.output_stream import OutputStream
-from cllm.frontend.tenants import DrainRate, Tenant, TenantLimits, Tenants
-from cllm.types import Limits, Request
+from cllm.frontend.tenants import DrainRate, Tenant, Tenants
+from cllm.types import Limits, Request, TenantLimits
 
 EMBED_WINDOW = 16  # calls for vectors in the engine at a time
 
@@ -57,7 +57,7 @@ class RequestQueue:
         return self._vectors if ticket.request.embed else self._queue
 
     @property
-    def tickets(self) -> tuple[RequestState, ...]:
+    def requests(self) -> tuple[RequestState, ...]:
         """Everybody, those in the engine first."""
         return (*self._engine.values(), *self._queue, *self._vectors)
 
@@ -97,7 +97,7 @@ class RequestQueue:
 
     def position(self, ticket: RequestState) -> int:
         """0 for who is in the engine, else the place in the queue."""
-        return self._line(ticket).position(ticket) if ticket.place is Stage.QUEUED else 0
+        return self._line(ticket).position(ticket) if ticket.stage is Stage.QUEUED else 0
 
     def next_for_engine(self, limits: Limits) -> list[RequestState]:
         """Whom to send now; they count as being in the engine from here on."""
@@ -136,7 +136,7 @@ class RequestQueue:
         return _Gate(self.tenants, limits.sequences, inside, now)
 
     def _enter(self, ticket: RequestState, now: float) -> None:
-        ticket.place = Stage.ENGINE
+        ticket.stage = Stage.ENGINE
         ticket.dispatched = now
         self._engine[ticket.request.id] = ticket
         tenant = ticket.tenant
@@ -157,8 +157,8 @@ class RequestQueue:
 
     def close(self, ticket: RequestState) -> None:
         """The request has ended: out of the ledger. Exactly once."""
-        assert ticket.place is not Stage.DONE
-        if ticket.place is Stage.QUEUED:
+        assert ticket.stage is not Stage.DONE
+        if ticket.stage is Stage.QUEUED:
             self._line(ticket).remove(ticket)
             ticket.tenant.waiting -= 1
         else:
@@ -167,7 +167,7 @@ class RequestQueue:
             ticket.tenant.drain_rate.note()
             self.drain_rate.note(ticket.request.input_tokens)
         del self._tickets[ticket.request.id]
-        ticket.place = Stage.DONE
+        ticket.stage = Stage.DONE
         if not self._tickets:
             self.tenants.settle()
 
@@ -185,7 +185,7 @@ class RequestQueue:
             (lost if ticket.begun or ticket.cancelled or was_alone else kept).append(ticket)
         for ticket in kept:
             del self._engine[ticket.request.id]
-            ticket.place = Stage.QUEUED
+            ticket.stage = Stage.QUEUED
             ticket.dispatched = None
             ticket.tenant.waiting += 1
             ticket.tenant.running -= 1
@@ -372,7 +372,7 @@ class RequestState:
         self.request = request
         self.stream = stream
         self.tenant = tenant
-        self.place = Stage.QUEUED
+        self.stage = Stage.QUEUED
         self.cancelled = False
         self.deaths = 0  # how often the engine died while this was in it and had sent nothing
         self.charged = False  # its prompt counts for its tenant; a replay is not charged again

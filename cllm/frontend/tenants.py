@@ -6,24 +6,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-import msgspec
-
 from cllm.errors import InvalidRequest, RateLimited
-from cllm.types import Request
-
-
-class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant may ask for. 0 means no limit; the defaults limit nothing."""
-
-    weight: float = 1.0  # of its share when several want the machine
-    requests_per_s: float = 0.0
-    tokens_per_s: float = 0.0  # prompt and generated together
-    concurrent: int = 0  # waiting and running together
-    max_priority: int = 100
-
-    def __post_init__(self) -> None:
-        if not self.weight > 0 or min(self.requests_per_s, self.tokens_per_s, self.concurrent) < 0:
-            raise ValueError("a tenant's weight must be above 0, its limits not below")
+from cllm.types import Request, TenantLimits
 
 
 class TokenBucket:

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cllm import __version__
 from cllm.config import ServerConfig
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry, PinEngine
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server import errors, openapi
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import (
@@ -29,8 +29,7 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application. The engines are started and stopped by the caller."""
     (given,) = engines.values()  # several models: later; the signature is ready for it
-    switch = given if isinstance(given, EngineRegistry) else EngineRegistry(given)
-    engine = switch.as_engine()
+    registry = given if isinstance(given, EngineRegistry) else EngineRegistry(given)
     app = FastAPI(
         title="cllm",
         version=__version__,
@@ -44,30 +43,29 @@ def create_app(
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
     for router in (
-        generate.routes(engine),
-        openai.routes(engine),
-        chat.routes(engine),
-        responses.routes(engine),
-        messages.routes(engine),
-        embeddings.routes(engine),
-        llama.routes(engine),
-        admin.routes(engine),
-        admin.cache_routes(engine),
-        admin.reload_routes(switch),
+        generate.routes(registry),
+        openai.routes(registry),
+        chat.routes(registry),
+        responses.routes(registry),
+        messages.routes(registry),
+        embeddings.routes(registry),
+        llama.routes(registry),
+        admin.routes(registry),
+        admin.cache_routes(registry),
+        admin.reload_routes(registry),
     ):
         app.router.routes.extend(router.routes)
     app.add_middleware(QueuePositionMiddleware)
-    _guard(app, engine, config, keys)
+    _guard(app, registry, config, keys)
     app.add_middleware(RequestIDMiddleware)
-    app.add_middleware(PinEngine, switch=switch)
     return app
 
 
-def _guard(app: FastAPI, engine: EngineClient, config: ServerConfig, keys: KeyRing) -> None:
+def _guard(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
     """What a request passes before its route, the last added first."""
 
     def refused(code: str) -> None:
-        engine.metrics.refused.labels(code).inc()
+        registry.current.metrics.refused.labels(code).inc()
 
     app.add_middleware(
         BodyLimitMiddleware, most_bytes=config.max_body_mb << 20, most_header_bytes=config.max_header_kb << 10

@@ -3,7 +3,7 @@
     [alice]
     hash = "sha256:…"
     role = "user"            # or "admin"
-    weight = 2.0             # the rest is optional: see `Tenant`
+    weight = 2.0             # the rest is optional: see `TenantLimits`
     concurrent = 4
 
 A key is 256 random bits, so a plain SHA-256 cannot be turned round; a slow hash would only slow the server.
@@ -20,13 +20,13 @@ import secrets
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from cllm.errors import ConfigError
-from cllm.types import Tenant
+from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -34,30 +34,17 @@ PREFIX = "cllm-"
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the file."""
+class KeyEntry(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table of the file; its name is the tenant's."""
 
     hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
-    role: Literal["user", "admin"] = "user"
-    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
-    requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
-    concurrent: Annotated[int, Meta(ge=0)] = 0
-    max_priority: Annotated[int, Meta(ge=-100, le=100)] = 100
-
-    def tenant(self, name: str) -> Tenant:
-        shared = {field: getattr(self, field) for field in self.__struct_fields__ if field not in _OWN}
-        return Tenant(name=name, admin=self.role == "admin", **shared)
-
-
-_OWN = ("hash", "role")
 
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def read_keys(path: Path) -> dict[bytes, Tenant]:
+def read_keys(path: Path) -> dict[bytes, TenantLimits]:
     """The tenants of a keys file, by the hash of their key. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_text())
@@ -68,8 +55,10 @@ def read_keys(path: Path) -> dict[bytes, Tenant]:
         raise ConfigError(f"the keys file {path.name} is wrong: {error}") from None
     if not entries:
         raise ConfigError(f"the keys file {path.name} holds no key: `cllm keys new` makes one")
-    tenants = {
-        bytes.fromhex(entry.hash.removeprefix("sha256:")): entry.tenant(name)
+    if any(entry.name for entry in entries.values()):
+        raise ConfigError(f"the keys file {path.name} is wrong: a table's name is the name of its key")
+    tenants: dict[bytes, TenantLimits] = {
+        bytes.fromhex(entry.hash.removeprefix("sha256:")): msgspec.structs.replace(entry, name=name)
         for name, entry in entries.items()
     }
     if len(tenants) != len(entries):
@@ -99,7 +88,7 @@ def add_key(path: Path, name: str, *, admin: bool) -> str:
 
 
 class KeyRing:
-    """Who may come in. Without any key, everybody may."""
+    """The API keys and their tenants. Without any key, every request is accepted."""
 
     def __init__(self, file: str, keys: str) -> None:
         """Raises ConfigError for a file that is wrong."""
@@ -107,12 +96,12 @@ class KeyRing:
         given = [key.strip() for key in keys.split(",") if key.strip()]
         # A lone key is the owner's own: it may do everything.
         self._given = {
-            digest(key): Tenant(name="default" if len(given) == 1 else f"key{number}", admin=True)
+            digest(key): TenantLimits(name="default" if len(given) == 1 else f"key{number}", role="admin")
             for number, key in enumerate(given, 1)
         }
-        self._tenants: Mapping[bytes, Tenant] = self._read()
+        self._tenants: Mapping[bytes, TenantLimits] = self._read()
 
-    def _read(self) -> Mapping[bytes, Tenant]:
+    def _read(self) -> Mapping[bytes, TenantLimits]:
         return {**self._given, **(read_keys(self._file) if self._file is not None else {})}
 
     @property
@@ -121,11 +110,12 @@ class KeyRing:
         return bool(self._tenants)
 
     @property
-    def tenants(self) -> tuple[Tenant, ...]:
-        return tuple(self._tenants.values())
+    def tenants(self) -> dict[str, TenantLimits]:
+        """The limits of each tenant, by its name."""
+        return {tenant.name: tenant for tenant in self._tenants.values()}
 
-    def find(self, key: str) -> Tenant | None:
-        """Whose key it is. Takes as long for a wrong key as for any right one."""
+    def find(self, key: str) -> TenantLimits | None:
+        """The tenant of a key. Takes as long for a wrong key as for any right one."""
         wanted, found = digest(key), None
         for hashed, tenant in self._tenants.items():
             if hmac.compare_digest(hashed, wanted):
@@ -133,7 +123,7 @@ class KeyRing:
         return found
 
     def reload(self) -> bool:
-        """Read the file again; a wrong one changes nothing and is told in the log. True: it was read."""
+        """Read the file again. A wrong file is logged and changes nothing. Returns True if it was read."""
         if self._file is None:
             log.info("SIGHUP: there is no keys file to read")
             return False

@@ -20,13 +20,13 @@ from cllm.frontend.output_stream import OutputStream
 from cllm.server.errors import error_body, status_of
 from cllm.server.keys import KeyRing
 from cllm.server.protocol.base import SchedulingBody
-from cllm.types import Tenant
+from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
 
 OPEN = "/health"  # the one path that never needs a key
 ADMIN = ("/debug", "/admin", "/metrics", "/slots")
-ANYBODY = Tenant(admin=True)  # where no keys are set
+ANYBODY = TenantLimits(role="admin")  # where no keys are set
 
 
 def is_loopback(host: str) -> bool:
@@ -37,10 +37,10 @@ def is_loopback(host: str) -> bool:
         return host.lower().rstrip(".") == "localhost"
 
 
-def tenant_of(connection: HTTPConnection) -> Tenant:
+def tenant_of(connection: HTTPConnection) -> TenantLimits:
     """Whose request it is; put there by the gate."""
     tenant = connection.scope["state"]["tenant"]
-    assert isinstance(tenant, Tenant)
+    assert isinstance(tenant, TenantLimits)
     return tenant
 
 
@@ -74,7 +74,7 @@ class AuthMiddleware:
                 return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> Tenant:
+    def _admit(self, scope: Scope) -> TenantLimits:
         path: str = scope["path"]
         operator = path.startswith(ADMIN)
         if not self._keys.closed:
@@ -84,7 +84,7 @@ class AuthMiddleware:
                 )
             return ANYBODY
         if path == OPEN:
-            return Tenant()
+            return TenantLimits()
         key = _key(scope)
         tenant = self._keys.find(key or "")
         if key is None:

@@ -9,9 +9,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
-from cllm.server.answers import ANSWERS, JSON
+from cllm.server.answers import LEGACY
 from cllm.server.errors import error_body
 from cllm.server.middleware import ADMIN, OPEN
+from cllm.server.protocol.base import JSON
 
 PAGE = Path(__file__).with_name("docs.html")
 # The page runs its own script and asks this server, nobody else.
@@ -79,31 +80,6 @@ ERRORS: dict[int, tuple[str, str, str]] = {
         "The request's time was up before anything of it was sent",
     ),
 }
-# What single routes answer besides, or in other words.
-_OWN: dict[str, dict[int, tuple[str, str, str]]] = {
-    "/admin/reload": {
-        409: (
-            "reload_failed",
-            "another model is being loaded already; try again when it serves",
-            "The model could not be changed: the one that serves goes on",
-        ),
-    },
-    "/admin/prefixes/save": {
-        507: (
-            "storage_failed",
-            "the state file could not be written: No space left on device",
-            "The disk is full, or fails: the old file stays",
-        ),
-    },
-    "/admin/prefixes/restore": {
-        404: ("not_found", "there is no state file of this name", "No such file"),
-        507: (
-            "storage_failed",
-            "the state file could not be read: Input/output error",
-            "The disk fails: nothing has changed",
-        ),
-    },
-}
 _NO_ADMIN = "; or the key is not an admin's"
 _NO_FOLDER = "; or the server was started without the folder that this needs (`--model-dir`, `--state-dir`)"
 _FOR_OPERATORS = "Needs an admin's API key where the server has keys, and answers on loopback only where not."
@@ -130,20 +106,6 @@ _POSITION = {
         "example": 0,
     }
 }
-# What goes through the queue.
-_COMPUTING = (
-    "/generate",
-    "/generate_stream",
-    "/completion",
-    "/infill",
-    "/embedding",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/rerank",
-)
 
 
 def install(app: FastAPI, *, closed: bool) -> None:
@@ -167,6 +129,7 @@ def install(app: FastAPI, *, closed: bool) -> None:
 def description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
     """FastAPI's own, with what our routes really answer."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     used: set[str] = set()
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
@@ -177,10 +140,12 @@ def description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
             notes = (more.strip(), _FOR_OPERATORS if path.startswith(ADMIN) else "")
             route["description"] = "\n\n".join(filter(None, notes))
             route["security"] = _security(path, closed=closed)
-            route["responses"] = _responses(path, method, _needed(schema, route))
+            route["responses"] = _responses(path, method, route, _needed(schema, route))
+            for name, struct in route.pop("x-schemas", {}).items():
+                assert schemas.setdefault(name, struct) == struct, f"two schemas are called {name}"
     for unused in ("HTTPValidationError", "ValidationError"):  # what is wrong is told with 400, in our shape
-        schema.get("components", {}).get("schemas", {}).pop(unused, None)
-    schema.setdefault("components", {})["securitySchemes"] = _SCHEMES
+        schemas.pop(unused, None)
+    schema["components"]["securitySchemes"] = _SCHEMES
     schema["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
     return schema
 
@@ -202,17 +167,15 @@ def _needed(schema: dict[str, Any], route: dict[str, Any]) -> str | None:
     return str(body["required"][0]) if body.get("required") else None
 
 
-def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
-    answers = ANSWERS.get(f"{method.upper()} {path}", {})
-    content = {
-        kind: {"schema": {} if kind == JSON else {"type": "string"}, "example": example}
-        for kind, example in answers.items()
-    }
-    found: dict[str, Any] = {"200": {"description": "Done", "content": content}}
-    if path in _COMPUTING:
+def _responses(path: str, method: str, route: dict[str, Any], needed: str | None) -> dict[str, Any]:
+    if "x-content" not in route:
+        route.update(LEGACY.get(f"{method.upper()} {path}", {}))
+    computes = route.pop("x-computes", False)
+    own = {int(status): told for status, told in route.pop("x-errors", {}).items()}
+    found: dict[str, Any] = {"200": {"description": "Done", "content": route.pop("x-content", {})}}
+    if computes:
         found["200"]["headers"] = _POSITION
-    own = _OWN.get(path, {})
-    for status in sorted({*_statuses(path, method), *own}):
+    for status in sorted({*_statuses(path, method, computes=computes), *own}):
         code, message, when = own.get(status) or ERRORS[status]
         field = needed if status == 400 else None
         if status == 400 and field is None:  # it can do without any field
@@ -229,11 +192,11 @@ def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
     return found
 
 
-def _statuses(path: str, method: str) -> list[int]:
+def _statuses(path: str, method: str, *, computes: bool) -> list[int]:
     statuses = [403, 431]
     if path == OPEN:
         return statuses
     statuses += [401, 500, 503]
     if method == "post":
         statuses += [400, 408, 413, 415] + [404] * path.startswith("/v1/")
-    return statuses + [429, 504] * (path in _COMPUTING)
+    return statuses + [429, 504] * computes

@@ -17,7 +17,6 @@ from cllm.config import ServerConfig
 from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry, Load
-from cllm.frontend.tenants import TenantLimits
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, limits_of
 from cllm.server.keys import KeyRing
@@ -49,10 +48,14 @@ class DrainingServer(uvicorn.Server):
     the time is up."""
 
     def __init__(
-        self, config: uvicorn.Config, engine: EngineClient, settings: ServerConfig, tls: ssl.SSLContext | None
+        self,
+        config: uvicorn.Config,
+        registry: EngineRegistry,
+        settings: ServerConfig,
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._registry = registry
         self._drain_s = settings.drain_s
         self._tls = tls
         self._limits = limits_of(settings)
@@ -76,32 +79,18 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            log.info("draining: up to %.0f s for %d requests", self._drain_s, len(self._engine.tickets))
-            self._engine.drain()
-            asyncio.get_running_loop().call_later(self._drain_s, self._engine.end_all)
+            log.info("draining: up to %.0f s for %d requests", self._drain_s, len(self._registry.requests))
+            self._registry.drain()
+            asyncio.get_running_loop().call_later(self._drain_s, self._registry.end_all)
         # Not uvicorn's own handler: that raises the signal again at the end, which would kill the process
         # before the children are gone, and with another exit code than 0.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
 
-def limits_by_tenant(keys: KeyRing) -> dict[str, TenantLimits]:
-    """What each key's owner may have, as the engine takes it."""
-    return {
-        tenant.name: TenantLimits(
-            weight=tenant.weight,
-            requests_per_s=tenant.requests_per_s,
-            tokens_per_s=tenant.tokens_per_s,
-            concurrent=tenant.concurrent,
-            max_priority=tenant.max_priority,
-        )
-        for tenant in keys.tenants
-    }
-
-
-def _reload_keys(keys: KeyRing, engine: EngineClient) -> None:
+def _reload_keys(keys: KeyRing, registry: EngineRegistry) -> None:
     if keys.reload():
-        engine.set_tenants(limits_by_tenant(keys))
+        registry.set_tenants(keys.tenants)
 
 
 async def serve(
@@ -123,14 +112,13 @@ async def serve(
         )
     loop = asyncio.get_running_loop()
     first.deliver = loop.call_soon_threadsafe
-    switch = EngineRegistry(first, load)
-    engine = switch.as_engine()
-    engine.set_tenants(limits_by_tenant(keys))
-    engine.start()
+    registry = EngineRegistry(first, load)
+    registry.set_tenants(keys.tenants)
+    first.start()
     try:
-        await asyncio.wrap_future(engine.loaded)
+        await asyncio.wrap_future(first.loaded)
         settings = uvicorn.Config(
-            DirectSend(create_app({"default": switch}, config, keys)),
+            DirectSend(create_app({"default": registry}, config, keys)),
             log_config=None,
             log_level=logging.ERROR,  # its warnings tell what a client did wrong, one line each
             access_log=False,
@@ -141,14 +129,14 @@ async def serve(
             timeout_graceful_shutdown=int(config.drain_s) + 2,
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]
         )
-        server = DrainingServer(settings, engine, config, tls)
-        loop.add_signal_handler(signal.SIGHUP, _reload_keys, keys, engine)
+        server = DrainingServer(settings, registry, config, tls)
+        loop.add_signal_handler(signal.SIGHUP, _reload_keys, keys, registry)
         host, port = listener.getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         await server.serve(sockets=[listener])
     finally:
-        await loop.run_in_executor(None, engine.stop)
+        await loop.run_in_executor(None, registry.stop)
 
 
 def bind(config: ServerConfig) -> socket.socket:

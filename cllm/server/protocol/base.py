@@ -1,19 +1,70 @@
-"""What a client may send, typed and bounded. Unknown fields are ignored; known ones are never guessed at."""
+"""What all routes share: strict request bodies, typed responses, and how a route is documented."""
 
 from __future__ import annotations
 
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from starlette.responses import Response
 
 from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_DEPTH = 64
 MAX_BIASES = 1024
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
+
+JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
+_encoder = msgspec.json.Encoder()
+
+
+class StructResponse(Response):
+    """A struct (or a list of structs) as a JSON response."""
+
+    media_type = JSON
+
+    def render(self, content: Any) -> bytes:
+        return _encoder.encode(content)
+
+
+def documented(
+    response: Any,
+    *,
+    example: str | None = None,
+    events: Sequence[bytes] = (),
+    computes: bool = False,
+    errors: Mapping[int, tuple[str, str, str]] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for a route's decorator: what the OpenAPI page says of its responses.
+
+    `response` is a struct with an `EXAMPLE` (an instance of itself), a list of such structs, `str` for plain
+    text (give its `example`), or None where the route only streams. `events` are encoded events of an example
+    stream. `computes`: the request goes through the queue. `errors` are responses that other routes do not
+    have: status → code, message, when it happens.
+    """
+    content: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    if response is str:
+        content[PLAIN] = {"schema": {"type": "string"}, "example": example}
+    elif response is not None:
+        (schema,), schemas = msgspec.json.schema_components(
+            (response,), ref_template="#/components/schemas/{name}"
+        )
+        items = get_args(response)
+        shown = [items[0].EXAMPLE] if items else response.EXAMPLE
+        content[JSON] = {"schema": schema, "example": msgspec.to_builtins(shown)}
+    if events:
+        content[EVENTS] = {"schema": {"type": "string"}, "example": b"".join(events).decode()}
+    extra = {
+        "x-content": content,
+        "x-schemas": schemas,
+        "x-computes": computes,
+        "x-errors": {str(status): told for status, told in (errors or {}).items()},
+    }
+    return {"response_model": None, "openapi_extra": extra}
 
 
 def _text(value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter
@@ -13,40 +13,70 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
-from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_client import Health
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.base import Body, Text
+from cllm.server.protocol.base import Body, StructResponse, Text, documented
 from cllm.server.submit import loaded
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+class StateFileAnswer(msgspec.Struct, frozen=True):
+    """What was written to a state file, or read from one."""
+
+    EXAMPLE: ClassVar[StateFileAnswer]
+
+    entries: int
+    tokens: int
+    bytes: int
+    skipped: int
+
+
+StateFileAnswer.EXAMPLE = StateFileAnswer(entries=12, tokens=9216, bytes=212860928, skipped=0)
+
+
+class ReloadAnswer(msgspec.Struct, frozen=True):
+    """The model that serves now."""
+
+    EXAMPLE: ClassVar[ReloadAnswer]
+
+    model: str
+    description: str
+    sequences: int
+    request_tokens: int
+
+
+ReloadAnswer.EXAMPLE = ReloadAnswer("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
+
+
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/health")
     async def health() -> dict[str, str]:
         """Alive: 200 as long as this process answers."""
-        return {"status": "ok", "engine": engine.health.value}
+        return {"status": "ok", "engine": registry.current.health.value}
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Admitting: 200 when a request sent now would be computed."""
-        return JSONResponse({"status": engine.health.value}, 200 if engine.health is Health.READY else 503)
+        health = registry.current.health
+        return JSONResponse({"status": health.value}, 200 if health is Health.READY else 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus."""
-        return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        metrics = registry.current.metrics
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/debug/kv")
     async def debug_kv() -> dict[str, Any]:
         """The pool and every lease, taken between two steps."""
         try:
             async with asyncio.timeout(INSPECT_LIMIT_S):
-                snapshot = await asyncio.wrap_future(engine.inspect())
+                snapshot = await asyncio.wrap_future(registry.current.inspect())
         except TimeoutError:
             raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
         leased = len(snapshot.leases)
@@ -68,19 +98,19 @@ def routes(engine: EngineClient) -> APIRouter:
 
     @router.get("/debug/requests")
     async def debug_requests() -> dict[str, Any]:
-        """Every request in the ledger: where it is, since when, how far. Never what it says."""
+        """Every accepted request: its stage, its age, its progress. Never its text."""
         now = time.monotonic()
         return {
             "requests": [
                 {
-                    "id": ticket.request.id,
-                    "place": ticket.place.value,
-                    "age_s": round(now - ticket.arrived, 3),
-                    "prompt_tokens": ticket.request.input_tokens,
-                    "generated_tokens": ticket.generated,
-                    "max_tokens": ticket.request.max_tokens,
+                    "id": state.request.id,
+                    "place": state.stage.value,
+                    "age_s": round(now - state.arrived, 3),
+                    "prompt_tokens": state.request.input_tokens,
+                    "generated_tokens": state.generated,
+                    "max_tokens": state.request.max_tokens,
                 }
-                for ticket in engine.tickets
+                for state in registry.requests
             ]
         }
 
@@ -101,25 +131,37 @@ class StateFileBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
 
 
-def cache_routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine. A large file takes its time: streams go on meanwhile."""
+_NOT_WRITTEN = (
+    "storage_failed",
+    "the state file could not be written: No space left on device",
+    "The disk is full, or fails: the old file stays",
+)
+_NOT_READ = (
+    "storage_failed",
+    "the state file could not be read: Input/output error",
+    "The disk fails: nothing has changed",
+)
+_NO_FILE = ("not_found", "there is no state file of this name", "No such file")
+
+
+def cache_routes(registry: EngineRegistry) -> APIRouter:
+    """The router of state files. A large file takes its time: streams go on meanwhile."""
     router = APIRouter(tags=["operation"], prefix="/admin/prefixes")
 
-    @router.post("/save")
-    async def save(body: StateFileBody) -> dict[str, int]:
-        """Write the computed prefixes in RAM to a file."""
-        return _told(await asyncio.wrap_future(engine.save_prefixes(body.name)))
+    def answer(done: StateFileDone) -> Response:
+        return StructResponse(StateFileAnswer(done.entries, done.tokens, done.size, done.skipped))
 
-    @router.post("/restore")
-    async def restore(body: StateFileBody) -> dict[str, int]:
+    @router.post("/save", **documented(StateFileAnswer, errors={507: _NOT_WRITTEN}))
+    async def save(body: StateFileBody) -> Response:
+        """Write the computed prefixes in RAM to a file."""
+        return answer(await asyncio.wrap_future(registry.current.save_prefixes(body.name)))
+
+    @router.post("/restore", **documented(StateFileAnswer, errors={404: _NO_FILE, 507: _NOT_READ}))
+    async def restore(body: StateFileBody) -> Response:
         """Put the computed prefixes of a file back into RAM, as far as there is room."""
-        return _told(await asyncio.wrap_future(engine.restore_prefixes(body.name)))
+        return answer(await asyncio.wrap_future(registry.current.restore_prefixes(body.name)))
 
     return router
-
-
-def _told(done: StateFileDone) -> dict[str, int]:
-    return {"entries": done.entries, "tokens": done.tokens, "bytes": done.size, "skipped": done.skipped}
 
 
 class ReloadBody(Body):
@@ -135,18 +177,21 @@ class ReloadBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
 
 
-def reload_routes(switch: EngineRegistry) -> APIRouter:
+_NOT_RELOADED = (
+    "reload_failed",
+    "another model is being loaded already; try again when it serves",
+    "The model could not be changed: the one that serves goes on",
+)
+
+
+def reload_routes(registry: EngineRegistry) -> APIRouter:
     router = APIRouter(tags=["operation"])
 
-    @router.post("/admin/reload")
-    async def reload(body: ReloadBody) -> dict[str, Any]:
+    @router.post("/admin/reload", **documented(ReloadAnswer, errors={409: _NOT_RELOADED}))
+    async def reload(body: ReloadBody) -> Response:
         """Load a model beside the one that serves, then change over; running streams end on the old one."""
-        info, limits = loaded(await switch.reload(body.model))
-        return {
-            "model": info.name,
-            "description": info.description,
-            "sequences": limits.sequences,
-            "request_tokens": limits.request_tokens,
-        }
+        info, limits = loaded(await registry.reload(body.model))
+        answer = ReloadAnswer(info.name, info.description, limits.sequences, limits.request_tokens)
+        return StructResponse(answer)
 
     return router

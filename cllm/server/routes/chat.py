@@ -11,19 +11,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.conversation import open_chat
-from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.chat import ChatAnswer, ChatBody
 from cllm.server.sse import GONE, EventStream
 from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation; with tools, maybe by calling them."""
+        engine = registry.current
         check_model(body.model)
         top = (body.top_logprobs or 0) if body.logprobs else None
         request = request_of(

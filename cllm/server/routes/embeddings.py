@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from cllm.errors import InvalidRequest
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.middleware import tenant_of
 from cllm.server.protocol.embeddings import EmbeddingsBody, Input, LlamaEmbeddingBody, RerankBody, as_list
@@ -104,13 +105,14 @@ def refuse_unless_reranker(engine: EngineClient) -> None:
         )
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["vectors"])
 
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingsBody, http: HttpRequest) -> Response:
         """Turn texts into vectors of length 1."""
+        engine = registry.current
         check_model(body.model)
         most = vector_length(engine)
         if body.dimensions is not None and body.dimensions > most:
@@ -137,6 +139,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/embeddings", response_model=None, include_in_schema=False)
     async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Response:
         """Turn texts into vectors, in llama-server's shape."""
+        engine = registry.current
         vector_length(engine)
         found = await embed(engine, await inputs_of(engine, body.content, "content"), http)
         if found is None:
@@ -152,6 +155,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/reranking", response_model=None, include_in_schema=False)
     async def rerank(body: RerankBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Order documents by how well they answer a query; needs a reranker."""
+        engine = registry.current
         check_model(body.model)
         refuse_unless_reranker(engine)
         task = TokenizePairs(body.query, body.texts, loaded(engine)[1].embed.tokens)

@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_event
 from cllm.server.protocol.base import DecodeBody, EncodeBody, GenerateBody
@@ -85,11 +86,12 @@ async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
             )
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["cLLM"])
 
     async def generate_events(body: GenerateBody, http: HttpRequest) -> Response:
+        engine = registry.current
         request = await to_request(engine, body, http)
         stream = engine.submit(request, AsyncOutputStream)
         return EventStream(engine, [stream], events(stream))
@@ -99,6 +101,7 @@ def routes(engine: EngineClient) -> APIRouter:
         """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
         if body.stream:
             return await generate_events(body, http)
+        engine = registry.current
         started = time.perf_counter()
         request = await to_request(engine, body, http)
         stream = engine.submit(request, AsyncOutputStream)
@@ -115,12 +118,14 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/encode")
     async def encode_text(body: EncodeBody) -> dict[str, Any]:
         """Text to token ids."""
+        engine = registry.current
         tokens = await to_tokens(engine, TokenizeText(body.text))
         return {"tokens": list(tokens), "length": len(tokens)}
 
     @router.post("/decode")
     async def decode_tokens(body: DecodeBody) -> dict[str, str]:
         """Token ids to text."""
+        engine = registry.current
         result = await run_tokenizer(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
         assert isinstance(result, Text)
         return {"text": result.text}
@@ -128,7 +133,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.get("/model/info")
     async def model_info() -> dict[str, Any]:
         """What is served, and its limits."""
-        info, limits = loaded(engine)
+        info, limits = loaded(registry.current)
         return {**msgspec.to_builtins(info), "limits": msgspec.to_builtins(limits)}
 
     return router

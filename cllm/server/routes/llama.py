@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as render
@@ -127,23 +128,25 @@ async def events(job: LlamaJob) -> AsyncIterator[bytes]:
         yield encode(piece)
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["llama-server"])
 
     @router.post(ROUTE, response_model=None)
     @router.post("/completions", response_model=None, include_in_schema=False)
     async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete a prompt."""
-        return await answer(body, http, await prompt_of(engine, body))
+        engine = registry.current
+        return await answer(engine, body, http, await prompt_of(engine, body))
 
     @router.post("/infill", response_model=None)
     async def infill(body: InfillBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Fill the gap in a text, with models that were taught it."""
-        return await answer(body, http, await infill_of(engine, body))
+        engine = registry.current
+        return await answer(engine, body, http, await infill_of(engine, body))
 
     async def answer(
-        body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
+        engine: EngineClient, body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
     ) -> Response | dict[str, Any]:
         request = request_of(
             engine,
@@ -176,11 +179,12 @@ def routes(engine: EngineClient) -> APIRouter:
     async def tokenize(body: LlamaTokenizeBody) -> dict[str, Any]:
         """Text to token ids."""
         task = TokenizeText(body.content, 0, add_special=body.add_special, parse_special=body.parse_special)
-        return {"tokens": list(await to_tokens(engine, task))}
+        return {"tokens": list(await to_tokens(registry.current, task))}
 
     @router.post("/detokenize")
     async def detokenize(body: LlamaDetokenizeBody) -> dict[str, str]:
         """Token ids to text."""
+        engine = registry.current
         text = await run_tokenizer(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
         assert isinstance(text, Text)
         return {"content": text.text}
@@ -188,6 +192,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/apply-template")
     async def apply_template(body: ConversationBody) -> dict[str, str]:
         """What the chat template makes of a conversation."""
+        engine = registry.current
         conversation = body.conversation()
         template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
         rendered = await run_tokenizer(
@@ -199,7 +204,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.get("/props")
     async def props() -> dict[str, Any]:
         """The model and the defaults."""
-        info, limits = loaded(engine)
+        info, limits = loaded(registry.current)
         return {
             "default_generation_settings": {"n_ctx": limits.request_tokens},
             "total_slots": limits.sequences,
@@ -212,8 +217,8 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.get("/slots")
     async def slots() -> list[dict[str, Any]]:
         """Every sequence id and whether it computes."""
-        _, limits = loaded(engine)
-        running = sum(ticket.dispatched is not None for ticket in engine.tickets)
+        _, limits = loaded(registry.current)
+        running = sum(state.dispatched is not None for state in registry.requests)
         return [
             {"id": number, "n_ctx": limits.request_tokens, "is_processing": number < running}
             for number in range(limits.sequences)

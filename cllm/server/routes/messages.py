@@ -10,18 +10,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.conversation import count_tokens, open_chat
-from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.messages import CountBody, MessageAnswer, MessagesBody
 from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["Anthropic"])
 
     @router.post("/v1/messages", response_model=None)
     async def messages(body: MessagesBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer a conversation; with tools, maybe by calling them."""
+        engine = registry.current
         check_model(body.model)
         request = request_of(
             engine,
@@ -39,6 +40,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountBody) -> dict[str, int]:
         """How many tokens a conversation has, as the model's template writes it."""
+        engine = registry.current
         check_model(body.model)
         constrained = await constraint_of(engine, body) is not None
         return {"input_tokens": await count_tokens(engine, body.conversation(), constrained=constrained)}

@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as render
@@ -107,20 +108,21 @@ def _finish(delta: RequestOutput) -> str | None:
     return delta.finish_reason.value if delta.finish_reason is not None else None
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The loaded model."""
-        info, _ = loaded(engine)
+        info, _ = loaded(registry.current)
         model = {"id": info.name, "object": "model", "created": 0, "owned_by": "cllm"}
         return {"object": "list", "data": [model]}
 
     @router.post(ROUTE, response_model=None)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Complete prompts."""
+        engine = registry.current
         check_model(body.model)
         best_of = body.best_of or body.n
         request = request_of(

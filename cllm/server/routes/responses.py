@@ -11,19 +11,20 @@ from starlette.responses import Response
 
 from cllm.chat.conversation import count_tokens, open_chat
 from cllm.errors import NotFound
-from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.protocol.responses_output import ResponseAnswer, echo
 from cllm.server.submit import check_model, constraint_of, model_name, request_of
 
 
-def routes(engine: EngineClient) -> APIRouter:
-    """The router over one engine."""
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesBody, http: HttpRequest) -> Response | dict[str, Any]:
         """Answer an input; with tools, maybe by calling them. Nothing is stored."""
+        engine = registry.current
         check_model(body.model)
         request = request_of(
             engine,
@@ -42,6 +43,7 @@ def routes(engine: EngineClient) -> APIRouter:
     @router.post("/v1/responses/input_tokens", response_model=None)
     async def input_tokens(body: ResponsesBody) -> dict[str, Any]:
         """How many tokens the input has, as the model's template writes it."""
+        engine = registry.current
         check_model(body.model)
         constrained = await constraint_of(engine, body) is not None
         count = await count_tokens(engine, body.to_conversation(), constrained=constrained)

@@ -410,7 +410,7 @@ def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, Scripte
     host.say(done("e0"))
     (delta,) = list(stream)
     assert delta.vectors == (b"1234",)
-    assert engine.tickets == ()
+    assert engine.requests == ()
     poison = engine.submit(call("poison", b"xyz"), BlockingOutputStream)
     for _ in range(3):
         host.die()

@@ -151,7 +151,7 @@ def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
     for number in range(2, 6):
         host.say(token(f"r{number}"), last(f"r{number}"))
         assert read(streams[number]).finish_reason is FinishReason.STOP
-    assert engine.tickets == () and engine.health is Health.READY
+    assert engine.requests == () and engine.health is Health.READY
 
 
 def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
@@ -225,7 +225,7 @@ def test_stopping_ends_everybody_exactly_once(engine: EngineClient, host: Script
     engine.stop()
     engine.stop()
     assert [read(stream).finish_reason for stream in streams] == [FinishReason.ERROR] * 9
-    assert host.stopped and engine.tickets == ()
+    assert host.stopped and engine.requests == ()
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:

@@ -15,8 +15,8 @@ from cllm.frontend import request_queue as ticket
 from cllm.frontend import tenants
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
-from cllm.frontend.tenants import DrainRate, Tenant, TenantLimits, TokenBucket
-from cllm.types import Limits, Request
+from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
+from cllm.types import Limits, Request, TenantLimits
 
 
 class Clock:
@@ -71,7 +71,7 @@ class Line:
         return self.admission.next_for_engine(self.limits)
 
     def inside(self) -> list[RequestState]:
-        return [each for each in self.admission.tickets if each.place is Stage.ENGINE]
+        return [each for each in self.admission.requests if each.stage is Stage.ENGINE]
 
     def finish(self, one: RequestState, generated: int = 0) -> None:
         self.admission.generated(one, generated, one.arrived)
@@ -255,7 +255,7 @@ def test_a_small_tenant_passes_the_line_of_a_big_one(clock: Clock) -> None:
     mine = line.ask("small")
     assert line.admission.position(mine) == 2, "one of the big one's, then this"
     order: list[RequestState] = []
-    while mine.place is Stage.QUEUED:
+    while mine.stage is Stage.QUEUED:
         line.finish(line.inside()[0])
         order += line.feed()
     assert order == [mine]
@@ -267,7 +267,7 @@ def test_the_places_a_tenant_used_are_kept_for_it_for_a_moment(clock: Clock) -> 
         line.ask("big")
     line.feed()
     mine = line.ask("small")
-    while mine.place is Stage.QUEUED:
+    while mine.stage is Stage.QUEUED:
         line.finish(line.inside()[0], 10)
         line.feed()
     while len(line.inside()) > 4:
@@ -299,9 +299,9 @@ def test_higher_priority_goes_first_and_nobody_starves(clock: Clock) -> None:
         line.ask(priority=0)
         line.finish(line.inside()[0])
         line.feed()
-        if starving.place is Stage.ENGINE:
+        if starving.stage is Stage.ENGINE:
             break
-    assert starving.place is Stage.ENGINE
+    assert starving.stage is Stage.ENGINE
     assert clock.now - 1000 == pytest.approx(3 * FairQueue.AGEING_S, abs=1.0)
 
 

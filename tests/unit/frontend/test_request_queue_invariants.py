@@ -12,8 +12,7 @@ from cllm.errors import QueueFull, RateLimited
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import Stage, window
-from cllm.frontend.tenants import TenantLimits
-from cllm.types import Request
+from cllm.types import Request, TenantLimits
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
 
 SEQUENCES = 2
@@ -50,7 +49,7 @@ class Lives(RuleBasedStateMachine):
             priority=priority,
             timeout_s=3600.0 if timed else None,
         )
-        waiting = [each for each in self.engine.tickets if each.place is Stage.QUEUED]
+        waiting = [each for each in self.engine.requests if each.stage is Stage.QUEUED]
         waiting_tokens = sum(len(each.request.prompt) for each in waiting)
         try:
             self.streams[name] = self.engine.submit(request, BlockingOutputStream)
@@ -62,7 +61,7 @@ class Lives(RuleBasedStateMachine):
             assert tenant == "few" and self.living()["few"] == 3
 
     def inside(self) -> list[str]:
-        return [each.request.id for each in self.engine.tickets if each.place is Stage.ENGINE]
+        return [each.request.id for each in self.engine.requests if each.stage is Stage.ENGINE]
 
     def living(self) -> Counter[str]:
         return Counter(self.owners[name] for name, stream in self.streams.items() if not stream.finished)
@@ -89,7 +88,7 @@ class Lives(RuleBasedStateMachine):
         if ticket is not None and ticket.request.timeout_s is not None:
             cancelled = ticket.cancelled
             self.engine._expire(ticket.request.id)
-            assert cancelled or ticket.place is Stage.DONE
+            assert cancelled or ticket.stage is Stage.DONE
 
     @precondition(lambda self: self.engine._restarts == 0)
     @rule()
@@ -98,14 +97,14 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def everybody_is_somewhere_exactly_once(self) -> None:
-        tickets = [each.request.id for each in self.engine.tickets]
+        tickets = [each.request.id for each in self.engine.requests]
         assert len(tickets) == len(set(tickets))
         assert set(tickets) == {name for name, stream in self.streams.items() if not stream.finished}
 
     @invariant()
     def bounds_are_kept(self) -> None:
-        tickets = self.engine.tickets
-        queued = [each for each in tickets if each.place is Stage.QUEUED]
+        tickets = self.engine.requests
+        queued = [each for each in tickets if each.stage is Stage.QUEUED]
         replayed = [each for each in queued if each.deaths]
         assert len(queued) - len(replayed) <= QUEUE_SIZE
         assert len(tickets) - len(queued) <= window(SEQUENCES)
@@ -115,13 +114,13 @@ class Lives(RuleBasedStateMachine):
         assert admission.waiting_tokens == sum(len(each.request.prompt) for each in queued)
         for tenant in admission.tenants._tenants.values():
             mine = [each for each in tickets if each.tenant is tenant]
-            assert tenant.waiting == sum(each.place is Stage.QUEUED for each in mine)
+            assert tenant.waiting == sum(each.stage is Stage.QUEUED for each in mine)
             assert tenant.running == len(mine) - tenant.waiting
 
     @invariant()
     def the_engine_is_fed(self) -> None:
         """Whoever waits, waits for somebody: nobody is forgotten in an empty house."""
-        if any(each.place is Stage.QUEUED for each in self.engine.tickets):
+        if any(each.stage is Stage.QUEUED for each in self.engine.requests):
             assert self.inside()
 
     def teardown(self) -> None:
@@ -129,7 +128,7 @@ class Lives(RuleBasedStateMachine):
         for _ in range(len(self.streams) + 1):
             if inside := self.inside():
                 self.host.say(last(inside[0]))
-        assert self.engine.tickets == ()
+        assert self.engine.requests == ()
         for stream in self.streams.values():
             assert [delta.finish_reason is not None for delta in stream][-1]
         self.engine.stop()

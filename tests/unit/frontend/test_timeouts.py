@@ -48,7 +48,7 @@ def test_in_the_queue_and_in_the_engine_the_client_hears_of_it_at_once() -> None
     assert "r4" not in host.submitted() and host.submitted()[-1] == "later"
     host.say(last("r0"), last("later"))  # what the engine says of one that has ended is ignored
     assert read(later).finish_reason is FinishReason.STOP
-    assert engine.tickets == ()
+    assert engine.requests == ()
     engine.stop()
 
 

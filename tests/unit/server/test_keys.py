@@ -12,7 +12,7 @@ import pytest
 from cllm.errors import ConfigError
 from cllm.server.keys import KeyRing, add_key, digest, read_keys
 from cllm.server.middleware import is_loopback
-from cllm.types import Tenant
+from cllm.types import TenantLimits
 
 
 def test_a_new_key_is_found_and_only_its_hash_is_kept(tmp_path: Path) -> None:
@@ -25,17 +25,24 @@ def test_a_new_key_is_found_and_only_its_hash_is_kept(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     assert user not in file.read_text() and user != boss
     ring = KeyRing(str(file), "")
-    assert ring.find(user) == Tenant(name="alice") and ring.find(boss) == Tenant(name="boss", admin=True)
+    assert limits(ring.find(user)) == TenantLimits(name="alice")
+    assert limits(ring.find(boss)) == TenantLimits(name="boss", role="admin")
     for wrong in ("", "x", user[:-1], user + " ", user.lower(), "sha256:" + digest(user).hex(), "\ud800"):
         assert ring.find(wrong) is None
+
+
+def limits(found: TenantLimits | None) -> TenantLimits:
+    """What was found, without its hash."""
+    assert found is not None
+    return TenantLimits(**{name: getattr(found, name) for name in TenantLimits.__struct_fields__})
 
 
 def test_limits_are_read(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     key = add_key(file, "alice", admin=False)
-    limits = "weight = 2.5\nrequests_per_s = 3\ntokens_per_s = 1e3\nconcurrent = 4\nmax_priority = 0\n"
-    file.write_text(file.read_text().rstrip() + "\n" + limits)
-    assert KeyRing(str(file), "").find(key) == Tenant(
+    lines = "weight = 2.5\nrequests_per_s = 3\ntokens_per_s = 1e3\nconcurrent = 4\nmax_priority = 0\n"
+    file.write_text(file.read_text().rstrip() + "\n" + lines)
+    assert limits(KeyRing(str(file), "").find(key)) == TenantLimits(
         name="alice", weight=2.5, requests_per_s=3, tokens_per_s=1000, concurrent=4, max_priority=0
     )
 
@@ -72,6 +79,7 @@ HASH = "sha256:" + "0" * 64
         f'[alice]\nhash = "{HASH}"\nrole = "wizard"\n',
         f'[alice]\nhash = "{HASH}"\nweight = 0\n',
         f'[alice]\nhash = "{HASH}"\nwibble = 1\n',
+        f'[alice]\nhash = "{HASH}"\nname = "bob"\n',
         f'[alice]\nhash = "{HASH}"\n[bob]\nhash = "{HASH}"\n',
         f'["a b"]\nhash = "{HASH}"\n',
     ],
@@ -95,7 +103,7 @@ def test_reloading_a_wrong_file_keeps_the_old_keys(tmp_path: Path, caplog: pytes
     assert ring.find(key) is not None and ring.closed
     other = add_key(file, "bob", admin=False)
     assert ring.reload() and ring.find(key) is None and ring.find(other) is not None
-    assert [tenant.name for tenant in ring.tenants] == ["bob"]
+    assert list(ring.tenants) == ["bob"]
 
 
 @pytest.mark.parametrize("name", ["alice", "", "a b", "x" * 65, "a]\n[b", "../x"])
@@ -109,7 +117,7 @@ def test_a_name_that_is_taken_or_none(tmp_path: Path, name: str) -> None:
 
 
 def test_single_keys_are_the_owners() -> None:
-    assert KeyRing("", " one ").find("one") == Tenant(name="default", admin=True)
+    assert KeyRing("", " one ").find("one") == TenantLimits(name="default", role="admin")
     ring = KeyRing("", "one,two")
     assert {tenant.name for key in ("one", "two") if (tenant := ring.find(key))} == {"key1", "key2"}
     assert not KeyRing("", "").closed and not KeyRing("", " , ").closed

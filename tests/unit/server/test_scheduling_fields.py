@@ -12,10 +12,9 @@ import pytest
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.tenants import TenantLimits
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
-from cllm.types import Request
+from cllm.types import Request, TenantLimits
 from cllm.workers.executor import ThreadExecutor
 from cllm.workers.messages import Submit
 
@@ -172,12 +171,12 @@ def test_who_waits_is_told_the_place_and_who_cannot_is_refused_before_any_text_w
     async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
         body = {"prompt": "hello", "max_tokens": 40, "ignore_eos": True}
         running = [asyncio.ensure_future(client.post("/generate", json=body)) for _ in range(3)]
-        while len(engine.tickets) < 3:
+        while len(engine.requests) < 3:
             await asyncio.sleep(0.01)
         waiting = []
         for count in (4, 5):
             waiting.append(asyncio.ensure_future(client.post("/generate_stream", json=body)))
-            while len(engine.tickets) < count:
+            while len(engine.requests) < count:
                 await asyncio.sleep(0.01)
         for path, refused in ROUTES[:4]:
             answer = await client.post(path, json=refused)
