@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
-from starlette.types import Receive
+from starlette.requests import Request as HttpRequest
 
 from cllm.errors import InvalidRequest
+from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.sse import collect, merged
-from cllm.server.submit import GRAMMAR_LIMIT_S, choices_of, loaded, run_tokenizer, submit_all
+from cllm.server.sse import collect
 from cllm.text.output_parser import (
     ContentText,
     OutputEvent,
@@ -28,7 +28,7 @@ from cllm.text.output_parser import (
 )
 from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
 from cllm.types import FinishReason, Request, RequestOutput, TokenLogprob, Usage
-from cllm.workers.tokenizer import Chat, CheckConstraint, TokenizeChat, Tokens
+from cllm.workers.tokenizer import Chat, CheckConstraint, Text, TokenizeChat, Tokens
 
 Step = tuple[list[OutputEvent], RequestOutput]  # what it added, and its own account of itself
 
@@ -139,9 +139,9 @@ class ChatJob:
         async for index, delta in merged(self.streams):
             yield index, _read(readers[index], delta), delta
 
-    async def steps(self, receive: Receive) -> list[list[Step]] | None:
+    async def steps(self, http: HttpRequest) -> list[list[Step]] | None:
         """The finished answers, step by step, or None if the client has gone."""
-        collected = await collect(self.engine, self.streams, receive)
+        collected = await collect(self.engine, self.streams, http)
         if collected is None:
             return None
         answers: list[list[Step]] = []
@@ -150,9 +150,9 @@ class ChatJob:
             answers.append([(_read(reader, delta), delta) for delta in deltas])
         return answers
 
-    async def replies(self, receive: Receive) -> list[Reply] | None:
+    async def replies(self, http: HttpRequest) -> list[Reply] | None:
         """The finished answers, or None if the client has gone."""
-        answers = await self.steps(receive)
+        answers = await self.steps(http)
         if answers is None:
             return None
         replies: list[Reply] = []
@@ -201,17 +201,16 @@ async def open_chat(
                 "a tool call is demanded and the answer's form too: give only one", "tool_choice"
             )
         constraint = tool_format.forced(conversation.tools, parallel=conversation.parallel)
-        await run_tokenizer(engine, CheckConstraint(constraint), GRAMMAR_LIMIT_S)
+        await run_tokenizer(engine, CheckConstraint(constraint), Text, GRAMMAR_LIMIT_S)
     prompt = await _prompt(
         engine, conversation, tool_format, constrained=constraint is not None, most=limits.request_tokens
     )
     request = msgspec.structs.replace(
         request,
-        prompt=prompt.tokens,
         constraint=constraint,
         markers=tool_format.markers if conversation.tools and constraint is None else (),
     )
-    streams = submit_all(engine, choices_of(request, count))
+    streams = submit_all(engine, request, [prompt.tokens], count)
     return ChatJob(engine, conversation, tool_format, prompt, streams, constrained=constraint is not None)
 
 
@@ -228,9 +227,7 @@ async def _prompt(
 ) -> Tokens:
     if constrained or conversation.prefill:  # neither may begin inside thoughts
         conversation = msgspec.structs.replace(conversation, think=False)
-    prompt = await run_tokenizer(engine, TokenizeChat(conversation.for_template(tool_format), most))
-    assert isinstance(prompt, Tokens)
-    return prompt
+    return await run_tokenizer(engine, TokenizeChat(conversation.for_template(tool_format), most), Tokens)
 
 
 JOINT = "\n"  # between texts that become one message

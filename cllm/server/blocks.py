@@ -177,7 +177,7 @@ class BlockAnswer(ABC):
         """The answer to a call, as it asked for it."""
         if stream:
             return EventStream(job.engine, job.streams, self.chunks(job))
-        answers = await job.steps(http.receive)
+        answers = await job.steps(http)
         return Response(status_code=GONE) if answers is None else self.whole(answers[0])
 
 

@@ -272,7 +272,7 @@ class ChatAnswer:
             }
             for index, reply in enumerate(replies)
         ]
-        used = render.usage([reply.usage for reply in replies], prompt_tokens)
+        used = render.make_usage([reply.usage for reply in replies], prompt_tokens)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": used}
 
     async def chunks(self, job: ChatJob) -> AsyncIterator[bytes]:
@@ -297,7 +297,7 @@ class ChatAnswer:
             if delta.finish_reason is not None:
                 ended.append(delta.usage)
         if self._include_usage:
-            yield encode(self._chunk([], usage=render.usage(ended, job.prompt_tokens)))
+            yield encode(self._chunk([], usage=render.make_usage(ended, job.prompt_tokens)))
         yield DONE
 
     def _pieces(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -12,9 +11,10 @@ from starlette.responses import Response
 
 from cllm.chat.conversation import open_chat
 from cllm.frontend.engine_registry import EngineRegistry
+from cllm.server.protocol.base import StructResponse
 from cllm.server.protocol.chat import ChatAnswer, ChatBody
 from cllm.server.sse import GONE, EventStream
-from cllm.server.submit import check_model, constraint_of, model_name, request_of
+from cllm.server.submit import check_model, make_request, model_name
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
@@ -22,12 +22,12 @@ def routes(registry: EngineRegistry) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/chat/completions", response_model=None)
-    async def chat(body: ChatBody, http: HttpRequest) -> Response | dict[str, Any]:
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation; with tools, maybe by calling them."""
         engine = registry.current
         check_model(body.model)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        request = request_of(
+        request = await make_request(
             engine,
             http,
             body,
@@ -35,16 +35,15 @@ def routes(registry: EngineRegistry) -> APIRouter:
             max_tokens=body.max_tokens,
             stop=body.stops,
             logprobs=max(1, top) if top is not None else 0,
-            constraint=await constraint_of(engine, body),
         )
         job = await open_chat(engine, body.conversation(), request, body.n)
         head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
         answer = ChatAnswer(head, top, include_usage=body.include_usage)
         if body.stream:
             return EventStream(engine, job.streams, answer.chunks(job))
-        replies = await job.replies(http.receive)
+        replies = await job.replies(http)
         if replies is None:
             return Response(status_code=GONE)
-        return answer.whole(replies, job.prompt_tokens)
+        return StructResponse(answer.whole(replies, job.prompt_tokens))
 
     return router

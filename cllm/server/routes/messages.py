@@ -12,7 +12,7 @@ from starlette.responses import Response
 from cllm.chat.conversation import count_tokens, open_chat
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.messages import CountBody, MessageAnswer, MessagesBody
-from cllm.server.submit import check_model, constraint_of, model_name, request_of
+from cllm.server.submit import check_constraint, check_model, make_request, model_name
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
@@ -24,14 +24,13 @@ def routes(registry: EngineRegistry) -> APIRouter:
         """Answer a conversation; with tools, maybe by calling them."""
         engine = registry.current
         check_model(body.model)
-        request = request_of(
+        request = await make_request(
             engine,
             http,
             body,
             request_id=f"msg_{uuid.uuid4().hex}",
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
-            constraint=await constraint_of(engine, body),
         )
         job = await open_chat(engine, body.conversation(), request)
         answer = MessageAnswer(request.id, model_name(engine, body.model), job.prompt_tokens)
@@ -42,7 +41,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         """How many tokens a conversation has, as the model's template writes it."""
         engine = registry.current
         check_model(body.model)
-        constrained = await constraint_of(engine, body) is not None
+        constrained = await check_constraint(engine, body) is not None
         return {"input_tokens": await count_tokens(engine, body.conversation(), constrained=constrained)}
 
     return router

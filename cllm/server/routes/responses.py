@@ -14,7 +14,7 @@ from cllm.errors import NotFound
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.protocol.responses_output import ResponseAnswer, echo
-from cllm.server.submit import check_model, constraint_of, model_name, request_of
+from cllm.server.submit import check_constraint, check_model, make_request, model_name
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
@@ -26,7 +26,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         """Answer an input; with tools, maybe by calling them. Nothing is stored."""
         engine = registry.current
         check_model(body.model)
-        request = request_of(
+        request = await make_request(
             engine,
             http,
             body,
@@ -34,7 +34,6 @@ def routes(registry: EngineRegistry) -> APIRouter:
             max_tokens=body.max_output_tokens,
             stop=body.stops,
             logprobs=max(1, body.top) if body.top is not None else 0,
-            constraint=await constraint_of(engine, body),
         )
         job = await open_chat(engine, body.to_conversation(), request)
         answer = ResponseAnswer(request.id, echo(body, model_name(engine, body.model)), body.top)
@@ -45,7 +44,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         """How many tokens the input has, as the model's template writes it."""
         engine = registry.current
         check_model(body.model)
-        constrained = await constraint_of(engine, body) is not None
+        constrained = await check_constraint(engine, body) is not None
         count = await count_tokens(engine, body.to_conversation(), constrained=constrained)
         return {"object": "response.input_tokens", "input_tokens": count}
 
