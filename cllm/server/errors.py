@@ -78,7 +78,7 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def status_of(error: Exception) -> int:
+def error_status(error: Exception) -> int:
     """The HTTP status of an error: that of its nearest ancestor in the table."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
 
@@ -96,7 +96,7 @@ def error_body(path: str, status: int, code: str, message: str, field: str | Non
 
 def failure_body(path: str, failure: Failure) -> dict[str, Any]:
     """An error inside a stream, in the shape and with the type that a whole answer of its route has."""
-    status = status_of(from_code(failure.code, failure.message))
+    status = error_status(from_code(failure.code, failure.message))
     return error_body(path, status, failure.code, failure.message)
 
 
@@ -112,7 +112,7 @@ def respond(request: Request, error: Exception) -> JSONResponse:
         log.exception("unforeseen error in %r", path, exc_info=error)
         body = error_body(path, 500, "internal_error", "an internal error occurred; the log has the details")
         return JSONResponse(body, 500)
-    status = status_of(error)
+    status = error_status(error)
     headers = {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

@@ -21,7 +21,6 @@ from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, limits_of
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
-from cllm.server.sse import DirectSend
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ async def serve(
     try:
         await asyncio.wrap_future(first.loaded)
         settings = uvicorn.Config(
-            DirectSend(create_app({"default": registry}, config, keys)),
+            create_app({"default": registry}, config, keys),
             log_config=None,
             log_level=logging.ERROR,  # its warnings tell what a client did wrong, one line each
             access_log=False,

@@ -11,29 +11,19 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cllm.errors import from_code
+from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import respond
-from cllm.server.middleware import tell_position
+from cllm.server.middleware import DIRECT_SEND
 from cllm.types import Failure, RequestOutput
 
 _encoder = msgspec.json.Encoder()
-GONE = 499  # the status of an answer that nobody is there to read
-DIRECT = "cllm.send"  # in the scope: the server's own `send`, without what middleware wrapped around it
-
-
-class DirectSend:
-    """Outermost around an app: lets streams pass by the middleware, which cares for their start only."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT] = send
-        await self._app(scope, receive, send)
+GONE = 499  # the status of a response whose client has disconnected
+DONE = b"data: [DONE]\n\n"
 
 
 def encode(event: Any) -> bytes:
@@ -46,64 +36,45 @@ def encode_named(name: str, event: Any) -> bytes:
     return b"event: " + name.encode() + b"\n" + encode(event)
 
 
+def note_position(scope: Scope, streams: Sequence[AsyncOutputStream]) -> None:
+    """The requests of this HTTP request were accepted: its response says how many went before the last."""
+    scope.setdefault("state", {})["queue_position"] = max(stream.queue_position for stream in streams)
+
+
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has gone."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def collect(
-    engine: EngineClient, streams: Sequence[AsyncOutputStream], receive: Receive
+    engine: EngineClient, streams: Sequence[AsyncOutputStream], http: Request
 ) -> list[list[RequestOutput]] | None:
-    """All deltas of each request, or None if the client left: then they are cancelled.
+    """All outputs of each request, or None if the client disconnected: then the requests are cancelled.
 
     Raises the first error a request ended with; the others are cancelled too.
     """
 
-    async def read(stream: AsyncOutputStream) -> list[RequestOutput]:
-        deltas = [delta async for delta in stream]
-        if (failure := deltas[-1].error) is not None:
-            raise from_code(failure.code, failure.message)
-        return deltas
-
-    tell_position(streams)
-    reader = asyncio.gather(*map(read, streams))
-    # Cancelled because the client has left, it would complain that nobody looked at its error.
-    reader.add_done_callback(lambda done: done.cancelled() or done.exception())
-    watcher = asyncio.ensure_future(wait_for_disconnect(receive))
-    try:
-        either: set[asyncio.Future[Any]] = {reader, watcher}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return await reader if reader.done() else None
-    finally:
-        watcher.cancel()
-        reader.cancel()
+    async def cancel_on_disconnect() -> None:
+        await wait_for_disconnect(http.receive)
         for stream in streams:
             engine.cancel(stream.request_id)
 
-
-async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The deltas of several streams as they come, each with its stream's index."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(len(streams))
-
-    async def pump(index: int, stream: AsyncOutputStream) -> None:
-        async for delta in stream:
-            await queue.put((index, delta))
-
-    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
-    left = len(streams)
+    note_position(http.scope, streams)
+    outputs: list[list[RequestOutput]] = [[] for _ in streams]
+    watcher = asyncio.ensure_future(cancel_on_disconnect())
     try:
-        while left:
-            index, delta = await queue.get()
-            left -= delta.finish_reason is not None
-            yield index, delta
+        async for index, output in merged(streams):
+            if output.error is not None:
+                raise from_code(output.error.code, output.error.message)
+            outputs[index].append(output)
+        return None if watcher.done() else outputs
+    except BaseException:
+        for stream in streams:
+            engine.cancel(stream.request_id)
+        raise
     finally:
-        for task in pumps:
-            task.cancel()
+        watcher.cancel()
 
 
 async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
@@ -137,7 +108,7 @@ class EventStream(Response):
         self._stuck_since: float | None = None  # the client has taken nothing since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tell_position(self._streams)
+        note_position(scope, self._streams)
         sender = asyncio.ensure_future(self._send(scope, receive, send))
         watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
@@ -161,7 +132,7 @@ class EventStream(Response):
             await answer(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        send = scope.get(DIRECT, send)
+        send = scope.get(DIRECT_SEND, send)
         async for chunk in self._events:
             self._stuck_since = time.monotonic()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -11,11 +11,11 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
+from cllm.errors import InvalidRequest
+from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_DEPTH = 64
 MAX_BIASES = 1024
-SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 _encoder = msgspec.json.Encoder()
@@ -144,15 +144,6 @@ class SchedulingBody(Body):
     )
     speculate: bool = Field(True, description="May guess tokens ahead; the text is the same either way")
 
-    def scheduling(self) -> dict[str, Any]:
-        """These fields as those of `Request`."""
-        return {
-            "timeout_s": self.timeout,
-            "priority": self.priority,
-            "reuse": self.cache_prompt,
-            "speculate": self.speculate,
-        }
-
 
 class SamplingBody(SchedulingBody):
     """The sampling fields, shared by every route that generates. Defaults: see `SamplingParams`."""
@@ -201,7 +192,7 @@ class SamplingBody(SchedulingBody):
     ignore_eos: bool = Field(False, description="Go on to max_tokens: never choose an end token")
 
     def sampling(self, vocabulary_size: int) -> SamplingParams:
-        """The engine's own parameters; raises ValueError for token ids outside the vocabulary."""
+        """The engine's own parameters; raises InvalidRequest for token ids outside the vocabulary."""
         drawn = self.seed is None or self.seed == -1
         values: dict[str, Any] = {
             name: getattr(self, name)
@@ -219,7 +210,8 @@ class SamplingBody(SchedulingBody):
 
 def _token(key: str, vocabulary_size: int) -> int:
     if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
-        raise ValueError(f"logit_bias: {key[:20]!r} is no token id (0 to {vocabulary_size - 1})")
+        message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
+        raise InvalidRequest(message, field="logit_bias")
     return int(key)
 
 
@@ -261,7 +253,7 @@ class ConstrainedBody(SamplingBody):
         return None
 
     def constraint(self) -> ConstraintSpec | None:
-        """The one that is given; raises ValueError when there are several."""
+        """The one that is given; raises InvalidRequest when there are several."""
         given = (
             (ConstraintKind.GRAMMAR, self.grammar),
             (ConstraintKind.REGEX, self.regex),
@@ -272,7 +264,8 @@ class ConstrainedBody(SamplingBody):
         specs = [ConstraintSpec(kind, source) for kind, source in given if source is not None]
         if len(specs) > 1:
             own = f", {self.form}" if self.form else ""
-            raise ValueError(f"give only one of grammar, regex, choice, json_schema{own}")
+            message = f"give only one of grammar, regex, choice, json_schema{own}"
+            raise InvalidRequest(message, self.form_field)
         return specs[0] if specs else None
 
     @property
@@ -284,48 +277,6 @@ class ConstrainedBody(SamplingBody):
 
 def _json(value: Any) -> str | None:
     return None if value is None else json.dumps(value)
-
-
-class GenerateBody(ConstrainedBody):
-    """`POST /generate` and `/generate_stream`."""
-
-    prompt: Text = Field(
-        min_length=1, description="Raw text: no chat template is applied", examples=["Once upon a time"]
-    )
-    max_tokens: int = Field(256, ge=1, description="Most tokens to generate; clamped to what fits")
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(
-        default=[], description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
-    )
-    stream: bool = Field(False, description="Answer as server-sent events")
-
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
-    )
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-class EncodeBody(Body):
-    """`POST /encode`."""
-
-    text: Text = Field(
-        description="Text to tokenise; nothing in it is taken for a control token",
-        examples=["Once upon a time"],
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"text": "Once upon a time"}})
-
-
-class DecodeBody(Body):
-    """`POST /decode`."""
-
-    tokens: TokenIds = Field(
-        max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [403, 253]}})
 
 
 class NullableBody(Body):

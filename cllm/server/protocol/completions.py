@@ -1,14 +1,16 @@
-"""The body of `/v1/completions`, and what it shares with that of `/v1/chat/completions`."""
+"""Request and response of `/v1/completions` and `/v1/models`, and the fields that OpenAI's routes share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.protocol.base import Body, ConstrainedBody, NullableBody, StopText, Text, TokenIds
-from cllm.types import RequestOutput, TokenLogprob, Usage
+from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 256
@@ -152,49 +154,122 @@ class CompletionBody(OpenAIBody):
         return self.prompt
 
 
-def usage(usages: Sequence[Usage | None], prompt_tokens: int) -> dict[str, Any]:
-    """Of all choices together; a prompt counts once however many answers it got."""
-    ended = [one for one in usages if one is not None]
-    generated = sum(one.completion_tokens for one in ended)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": generated,
-        "total_tokens": prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": _cached(ended)},
-    }
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int  # whose KV the prefix cache held
 
 
-def _cached(ended: Sequence[Usage]) -> int:
-    return min((one.cached_tokens for one in ended), default=0)
+class CompletionUsage(msgspec.Struct, frozen=True):
+    """The tokens of a call, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
-def text_of(piece: bytes) -> str:
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities as parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One answer, or a piece of it; a finished one has a reason."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/completions`, whole or one chunk of a stream."""
+
+    EXAMPLE: ClassVar[Completion]
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | msgspec.UnsetType = msgspec.UNSET
+
+
+Completion.EXAMPLE = Completion(
+    id="cmpl-1",
+    created=1767225600,
+    model="SmolLM2-135M-Instruct",
+    choices=[CompletionChoice(0, " there was a", finish_reason=FinishReason.STOP)],
+    usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+)
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "cllm"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/models`."""
+
+    EXAMPLE: ClassVar[ModelList]
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+ModelList.EXAMPLE = ModelList(data=[Model("SmolLM2-135M-Instruct")])
+
+
+def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> CompletionUsage:
+    """The usage of all choices together; a prompt counts once, however many answers it got."""
+    ended = [usage for usage in usages if usage is not None]
+    generated = sum(usage.completion_tokens for usage in ended)
+    cached = min((usage.cached_tokens for usage in ended), default=0)
+    total = prompt_tokens + generated
+    return CompletionUsage(prompt_tokens, generated, total, PromptTokensDetails(cached))
+
+
+def make_choice(
+    index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
+) -> CompletionChoice:
+    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    entries = [entry for output in outputs for entry in output.logprobs]
+    return CompletionChoice(
+        index,
+        echo + "".join(output.text for output in outputs),
+        make_logprobs(entries, offset) if logprobs else None,
+        outputs[-1].finish_reason,
+    )
+
+
+def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """The legacy shape: parallel lists."""
-    tokens = [text_of(entry.pieces[0]) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
-            {text_of(piece): logprob for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)}
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+    tokens = [decode_piece(entry.pieces[0]) for entry in entries]
+    top = [
+        {
+            decode_piece(piece): logprob
+            for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
+        }
+        for entry in entries
+    ]
+    ends = accumulate(map(len, tokens), initial=offset)
+    return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
     """The chat shape: one object a token."""
 
     def one(piece: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": text_of(piece), "logprob": logprob, "bytes": list(piece)}
+        return {"token": decode_piece(piece), "logprob": logprob, "bytes": list(piece)}
 
     return {
         "content": [
@@ -208,17 +283,3 @@ def chat_logprobs(entries: Sequence[TokenLogprob], count: int) -> dict[str, Any]
             for entry in entries
         ]
     }
-
-
-def joined_logprobs(deltas: Sequence[RequestOutput]) -> list[TokenLogprob]:
-    return [entry for delta in deltas for entry in delta.logprobs]
-
-
-def joined_text(deltas: Sequence[RequestOutput]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-def mean_logprob(deltas: Sequence[RequestOutput]) -> float:
-    """How likely an answer is, per token: what `best_of` ranks by."""
-    entries = joined_logprobs(deltas)
-    return sum(entry.logprob for entry in entries) / len(entries) if entries else float("-inf")

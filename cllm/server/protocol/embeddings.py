@@ -1,9 +1,10 @@
-"""Bodies of `/v1/embeddings`, `/v1/rerank` and llama-server's `/embedding`."""
+"""Requests and responses of `/v1/embeddings`, `/v1/rerank` and llama-server's `/embedding`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from pydantic import AliasChoices, ConfigDict, Field
 
 from cllm.server.protocol.base import Body, Text, TokenIds
@@ -104,3 +105,74 @@ class RerankBody(Body):
     @property
     def texts(self) -> tuple[str, ...]:
         return tuple(one if isinstance(one, str) else one.text for one in self.documents)
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedding of one input: numbers, or base64 of them."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/embeddings`."""
+
+    EXAMPLE: ClassVar[EmbeddingList]
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: EmbeddingUsage
+    data: list[Embedding]
+
+
+EmbeddingList.EXAMPLE = EmbeddingList(
+    model="SmolLM2-135M-Instruct",
+    data=[Embedding(index=0, embedding=[0.118, -0.042, 0.307])],
+    usage=EmbeddingUsage(8, 8),
+)
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True):
+    """The embedding of one input in llama-server's shape."""
+
+    EXAMPLE: ClassVar[LlamaEmbedding]
+
+    index: int
+    embedding: list[list[float]]
+
+
+LlamaEmbedding.EXAMPLE = LlamaEmbedding(0, [[0.118, -0.042, 0.307]])
+
+
+class RankedText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """The score of one document, and the document itself where it was asked for."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The documents of `/v1/rerank`, best first."""
+
+    EXAMPLE: ClassVar[RerankResponse]
+
+    object: Literal["list"] = "list"
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+RerankResponse.EXAMPLE = RerankResponse(
+    model="bge-reranker-v2-m3", results=[Ranked(0, 5.27)], usage=EmbeddingUsage(8, 8)
+)

@@ -1,13 +1,17 @@
-"""Bodies of llama-server's own routes, under its names."""
+"""Requests and responses of llama-server's own routes, under its names."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal
 
+import msgspec
 from pydantic import AliasChoices, ConfigDict, Field
 
 from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds
+from cllm.server.protocol.completions import decode_piece
 from cllm.text.prompt import Gap, Snippet
+from cllm.types import TokenLogprob
 
 
 class LlamaCompletionBody(ConstrainedBody):
@@ -108,3 +112,146 @@ class LlamaDetokenizeBody(Body):
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [403, 253]}})
+
+
+class LlamaLogprob(msgspec.Struct, frozen=True):
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class LlamaTokenLogprobs(LlamaLogprob, frozen=True):
+    """The log-probability of a token, and of the likeliest ones in its place."""
+
+    top_logprobs: list[LlamaLogprob]
+
+
+class LlamaTimings(msgspec.Struct, frozen=True):
+    """The times of a request, in milliseconds."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an answer, as a stream sends it."""
+
+    content: str
+    tokens: tuple[int, ...]
+    stop: bool = False
+    completion_probabilities: list[LlamaTokenLogprobs] | msgspec.UnsetType = msgspec.UNSET
+
+
+class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
+    """The response of `/completion` and `/infill`, and the last event of their streams."""
+
+    EXAMPLE: ClassVar[LlamaCompletion]
+
+    stop: bool = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    truncated: bool = False
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    timings: LlamaTimings
+
+
+LlamaCompletion.EXAMPLE = LlamaCompletion(
+    content="2\n\n",
+    tokens=(34, 198, 198),
+    model="SmolLM2-135M-Instruct",
+    tokens_predicted=3,
+    tokens_evaluated=4,
+    tokens_cached=0,
+    stop_type="limit",
+    stopping_word="",
+    timings=LlamaTimings(0, 4, 21.5, 3, 18.2, 164.8),
+)
+
+
+class LlamaTokens(msgspec.Struct, frozen=True):
+    EXAMPLE: ClassVar[LlamaTokens]
+
+    tokens: tuple[int, ...]
+
+
+LlamaTokens.EXAMPLE = LlamaTokens((33, 27, 33, 45))
+
+
+class LlamaContent(msgspec.Struct, frozen=True):
+    EXAMPLE: ClassVar[LlamaContent]
+
+    content: str
+
+
+LlamaContent.EXAMPLE = LlamaContent("1+1=")
+
+
+class LlamaPrompt(msgspec.Struct, frozen=True):
+    EXAMPLE: ClassVar[LlamaPrompt]
+
+    prompt: str
+
+
+LlamaPrompt.EXAMPLE = LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n<|im_start|>assistant\n")
+
+
+class LlamaSettings(msgspec.Struct, frozen=True):
+    n_ctx: int
+
+
+class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/props`."""
+
+    EXAMPLE: ClassVar[LlamaProps]
+
+    default_generation_settings: LlamaSettings
+    total_slots: int
+    model_alias: str
+    chat_template: str
+    chat_template_tool_use: str | msgspec.UnsetType = msgspec.UNSET
+    build_info: str
+
+
+LlamaProps.EXAMPLE = LlamaProps(
+    default_generation_settings=LlamaSettings(4096),
+    total_slots=8,
+    model_alias="SmolLM2-135M-Instruct",
+    chat_template="{% for message in messages %}…{% endfor %}",
+    build_info="cllm 0.1.0",
+)
+
+
+class LlamaSlot(msgspec.Struct, frozen=True):
+    EXAMPLE: ClassVar[LlamaSlot]
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+
+
+LlamaSlot.EXAMPLE = LlamaSlot(0, 4096, is_processing=True)
+
+
+def make_probabilities(entries: Iterable[TokenLogprob]) -> list[LlamaTokenLogprobs]:
+    """Log-probabilities in llama-server's shape."""
+    return [
+        LlamaTokenLogprobs(
+            entry.token,
+            decode_piece(entry.pieces[0]),
+            list(entry.pieces[0]),
+            entry.logprob,
+            [
+                LlamaLogprob(token, decode_piece(piece), list(piece), logprob)
+                for (token, logprob), piece in zip(entry.top, entry.pieces[1:], strict=True)
+            ],
+        )
+        for entry in entries
+    ]
