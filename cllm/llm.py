@@ -248,9 +248,9 @@ class LLM(_Base):
     ) -> ChatReply | Iterator[ChatChunk]:
         """Reply to a conversation (`[{"role": "user", "content": "…"}]`), with the model's chat template.
 
-        The options are those of `/v1/chat/completions`: `tools`, `tool_choice`, `response_format`, `logprobs`,
-        `n` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` are all.
-        With `stream=True` the pieces come as `ChatChunk`s; the last one has the finished `reply`.
+        The options are those of `/v1/chat/completions`: `tools`, `tool_choice`, `response_format`, `n`,
+        `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
+        all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
         """
         chunks = self._read_chat(*self._make_chat(messages, sampling, options))
         if stream:
@@ -275,9 +275,9 @@ class LLM(_Base):
         sampling: SamplingParams | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[str]:
-        """The raw text for a prompt or a conversation, piece by piece. Leaving the loop cancels the request."""
+        """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
         if not isinstance(prompt, str):
-            chunks = self._read_chat(*self._make_chat(prompt, sampling, {**options, "reasoning_format": "none"}))
+            chunks = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
             yield from (chunk.text for chunk in chunks if chunk.text)
             return
         stream = self._submit(prompt, sampling, options)
@@ -352,7 +352,7 @@ class AsyncLLM(_Base):
         *,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
-    ) -> AsyncIterator[ChatChunk]: ...
+    ) -> AsyncGenerator[ChatChunk, None]: ...
 
     def chat(
         self,
@@ -361,7 +361,7 @@ class AsyncLLM(_Base):
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
-    ) -> Coroutine[Any, Any, ChatReply] | AsyncIterator[ChatChunk]:
+    ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
         chunks = self._read_chat(*self._make_chat(messages, sampling, options))
         return chunks if stream else self._wait_for_reply(chunks)
@@ -392,8 +392,8 @@ class AsyncLLM(_Base):
     ) -> AsyncIterator[str]:
         """See `LLM.stream`."""
         if not isinstance(prompt, str):
-            chat = self._make_chat(prompt, sampling, {**options, "reasoning_format": "none"})
-            async with aclosing(self._read_chat(*chat)) as chunks:
+            chat = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
+            async with aclosing(chat) as chunks:
                 async for chunk in chunks:
                     if chunk.text:
                         yield chunk.text

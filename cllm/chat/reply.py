@@ -189,7 +189,7 @@ class ReplyBuilder:
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a streamed reply: text, reasoning, or part of a tool call. The last chunk has the `reply`."""
+    """A piece of a streamed reply: of its text, reasoning or a tool call. The last one has the `reply`."""
 
     choice: int = 0  # which of the n choices
     text: str = ""

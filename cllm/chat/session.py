@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Generic
 
@@ -13,14 +15,7 @@ import msgspec
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ParsedOutput
 from cllm.errors import InvalidRequest
-from cllm.frontend.async_calls import (
-    GRAMMAR_LIMIT_S,
-    loaded,
-    merge_async,
-    merge_blocking,
-    run_tokenizer,
-    submit_all,
-)
+from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.output_parser import OutputEvent, OutputParser
@@ -92,13 +87,13 @@ class ChatSession(Generic[StreamKind]):
                 yield 0, _parse(parser, output), output
                 if output.finish_reason is not None:
                     return
-        async for index, output in merge_async(self.streams):
+        async for index, output in merged(self.streams):
             yield index, _parse(parsers[index], output), output
 
     def events_blocking(self: ChatSession[BlockingOutputStream]) -> Iterator[ChoiceEvents]:
         """`events` for threads."""
         parsers = [self._make_parser() for _ in self.streams]
-        for index, output in merge_blocking(self.streams):
+        for index, output in _merge_blocking(self.streams):
             yield index, _parse(parsers[index], output), output
 
     def parse(self, outputs: Sequence[RequestOutput]) -> list[ParsedOutput]:
@@ -130,6 +125,29 @@ class ChatSession(Generic[StreamKind]):
 def _parse(parser: OutputParser, output: RequestOutput) -> list[OutputEvent]:
     events = parser.feed(output.text) if output.text else []
     return events if output.finish_reason is None else events + parser.finish()
+
+
+def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[int, RequestOutput]]:
+    """The outputs of several streams as they arrive, each with the index of its stream.
+
+    One thread a stream; it ends with its stream. To leave early, cancel the requests.
+    """
+    if len(streams) == 1:
+        yield from ((0, output) for output in streams[0])
+        return
+    outputs: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+
+    def pump(index: int, stream: BlockingOutputStream) -> None:
+        for output in stream:
+            outputs.put((index, output))
+
+    for index, stream in enumerate(streams):
+        threading.Thread(target=pump, args=(index, stream), name="cllm-choice", daemon=True).start()
+    running = len(streams)
+    while running:
+        index, output = outputs.get()
+        running -= output.finish_reason is not None
+        yield index, output
 
 
 async def open_chat(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from cllm.errors import CllmError, EngineNotReady, InvalidRequest
-from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
 from cllm.workers.tokenizer import TokenizerAnswer, TokenizerTask
@@ -49,14 +49,18 @@ async def run_tokenizer(
 
 
 def submit_all(
-    engine: EngineClient, request: Request, prompts: Sequence[tuple[int, ...]], count: int = 1
-) -> list[AsyncOutputStream]:
+    engine: EngineClient,
+    request: Request,
+    prompts: Sequence[tuple[int, ...]],
+    count: int,
+    kind: type[StreamKind],
+) -> list[StreamKind]:
     """The streams of `count` choices for each prompt; all are accepted, or none and the refusal is raised.
 
     `request` gives everything but the prompt. Each choice draws with a seed of its own, so that the same call
     again draws the same.
     """
-    streams: list[AsyncOutputStream] = []
+    streams: list[StreamKind] = []
     try:
         for number, prompt in enumerate(prompts):
             for index in range(count):
@@ -66,7 +70,7 @@ def submit_all(
                 choice = _replace(
                     request, id=f"{request.id}-{number}-{index}", prompt=prompt, sampling=sampling
                 )
-                streams.append(engine.submit(choice, AsyncOutputStream))
+                streams.append(engine.submit(choice, kind))
     except CllmError:
         for stream in streams:
             engine.cancel(stream.request_id)

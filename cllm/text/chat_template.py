@@ -158,7 +158,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def tick(self) -> None:
-        """Check the CPU time; compiled templates call this at each block. Reads the clock every TICKS calls."""
+        """Check the CPU time every TICKS calls (reading it is slow). Templates call this at each block."""
         self._ticks += 1
         if self._ticks % TICKS == 0 and time.thread_time() - self._started > RENDER_LIMIT_S:
             raise TemplateStopped(f"it computes for more than {RENDER_LIMIT_S:g} s")

@@ -292,7 +292,7 @@ class NullableBody(Body):
         return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
 
 
-UNSUPPORTED_MEDIA = "only text is read: the model has no eyes or ears"
+UNSUPPORTED_MEDIA = "this model accepts text only"
 
 
 def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None = None) -> BeforeValidator:
@@ -327,17 +327,3 @@ ToolDescription = Annotated[
         examples=["The weather in a city, now"],
     ),
 ]
-
-
-def check_tools(names: Sequence[str], chosen: Iterable[str], *, demanded: str = "") -> None:
-    """Raises ValueError for names that are taken twice, and for a choice that is not there.
-
-    `demanded` is the word by which some call is demanded, whichever it is.
-    """
-    if len(set(names)) < len(names):
-        raise ValueError("tools: two of them have the same name")
-    for name in chosen:
-        if name not in names:
-            raise ValueError(f"tool_choice: {name!r} is not among the tools")
-    if demanded and not names:
-        raise ValueError(f"tool_choice: {demanded} needs tools")

@@ -53,7 +53,7 @@ class TextFormat(Body):
         description="The schema that the answer matches",
         examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
     )
-    strict: bool | None = Field(None, description="Ignored: the answer always matches the schema", examples=[True])
+    strict: bool | None = Field(None, description="Ignored: the schema always applies", examples=[True])
 
     @model_validator(mode="after")
     def _consistent(self) -> TextFormat:
@@ -154,12 +154,8 @@ class ResponsesBody(OpenAIFields):
     conversation: Name | dict[str, Any] | None = Field(
         None, description="Refused: this server is stateless", examples=[None]
     )
-    prompt: dict[str, Any] | None = Field(
-        None, description="Refused: no prompts are stored", examples=[None]
-    )
-    background: bool | None = Field(
-        None, description="Refused if true: nothing is stored", examples=[False]
-    )
+    prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored", examples=[None])
+    background: bool | None = Field(None, description="Refused if true: nothing is stored", examples=[False])
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -295,7 +291,7 @@ class FunctionOutputItem(Body):
 
 
 class ReasoningPart(Body):
-    type: Literal["reasoning_text", "summary_text"] = Field(description="Whether it is the reasoning or its summary")
+    type: Literal["reasoning_text", "summary_text"] = Field(description="The reasoning or its summary")
     text: Text = Field(description="The text of this part", examples=["The user wants to know what AI is."])
 
 

@@ -97,11 +97,11 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     status: str
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
     temperature: float
     top_p: float
-    user: str | None
+    user: str | None = None
     model: str
     parallel_tool_calls: bool
     tool_choice: str | dict[str, Any]

@@ -68,7 +68,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         given = body.prompts
         prompts = await _tokenize(engine, given, body.suffix)
         echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
-        streams = submit_all(engine, request, prompts, best_of)
+        streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
         model = model_name(engine, body.model)
         head = Completion(id=request.id, created=int(time.time()), model=model, choices=[])
         if body.stream:

@@ -86,7 +86,9 @@ class ResponseRenderer(BlockRenderer):
         ]
 
     def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
-        rendered = [each for event in self._reply.add(events, output) for each in self._render(event)]
+        rendered: list[StreamEvent] = []
+        for event in self._reply.add(events, output):
+            rendered += self._render(event)
         if (failure := output.error) is not None:
             self._failure = failure
             rendered.append(self._number(ErrorEvent, "error", code=failure.code, message=failure.message))
@@ -165,9 +167,7 @@ class ResponseRenderer(BlockRenderer):
                 return [self._number(ArgumentsEvent, f"{_ARGUMENTS}.delta", **within, delta=event.text)]
             if block.kind is BlockKind.TEXT:
                 within["logprobs"] = self._logprobs(event.logprobs)
-            return [
-                self._number(TextEvent, f"{_TEXT_TYPES[block.kind]}.delta", **within, delta=event.text)
-            ]
+            return [self._number(TextEvent, f"{_TEXT_TYPES[block.kind]}.delta", **within, delta=event.text)]
         started = isinstance(event, BlockStart)
         item = {"output_index": block.index, "item": self._make_item(block, started=started)}
         if started:

@@ -225,7 +225,9 @@ def test_a_hundred_tools(tool_format: ToolFormat) -> None:
 @each_dialect
 def test_parameters_that_cannot_be_honoured_are_refused(tool_format: ToolFormat) -> None:
     with pytest.raises(InvalidRequest, match="tools"):
-        COMPILER.compile(tool_format.make_call_grammar([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True))
+        COMPILER.compile(
+            tool_format.make_call_grammar([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True)
+        )
 
 
 @each_dialect
