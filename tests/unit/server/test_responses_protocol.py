@@ -30,8 +30,9 @@ def rendered(steps: list[ParsedOutput], top: int | None = None) -> list[dict[str
 
 
 def whole(steps: list[ParsedOutput], top: int | None = None) -> dict[str, Any]:
-    message: dict[str, Any] = msgspec.to_builtins(ResponseRenderer("resp_1", echo(BODY, "m"), top).whole(steps))
-    return message
+    renderer = ResponseRenderer("resp_1", echo(BODY, "m"), top)
+    response: dict[str, Any] = msgspec.to_builtins(renderer.whole(steps))
+    return response
 
 
 def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
