@@ -1,4 +1,4 @@
-"""The OpenAPI description at `/openapi.json`, and the page made of it at `/docs`, which loads nothing else."""
+"""The OpenAPI description at `/openapi.json`, and the page at `/docs`, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ _POSITION = {
         "example": 0,
     }
 }
+_UNDOCUMENTED = '{"content": {}, "schemas": {}, "computes": false, "errors": {}}'
 
 
 def install(app: FastAPI, *, closed: bool) -> None:
@@ -146,7 +147,7 @@ def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
             notes = (more.strip(), _FOR_OPERATORS if path.startswith(ADMIN) else "")
             route["description"] = "\n\n".join(filter(None, notes))
             route["security"] = _security(path, closed=closed)
-            about = msgspec.json.decode(route.pop(DOCUMENTED))
+            about = msgspec.json.decode(route.pop(DOCUMENTED, _UNDOCUMENTED))
             route["responses"] = _responses(path, method, about, _first_required(schemas, route))
             for name, struct in about["schemas"].items():
                 assert schemas.setdefault(name, struct) == struct, f"two schemas are called {name}"
