@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
@@ -28,36 +29,66 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. Defaults are llama.cpp's.
+    """How the next token is sampled. Defaults are llama.cpp's; bounds and descriptions are those of the API.
 
     Applied in this order: logit_bias, penalties (repetition, frequency, presence), DRY, top_n_sigma,
     top_k, typical_p, top_p, min_p, XTC, temperature, draw. Mirostat replaces everything between
     temperature and draw. `temperature` 0 is greedy: the most likely token, ties to the lowest id.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40  # 0 = off
-    top_p: float = 0.95  # 1 = off
-    min_p: float = 0.05  # 0 = off
-    typical_p: float = 1.0  # 1 = off
-    top_n_sigma: float = -1.0  # negative = off
-    repetition_penalty: float = 1.0  # 1 = off
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_last_n: int = 64  # how many tokens the penalties look back on, -1 = the whole context
-    dry_multiplier: float = 0.0  # 0 = off
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0  # 0 = off
-    xtc_threshold: float = 0.1
-    mirostat: int = 0  # 0 = off, 1, 2
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    ignore_eos: bool = False  # end-of-generation tokens are never chosen
-    seed: int = 0  # the caller draws one when the user gave none, so that a replay says the same
+    temperature: Annotated[float, Meta(ge=0, le=10, description="Divides the logits; 0: greedy")] = 0.8
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32, description="Keep the k most likely tokens; 0: off")] = 40
+    top_p: Annotated[
+        float, Meta(ge=0, le=1, description="Keep the most likely tokens up to this probability; 1: off")
+    ] = 0.95
+    min_p: Annotated[
+        float, Meta(ge=0, le=1, description="Drop tokens below this share of the best probability; 0: off")
+    ] = 0.05
+    typical_p: Annotated[float, Meta(gt=0, le=1, description="Locally typical sampling; 1: off")] = 1.0
+    top_n_sigma: Annotated[
+        float, Meta(ge=-1, le=100, description="Keep logits within n sigma of the best; negative: off")
+    ] = -1.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, le=10, description="Above 1 discourages repetition; 1: off")
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="Subtracted from a token's logit for each occurrence; 0: off")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="Subtracted from the logit of every token that occurred; 0: off")
+    ] = 0.0
+    penalty_last_n: Annotated[
+        int, Meta(ge=-1, le=MAX_INT32, description="How many tokens the penalties look back; -1: all")
+    ] = 64
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100, description="DRY repetition penalty; 0: off")] = 0.0
+    dry_base: Annotated[
+        float, Meta(ge=1, le=100, description="DRY: each further repeated token multiplies the penalty by it")
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Meta(ge=0, le=MAX_INT32, description="DRY: repeats up to this many tokens cost nothing")
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, Meta(ge=-1, le=MAX_INT32, description="DRY: how many tokens it looks back; -1: all, 0: none")
+    ] = -1
+    dry_sequence_breakers: Annotated[
+        tuple[str, ...], Meta(max_length=8, description="DRY: texts that end a repeated sequence")
+    ] = ("\n", ":", '"', "*")
+    xtc_probability: Annotated[float, Meta(ge=0, le=1, description="Exclude top choices; 0: off")] = 0.0
+    xtc_threshold: Annotated[
+        float, Meta(ge=0, le=1, description="XTC: excludes all tokens above it but the least likely of them")
+    ] = 0.1
+    mirostat: Annotated[int, Meta(ge=0, le=2, description="Mirostat version 1 or 2; 0: off")] = 0
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100, description="Mirostat: the target surprise")] = 5.0
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1, description="Mirostat: the learning rate")] = 0.1
+    logit_bias: Annotated[
+        tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...],
+        Meta(max_length=1024, description="Token id (as text) → added to its logit"),
+    ] = ()
+    ignore_eos: Annotated[
+        bool, Meta(description="Never sample an end-of-generation token: go on to max_tokens")
+    ] = False
+    # The caller draws a seed where the user gave none, so that a replayed request samples the same.
+    seed: Annotated[int, Meta(ge=0, description="The same seed gives the same text")] = 0
 
     @property
     def greedy(self) -> bool:

@@ -18,14 +18,14 @@ from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry, Load
 from cllm.server.app import create_app
-from cllm.server.connection import GuardedConnection, limits_of
+from cllm.server.connection import GuardedConnection, make_limits
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
 
 log = logging.getLogger(__name__)
 
 
-def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
+def make_tls(config: ServerConfig) -> ssl.SSLContext | None:
     """The certificate, if there is one to show. Raises ConfigError."""
     if not (config.tls_cert or config.tls_key):
         return None
@@ -57,7 +57,7 @@ class DrainingServer(uvicorn.Server):
         self._registry = registry
         self._drain_s = settings.drain_s
         self._tls = tls
-        self._limits = limits_of(settings)
+        self._limits = make_limits(settings)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's own, with our connections, and a limit on the time of a TLS handshake."""
@@ -103,7 +103,7 @@ async def serve(
 
     `load` makes the engine that is to take over when an operator asks for it.
     """
-    keys, tls = KeyRing(config.api_keys, config.api_key), tls_of(config)
+    keys, tls = KeyRing(config.api_keys, config.api_key), make_tls(config)
     if not keys.closed and not is_loopback(config.host):
         log.warning(
             "ANYBODY who can reach %s can use this server: no API key is set (--api-keys; see SECURITY.md)",

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, and what to do when the client has gone."""
+"""Server-sent events, and the end of requests whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ def encode(event: Any) -> bytes:
 
 
 def encode_named(name: str, event: Any) -> bytes:
-    """One event of a kind that clients listen for by name."""
+    """One event with a name, which clients listen for."""
     return b"event: " + name.encode() + b"\n" + encode(event)
 
 
-def note_position(scope: Scope, streams: Sequence[AsyncOutputStream]) -> None:
-    """The requests of this HTTP request were accepted: its response says how many went before the last."""
-    scope.setdefault("state", {})["queue_position"] = max(stream.queue_position for stream in streams)
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected."""
+async def cancel_on_disconnect(
+    engine: EngineClient, streams: Sequence[AsyncOutputStream], receive: Receive
+) -> None:
+    """Wait until the client has disconnected, then cancel its requests."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    for stream in streams:
+        engine.cancel(stream.request_id)
 
 
 async def collect(
@@ -54,15 +53,9 @@ async def collect(
 
     Raises the first error a request ended with; the others are cancelled too.
     """
-
-    async def cancel_on_disconnect() -> None:
-        await wait_for_disconnect(http.receive)
-        for stream in streams:
-            engine.cancel(stream.request_id)
-
-    note_position(http.scope, streams)
+    http.scope["state"]["queue_position"] = max(stream.queue_position for stream in streams)
     outputs: list[list[RequestOutput]] = [[] for _ in streams]
-    watcher = asyncio.ensure_future(cancel_on_disconnect())
+    watcher = asyncio.ensure_future(cancel_on_disconnect(engine, streams, http.receive))
     try:
         async for index, output in merged(streams):
             if output.error is not None:
@@ -78,7 +71,7 @@ async def collect(
 
 
 async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
-    """Wait until one of the streams has something; why it failed, if that is all it has."""
+    """Wait for the first output of any stream; returns its failure, if it is one."""
     waiting = [asyncio.ensure_future(stream.begun()) for stream in streams]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -89,10 +82,10 @@ async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
 
 
 class EventStream(Response):
-    """Requests' deltas as events. However it ends, the requests are cancelled if they still run.
+    """The outputs of requests as server-sent events. When it ends, requests that still run are cancelled.
 
-    The head is sent with the first event: what fails before that is an answer with its own status, not an
-    event. A client that takes nothing for `slow_reader_s` (of the app's state) is left.
+    The head is sent with the first event: a failure before that is a response with its own status, not an
+    event. A client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
     """
 
     media_type = "text/event-stream"
@@ -105,12 +98,13 @@ class EventStream(Response):
         self._engine = engine
         self._streams = streams
         self._events = events
-        self._stuck_since: float | None = None  # the client has taken nothing since then
+        self._stuck_since: float | None = None  # the client has read nothing since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        note_position(scope, self._streams)
+        position = max(stream.queue_position for stream in self._streams)
+        scope.setdefault("state", {})["queue_position"] = position
         sender = asyncio.ensure_future(self._send(scope, receive, send))
-        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        watcher = asyncio.ensure_future(cancel_on_disconnect(self._engine, self._streams, receive))
         try:
             limit_s: float = scope["app"].state.slow_reader_s
             both = {sender, watcher}

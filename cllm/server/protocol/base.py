@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 from starlette.responses import Response
 
 from cllm.errors import InvalidRequest
@@ -18,6 +26,7 @@ MAX_DEPTH = 64
 MAX_BIASES = 1024
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
+DOCUMENTED = "x-documented"  # what `documented` says, on its way to the OpenAPI page
 _encoder = msgspec.json.Encoder()
 
 
@@ -58,13 +67,9 @@ def documented(
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(shown)}
     if events:
         content[EVENTS] = {"schema": {"type": "string"}, "example": b"".join(events).decode()}
-    extra = {
-        "x-content": content,
-        "x-schemas": schemas,
-        "x-computes": computes,
-        "x-errors": {str(status): told for status, told in (errors or {}).items()},
-    }
-    return {"response_model": None, "openapi_extra": extra}
+    # As text: FastAPI drops every null on the way, in examples too.
+    about = {"content": content, "schemas": schemas, "computes": computes, "errors": errors or {}}
+    return {"response_model": None, "openapi_extra": {DOCUMENTED: _encoder.encode(about).decode()}}
 
 
 def _text(value: str) -> str:
@@ -100,32 +105,35 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
-    return value
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
 class Body(BaseModel):
-    """Strict: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
+    """A strict request body: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    drops_nulls: ClassVar[bool] = False  # null at the top stands for a field that was left out
+    meant_nulls: ClassVar[frozenset[str]] = frozenset()  # but for these, where null has a meaning
 
     @model_validator(mode="before")
     @classmethod
-    def _shallow(cls, value: Any) -> Any:
-        level, depth = [value], 0
-        while level := [item for outer in level for item in _inside(outer) if isinstance(item, dict | list)]:
+    def _check_depth(cls, value: Any) -> Any:
+        level, depth = [value] if isinstance(value, dict | list) else [], 0
+        while level := [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]:
             depth += 1
             if depth >= MAX_DEPTH:
                 raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+        if cls.drops_nulls and isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
         return value
+
+
+class NullableBody(Body):
+    """A body in which null stands for a field that was left out."""
+
+    drops_nulls = True
 
 
 class SchedulingBody(Body):
@@ -145,74 +153,68 @@ class SchedulingBody(Body):
     speculate: bool = Field(True, description="May guess tokens ahead; the text is the same either way")
 
 
-class SamplingBody(SchedulingBody):
-    """The sampling fields, shared by every route that generates. Defaults: see `SamplingParams`."""
+_SAMPLING = get_type_hints(SamplingParams, include_extras=True)
 
-    temperature: float = Field(0.8, ge=0, le=10, description="0 is greedy")
-    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="Keep the k likeliest; 0 or -1: off")
-    top_p: float = Field(0.95, ge=0, le=1, description="Keep the likeliest up to this mass; 1: off")
-    min_p: float = Field(0.05, ge=0, le=1, description="Drop what is less likely than this × the likeliest")
-    typical_p: float = Field(1.0, gt=0, le=1, description="Locally typical sampling; 1: off")
-    top_n_sigma: float = Field(-1.0, ge=-1, le=100, description="Keep logits within n sigma of the best")
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="Above 1 discourages repeats; 1: off")
-    frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken off a token's logit for each time it occurred; 0: off"
+
+def sampling_field(name: str, **options: Any) -> Any:
+    """The body's field of a sampling parameter, with the default, bounds and description it has there."""
+    parameter = next(field for field in msgspec.structs.fields(SamplingParams) if field.name == name)
+    (meta,) = _SAMPLING[name].__metadata__
+    bounds = {key: getattr(meta, key) for key in ("gt", "ge", "lt", "le", "max_length", "description")}
+    return Field(**{"default": parameter.default, **bounds, **options})
+
+
+def _count_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
+    return value
+
+
+if TYPE_CHECKING:
+    _SamplingFields = SchedulingBody
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=SchedulingBody,
+        **{name: (_SAMPLING[name].__origin__, sampling_field(name)) for name in _SAMPLING},
     )
-    presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken off the logit of every token that occurred; 0: off"
+
+
+class SamplingBody(_SamplingFields):
+    """The fields of `SamplingParams`, shared by every route that generates. Here stands what differs."""
+
+    top_k: int = sampling_field("top_k", ge=-1, description="Keep the k most likely tokens; 0 or -1: off")
+    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = sampling_field(
+        "dry_sequence_breakers", default=["\n", ":", '"', "*"]
     )
-    penalty_last_n: int = Field(64, ge=-1, le=2**31 - 1, description="Tokens penalties look back; -1: all")
-    dry_multiplier: float = Field(0.0, ge=0, le=100, description="DRY repetition penalty; 0: off")
-    dry_base: float = Field(1.75, ge=1, le=100, description="DRY: grows the penalty by this with each token")
-    dry_allowed_length: int = Field(
-        2, ge=0, le=2**31 - 1, description="DRY: repeats up to this many tokens cost nothing"
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_count_biases)
+    ] = sampling_field("logit_bias", default={}, examples=[{"42": -100}])
+    seed: int | None = sampling_field(
+        "seed",
+        default=None,
+        ge=-1,
+        le=2**63 - 1,
+        description="The same seed gives the same text; none or -1: random",
+        examples=[7],
     )
-    dry_penalty_last_n: int = Field(
-        -1, ge=-1, le=2**31 - 1, description="DRY: how many tokens it looks back on; -1: all, 0: none"
-    )
-    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = Field(
-        default=["\n", ":", '"', "*"], max_length=8, description="DRY: texts that no repeat reaches across"
-    )
-    xtc_probability: float = Field(0.0, ge=0, le=1, description="Exclude top choices sampling; 0: off")
-    xtc_threshold: float = Field(
-        0.1, ge=0, le=1, description="XTC: of the tokens above this, all but the least likely are excluded"
-    )
-    mirostat: int = Field(0, ge=0, le=2, description="0: off, 1 or 2: that version")
-    mirostat_tau: float = Field(5.0, ge=0, le=100, description="Mirostat: the surprise it aims at")
-    mirostat_eta: float = Field(0.1, ge=0, le=1, description="Mirostat: how fast it corrects itself")
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] = Field(
-        default={},
-        max_length=MAX_BIASES,
-        description="Token id (as text) → added to its logit",
-        examples=[{"42": -100}],
-    )
-    seed: int | None = Field(
-        None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random", examples=[7]
-    )
-    ignore_eos: bool = Field(False, description="Go on to max_tokens: never choose an end token")
 
     def sampling(self, vocabulary_size: int) -> SamplingParams:
-        """The engine's own parameters; raises InvalidRequest for token ids outside the vocabulary."""
+        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
+        biases = []
+        for key, bias in self.logit_bias.items():
+            if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
+                message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
+                raise InvalidRequest(message, field="logit_bias")
+            biases.append((int(key), bias))
         drawn = self.seed is None or self.seed == -1
-        values: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in SamplingParams.__struct_fields__
-            if name not in ("seed", "logit_bias", "dry_sequence_breakers", "top_k")
+        differing = {
+            "top_k": max(0, self.top_k),
+            "dry_sequence_breakers": tuple(self.dry_sequence_breakers),
+            "logit_bias": tuple(biases),
+            "seed": secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
         }
-        return SamplingParams(
-            **values,
-            top_k=max(0, self.top_k),
-            dry_sequence_breakers=tuple(self.dry_sequence_breakers),
-            logit_bias=tuple((_token(key, vocabulary_size), bias) for key, bias in self.logit_bias.items()),
-            seed=secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
-        )
-
-
-def _token(key: str, vocabulary_size: int) -> int:
-    if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
-        message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
-        raise InvalidRequest(message, field="logit_bias")
-    return int(key)
+        return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing)
 
 
 class ConstrainedBody(SamplingBody):
@@ -254,42 +256,31 @@ class ConstrainedBody(SamplingBody):
 
     def constraint(self) -> ConstraintSpec | None:
         """The one that is given; raises InvalidRequest when there are several."""
-        given = (
-            (ConstraintKind.GRAMMAR, self.grammar),
-            (ConstraintKind.REGEX, self.regex),
-            (ConstraintKind.CHOICE, _json(self.choice)),
-            (ConstraintKind.JSON_SCHEMA, _json(self.json_schema)),
-            (ConstraintKind.JSON_SCHEMA, _json(self.form_schema())),
-        )
-        specs = [ConstraintSpec(kind, source) for kind, source in given if source is not None]
-        if len(specs) > 1:
+        given = [
+            (kind, value)
+            for kind, value in (
+                (ConstraintKind.GRAMMAR, self.grammar),
+                (ConstraintKind.REGEX, self.regex),
+                (ConstraintKind.CHOICE, self.choice),
+                (ConstraintKind.JSON_SCHEMA, self.json_schema),
+                (ConstraintKind.JSON_SCHEMA, self.form_schema()),
+            )
+            if value is not None
+        ]
+        if not given:
+            return None
+        if len(given) > 1:
             own = f", {self.form}" if self.form else ""
             message = f"give only one of grammar, regex, choice, json_schema{own}"
             raise InvalidRequest(message, self.form_field)
-        return specs[0] if specs else None
+        kind, value = given[0]
+        return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value))
 
     @property
     def form_field(self) -> str:
         """The field that a schema came in, or would."""
         given = self.json_schema is not None or not self.form
         return "json_schema" if given else self.form.partition(".")[0]
-
-
-def _json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value)
-
-
-class NullableBody(Body):
-    """Nulls at the top are dropped before anything is checked, but for those that mean something."""
-
-    meant_nulls: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
 
 
 UNSUPPORTED_MEDIA = "this model accepts text only"

@@ -9,7 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.protocol.base import Body, ConstrainedBody, NullableBody, StopText, Text, TokenIds
+from cllm.server.protocol.base import (
+    Body,
+    ConstrainedBody,
+    NullableBody,
+    StopText,
+    Text,
+    TokenIds,
+    sampling_field,
+)
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 MAX_CHOICES = 64
@@ -65,12 +73,8 @@ class OpenAIFields(NullableBody, ConstrainedBody):
         None, description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
     )
     user: Name | None = Field(None, description="Ignored", examples=["somebody"])
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        le=10,
-        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
-        description="Above 1 discourages repeats (also `repeat_penalty`); 1: off",
+    repetition_penalty: float = sampling_field(
+        "repetition_penalty", validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
 
     @property

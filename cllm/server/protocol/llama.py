@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field
 
-from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds
+from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds, sampling_field
 from cllm.server.protocol.completions import decode_piece
 from cllm.text.prompt import Gap, Snippet
 from cllm.types import TokenLogprob
@@ -34,19 +34,11 @@ class LlamaCompletionBody(ConstrainedBody):
     )
     stream: bool = Field(False, description="Answer as server-sent events")
     n_probs: int = Field(0, ge=0, le=20, description="Log-probabilities of the likeliest")
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        le=10,
-        validation_alias=AliasChoices("repeat_penalty", "repetition_penalty"),
-        description="Above 1 discourages repeats; 1: off",
+    repetition_penalty: float = sampling_field(
+        "repetition_penalty", validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
-    penalty_last_n: int = Field(
-        64,
-        ge=-1,
-        le=2**31 - 1,
-        validation_alias=AliasChoices("repeat_last_n", "penalty_last_n"),
-        description="Tokens the penalties look back on; -1: all",
+    penalty_last_n: int = sampling_field(
+        "penalty_last_n", validation_alias=AliasChoices("repeat_last_n", "penalty_last_n")
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "1+1=", "n_predict": 8}})

@@ -112,7 +112,7 @@ async def score_pairs(
 
 def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["vectors"])
+    router = APIRouter(tags=["embeddings"])
 
     @router.post("/v1/embeddings", **documented(EmbeddingList, computes=True))
     async def embeddings(body: EmbeddingsBody, http: HttpRequest) -> Response:

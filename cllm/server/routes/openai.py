@@ -27,7 +27,7 @@ from cllm.server.protocol.completions import (
     make_usage,
 )
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
-from cllm.server.submit import check_model, check_tokens, make_request, model_name
+from cllm.server.submit import check_model, check_tokens, make_request
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
 from cllm.workers.tokenizer import Detokenize, Text, TokenizeInfill, TokenizerTask, TokenizeText, Tokens
@@ -47,13 +47,14 @@ def routes(registry: EngineRegistry) -> APIRouter:
     @router.get("/v1/models", **documented(ModelList))
     async def models() -> Response:
         """List the models."""
-        return StructResponse(ModelList(data=[Model(model_name(registry.current, None))]))
+        return StructResponse(ModelList(data=[Model(loaded(registry.current)[0].name)]))
 
     @router.post(ROUTE, **documented(Completion, events=(encode(_CHUNK), DONE), computes=True))
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Complete prompts."""
         engine = registry.current
         check_model(body.model)
+        info, limits = loaded(engine)
         best_of = body.best_of or body.n
         logprobs = body.logprobs is not None
         request = await make_request(
@@ -66,10 +67,10 @@ def routes(registry: EngineRegistry) -> APIRouter:
             logprobs=body.logprobs or int(logprobs or best_of > body.n),
         )
         given = body.prompts
-        prompts = await _tokenize(engine, given, body.suffix)
+        prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
         echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
         streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
-        model = model_name(engine, body.model)
+        model = body.model or info.name
         head = Completion(id=request.id, created=int(time.time()), model=model, choices=[])
         if body.stream:
             return EventStream(engine, streams, _events(body, head, prompts, echoes, streams))
@@ -124,11 +125,10 @@ async def _events(
 
 
 async def _tokenize(
-    engine: EngineClient, given: Sequence[str] | Sequence[list[int]], suffix: str | None
+    engine: EngineClient, given: Sequence[str] | Sequence[list[int]], suffix: str | None, limit: int
 ) -> list[tuple[int, ...]]:
     """The tokens of each prompt. Raises ContextLengthExceeded, and QueueFull before any work."""
     engine.check_room()
-    limit = loaded(engine)[1].request_tokens
     prompts: list[tuple[int, ...]] = []
     for one in given:
         prompt = one if isinstance(one, str) else check_tokens(engine, one, "prompt")

@@ -144,11 +144,11 @@ def test_errors_are_shown_in_the_shape_of_their_route(method: str, path: str, ro
 
 
 def test_what_goes_through_the_queue_can_be_refused_there() -> None:
-    """Every body with a `timeout`, and every call for vectors."""
+    """Every body with a `timeout`, and every call for embeddings."""
     for method, path, route in ROUTES:
         body = body_of(route) or {}
         counts = path.endswith(("/count_tokens", "/input_tokens"))
-        queued = ("timeout" in body.get("properties", ()) and not counts) or "vectors" in route["tags"]
+        queued = ("timeout" in body.get("properties", ()) and not counts) or "embeddings" in route["tags"]
         assert ({"429", "504"} <= route["responses"].keys()) == queued, f"{method} {path}"
         assert ("headers" in route["responses"]["200"]) == queued
 
