@@ -54,7 +54,8 @@ from cllm.workers.executor import ThreadExecutor
 from cllm.workers.tokenizer import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
 
 log = logging.getLogger(__name__)
-Message = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+Sampling = SamplingParams | None
 DEFAULT_MAX_TOKENS = 256
 MAX_CHOICES = 64
 
@@ -136,7 +137,7 @@ class _Base:
         return self._engine.info
 
     def _make_request(
-        self, sampling: SamplingParams | None, options: GenerateOptions | ChatOptions, **more: Any
+        self, sampling: Sampling, options: GenerateOptions | ChatOptions, **more: Any
     ) -> Request:
         """A request without its prompt. Raises InvalidRequest."""
         max_tokens, timeout = options.get("max_tokens", DEFAULT_MAX_TOKENS), options.get("timeout")
@@ -158,7 +159,7 @@ class _Base:
         )
 
     def _make_chat(
-        self, messages: Sequence[Message], sampling: SamplingParams | None, options: ChatOptions
+        self, messages: Messages, sampling: Sampling, options: ChatOptions
     ) -> tuple[Conversation, Request, int]:
         """The arguments of `open_chat`. Raises InvalidRequest."""
         if unknown := options.keys() - ChatOptions.__annotations__.keys():
@@ -202,10 +203,7 @@ class LLM(_Base):
         self._engine.stop()
 
     def generate(
-        self,
-        prompts: str | Sequence[str],
-        sampling: SamplingParams | None = None,
-        **options: Unpack[GenerateOptions],
+        self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """Complete raw prompts, all in one batch; the results have the order of the prompts.
 
@@ -221,8 +219,8 @@ class LLM(_Base):
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        messages: Messages,
+        sampling: Sampling = None,
         *,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
@@ -231,8 +229,8 @@ class LLM(_Base):
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        messages: Messages,
+        sampling: Sampling = None,
         *,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
@@ -240,8 +238,8 @@ class LLM(_Base):
 
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        messages: Messages,
+        sampling: Sampling = None,
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
@@ -270,10 +268,7 @@ class LLM(_Base):
             session.cancel()
 
     def stream(
-        self,
-        prompt: str | Sequence[Message],
-        sampling: SamplingParams | None = None,
-        **options: Unpack[GenerateOptions],
+        self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[str]:
         """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
         if not isinstance(prompt, str):
@@ -300,9 +295,7 @@ class LLM(_Base):
         finally:
             self._engine.cancel(stream.request_id)
 
-    def _submit(
-        self, prompt: str, sampling: SamplingParams | None, options: GenerateOptions
-    ) -> BlockingOutputStream:
+    def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> BlockingOutputStream:
         request = self._make_request(sampling, options)
         answer = self._engine.text.submit(TokenizeText(prompt)).result()
         return self._engine.submit(_set_prompt(request, answer), BlockingOutputStream)
@@ -325,10 +318,7 @@ class AsyncLLM(_Base):
         await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
 
     async def generate(
-        self,
-        prompts: str | Sequence[str],
-        sampling: SamplingParams | None = None,
-        **options: Unpack[GenerateOptions],
+        self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """See `LLM.generate`."""
         calls = (self._complete(prompt, sampling, options) for prompt in _texts(prompts))
@@ -337,8 +327,8 @@ class AsyncLLM(_Base):
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        messages: Messages,
+        sampling: Sampling = None,
         *,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
@@ -347,8 +337,8 @@ class AsyncLLM(_Base):
     @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        messages: Messages,
+        sampling: Sampling = None,
         *,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
@@ -356,8 +346,8 @@ class AsyncLLM(_Base):
 
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        messages: Messages,
+        sampling: Sampling = None,
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
@@ -385,10 +375,7 @@ class AsyncLLM(_Base):
             session.cancel()
 
     async def stream(
-        self,
-        prompt: str | Sequence[Message],
-        sampling: SamplingParams | None = None,
-        **options: Unpack[GenerateOptions],
+        self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[str]:
         """See `LLM.stream`."""
         if not isinstance(prompt, str):
@@ -420,18 +407,14 @@ class AsyncLLM(_Base):
         finally:
             self._engine.cancel(stream.request_id)
 
-    async def _complete(
-        self, prompt: str, sampling: SamplingParams | None, options: GenerateOptions
-    ) -> Completion:
+    async def _complete(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> Completion:
         stream = await self._submit(prompt, sampling, options)
         try:
             return _make_completion([output async for output in stream])
         finally:
             self._engine.cancel(stream.request_id)
 
-    async def _submit(
-        self, prompt: str, sampling: SamplingParams | None, options: GenerateOptions
-    ) -> AsyncOutputStream:
+    async def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> AsyncOutputStream:
         request = self._make_request(sampling, options)
         answer = await asyncio.wrap_future(self._engine.text.submit(TokenizeText(prompt)))
         return self._engine.submit(_set_prompt(request, answer), AsyncOutputStream)

@@ -19,8 +19,8 @@ from cllm.text.output_parser import OutputEvent
 from cllm.types import RequestOutput
 
 
-class StreamEvent(msgspec.Struct, kw_only=True):
-    """An event; clients listen for it by its type."""
+class StreamEvent(msgspec.Struct):
+    """An event; clients listen for it by its type, which also decides what else it has."""
 
     type: str
 

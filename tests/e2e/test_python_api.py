@@ -76,7 +76,7 @@ def test_a_required_call_is_made_and_parsed(llm: LLM) -> None:
 
 def test_a_call_and_its_result_can_be_sent_back(llm: LLM) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    talk = [
+    talk: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "What time is it?"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},

@@ -267,23 +267,3 @@ def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLog
     ]
     ends = accumulate(map(len, tokens), initial=offset)
     return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
-    """The chat shape: one object a token."""
-
-    def one(piece: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": decode_piece(piece), "logprob": logprob, "bytes": list(piece)}
-
-    return {
-        "content": [
-            {
-                **one(entry.pieces[0], entry.logprob),
-                "top_logprobs": [
-                    one(piece, logprob)
-                    for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
-                ][:count],
-            }
-            for entry in entries
-        ]
-    }

@@ -6,6 +6,7 @@ import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import MESSAGE_JOINT, Conversation, MessageBuilder, ToolChoice
@@ -353,6 +354,9 @@ class ToolUseContent(msgspec.Struct, tag_field="type", tag="tool_use"):
     input: dict[str, Any] = {}
 
 
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
 class MessageUsage(msgspec.Struct):
     """Tokens of a call. Those from the prefix cache are not input tokens, they are counted apart."""
 
@@ -378,7 +382,7 @@ class MessageResponse(MessageEnding, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextContent | ThinkingContent | ToolUseContent]
+    content: list[Content]
     usage: MessageUsage
 
 
@@ -402,46 +406,21 @@ class TokenCount(msgspec.Struct):
 TokenCount.EXAMPLE = TokenCount(14)
 
 
-class MessageStart(StreamEvent, kw_only=True):
-    type: str = "message_start"
-    message: MessageResponse
+class ContentDelta(msgspec.Struct):
+    """More of a content block."""
+
+    type: str
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
 
 
-class ContentBlockStart(StreamEvent, kw_only=True):
-    type: str = "content_block_start"
-    index: int
-    content_block: TextContent | ThinkingContent | ToolUseContent
+class MessageEvent(StreamEvent):
+    """One event of a stream."""
 
-
-class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    thinking: str
-
-
-class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-class ContentBlockDelta(StreamEvent, kw_only=True):
-    type: str = "content_block_delta"
-    index: int
-    delta: TextDelta | ThinkingDelta | InputJsonDelta
-
-
-class ContentBlockStop(StreamEvent, kw_only=True):
-    type: str = "content_block_stop"
-    index: int
-
-
-class MessageDelta(StreamEvent, kw_only=True):
-    type: str = "message_delta"
-    delta: MessageEnding
-    usage: MessageUsage
-
-
-class MessageError(StreamEvent, kw_only=True):
-    type: str = "error"
-    error: dict[str, Any]
+    message: MessageResponse | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: Content | UnsetType = UNSET
+    delta: ContentDelta | MessageEnding | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+    error: dict[str, Any] | UnsetType = UNSET

@@ -165,56 +165,21 @@ class InputTokens(msgspec.Struct):
 InputTokens.EXAMPLE = InputTokens(14)
 
 
-class NumberedEvent(StreamEvent, kw_only=True):
+class ResponseEvent(StreamEvent):
+    """One event of a stream."""
+
     sequence_number: int
-
-
-class ResponseEvent(NumberedEvent, kw_only=True):
-    """`response.created`, `.in_progress`, `.completed`, `.incomplete`, `.failed`"""
-
-    response: ResponseObject
-
-
-class ItemEvent(NumberedEvent, kw_only=True):
-    """`response.output_item.added`, `.done`"""
-
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(NumberedEvent, kw_only=True):
-    """`response.content_part.added`, `.done`"""
-
-    output_index: int
-    item_id: str
-    content_index: int = 0
-    part: OutputText | OutputReasoning
-
-
-class TextEvent(NumberedEvent, kw_only=True):
-    """`response.output_text` and `response.reasoning_text`, `.delta` and `.done`"""
-
-    output_index: int
-    item_id: str
-    content_index: int = 0
+    response: ResponseObject | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | OutputReasoning | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
-
-
-class ArgumentsEvent(NumberedEvent, kw_only=True):
-    """`response.function_call_arguments`, `.delta` and `.done`"""
-
-    output_index: int
-    item_id: str
-    delta: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-
-
-class ErrorEvent(NumberedEvent, kw_only=True):
-    """`error`"""
-
-    code: str
-    message: str
-    param: str | None = None
+    code: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET

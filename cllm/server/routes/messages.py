@@ -18,22 +18,16 @@ from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.errors import failure_body
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.messages import (
-    ContentBlockDelta,
-    ContentBlockStart,
-    ContentBlockStop,
+    Content,
+    ContentDelta,
     CountBody,
-    InputJsonDelta,
-    MessageDelta,
     MessageEnding,
-    MessageError,
+    MessageEvent,
     MessageResponse,
     MessagesBody,
-    MessageStart,
     MessageUsage,
     TextContent,
-    TextDelta,
     ThinkingContent,
-    ThinkingDelta,
     TokenCount,
     ToolUseContent,
 )
@@ -44,12 +38,17 @@ from cllm.types import FinishReason, RequestOutput
 ROUTE = "/v1/messages"
 EXAMPLE_EVENTS = encode_events(
     [
-        MessageStart(message=MessageResponse.EXAMPLE),
-        ContentBlockDelta(index=0, delta=TextDelta("AI")),
-        MessageDelta(delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
-        StreamEvent(type="message_stop"),
+        MessageEvent("message_start", message=MessageResponse.EXAMPLE),
+        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
+        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
+        MessageEvent("message_stop"),
     ]
 )
+_DELTAS = {  # type and field
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.TOOL_CALL: ("input_json_delta", "partial_json"),
+}
 
 
 class MessageRenderer(BlockRenderer):
@@ -62,17 +61,17 @@ class MessageRenderer(BlockRenderer):
         self._prompt_tokens = prompt_tokens
 
     def start(self) -> list[StreamEvent]:
-        return [MessageStart(message=self.body()), StreamEvent(type="ping")]
+        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
 
     def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered = [_render(event) for event in self._reply.add(events, output)]
         if output.error is not None:
-            return [*rendered, MessageError(error=failure_body(ROUTE, output.error)["error"])]
-        if output.finish_reason is not None:
+            rendered.append(MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
+        elif output.finish_reason is not None:
             ending = MessageEnding(self._stop_reason, self._reply.stop)
-            rendered.append(MessageDelta(delta=ending, usage=self._usage()))
-            rendered.append(StreamEvent(type="message_stop"))
-        return rendered
+            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(MessageEvent("message_stop"))
+        return [*rendered]
 
     def body(self) -> MessageResponse:
         return MessageResponse(
@@ -103,7 +102,7 @@ class MessageRenderer(BlockRenderer):
         return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _make_content(block: Block) -> TextContent | ThinkingContent | ToolUseContent:
+def _make_content(block: Block) -> Content:
     match block.kind:
         case BlockKind.REASONING:
             return ThinkingContent(block.text)
@@ -122,24 +121,16 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _render(event: BlockEvent) -> StreamEvent:
+def _render(event: BlockEvent) -> MessageEvent:
     block = event.block
     if isinstance(event, BlockStart):
         empty = _make_content(Block(block.index, block.kind, block.id, block.name))
-        return ContentBlockStart(index=block.index, content_block=empty)
+        return MessageEvent("content_block_start", index=block.index, content_block=empty)
     if isinstance(event, BlockDelta):
-        return ContentBlockDelta(index=block.index, delta=_make_delta(block.kind, event.text))
-    return ContentBlockStop(index=block.index)
-
-
-def _make_delta(kind: BlockKind, text: str) -> TextDelta | ThinkingDelta | InputJsonDelta:
-    match kind:
-        case BlockKind.REASONING:
-            return ThinkingDelta(text)
-        case BlockKind.TEXT:
-            return TextDelta(text)
-        case BlockKind.TOOL_CALL:
-            return InputJsonDelta(text)
+        kind, field = _DELTAS[block.kind]
+        delta = ContentDelta(kind, **{field: event.text})
+        return MessageEvent("content_block_delta", index=block.index, delta=delta)
+    return MessageEvent("content_block_stop", index=block.index)
 
 
 def routes(registry: EngineRegistry) -> APIRouter:

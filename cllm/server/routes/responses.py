@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -20,13 +20,9 @@ from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.protocol.responses_output import (
-    ArgumentsEvent,
-    ErrorEvent,
     IncompleteDetails,
     InputTokens,
     InputTokensDetails,
-    ItemEvent,
-    NumberedEvent,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
@@ -34,12 +30,10 @@ from cllm.server.protocol.responses_output import (
     OutputReasoningItem,
     OutputText,
     OutputTokensDetails,
-    PartEvent,
     ResponseEvent,
     ResponseFailure,
     ResponseObject,
     ResponseUsage,
-    TextEvent,
     echo,
 )
 from cllm.server.submit import check_constraint, check_model, make_request, model_name
@@ -49,22 +43,17 @@ from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 ROUTE = "/v1/responses"
 EXAMPLE_EVENTS = encode_events(
     [
-        ResponseEvent(type="response.created", sequence_number=0, response=ResponseObject.EXAMPLE),
-        TextEvent(
-            type="response.output_text.delta",
-            sequence_number=4,
-            output_index=0,
-            item_id="msg_1",
-            delta="AI",
-            logprobs=[],
-        ),
-        ResponseEvent(type="response.completed", sequence_number=9, response=ResponseObject.EXAMPLE),
+        ResponseEvent("response.created", 0, response=ResponseObject.EXAMPLE),
+        ResponseEvent("response.output_text.delta", 4, output_index=0, item_id="msg_1", delta="AI"),
+        ResponseEvent("response.completed", 9, response=ResponseObject.EXAMPLE),
     ]
 )
 _ID_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.TOOL_CALL: "fc"}
-_TEXT_TYPES = {BlockKind.REASONING: "response.reasoning_text", BlockKind.TEXT: "response.output_text"}
-_ARGUMENTS = "response.function_call_arguments"
-EventKind = TypeVar("EventKind", bound=NumberedEvent)
+_DELTA_TYPES = {
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.TOOL_CALL: "response.function_call_arguments",
+}
 
 
 class ResponseRenderer(BlockRenderer):
@@ -81,8 +70,8 @@ class ResponseRenderer(BlockRenderer):
 
     def start(self) -> list[StreamEvent]:
         return [
-            self._number(ResponseEvent, "response.created", response=self.body()),
-            self._number(ResponseEvent, "response.in_progress", response=self.body()),
+            self._event("response.created", response=self.body()),
+            self._event("response.in_progress", response=self.body()),
         ]
 
     def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
@@ -91,9 +80,10 @@ class ResponseRenderer(BlockRenderer):
             rendered += self._render(event)
         if (failure := output.error) is not None:
             self._failure = failure
-            rendered.append(self._number(ErrorEvent, "error", code=failure.code, message=failure.message))
+            fields = {"code": failure.code, "message": failure.message, "param": None}
+            rendered.append(self._event("error", **fields))
         if output.finish_reason is not None:
-            rendered.append(self._number(ResponseEvent, f"response.{self._status}", response=self.body()))
+            rendered.append(self._event(f"response.{self._status}", response=self.body()))
         return rendered
 
     @property
@@ -152,48 +142,45 @@ class ResponseRenderer(BlockRenderer):
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
         return [] if self._top is None else make_logprobs(entries, self._top)
 
-    def _number(self, kind: type[EventKind], name: str, /, **fields: Any) -> EventKind:
-        event = kind(type=name, sequence_number=self._sent, **fields)
+    def _event(self, kind: str, /, **fields: Any) -> ResponseEvent:
+        event = ResponseEvent(kind, self._sent, **fields)
         self._sent += 1
         return event
 
-    def _render(self, event: BlockEvent) -> list[NumberedEvent]:
+    def _render(self, change: BlockEvent) -> list[ResponseEvent]:
         """The events of a block's change: items hold parts, parts hold text."""
-        block = event.block
+        block = change.block
+        kind = _DELTA_TYPES[block.kind]
+        text = block.kind is BlockKind.TEXT
         within: dict[str, Any] = {"output_index": block.index, "item_id": _item_id(block)}
-        called = block.kind is BlockKind.TOOL_CALL
-        if isinstance(event, BlockDelta):
-            if called:
-                return [self._number(ArgumentsEvent, f"{_ARGUMENTS}.delta", **within, delta=event.text)]
-            if block.kind is BlockKind.TEXT:
-                within["logprobs"] = self._logprobs(event.logprobs)
-            return [self._number(TextEvent, f"{_TEXT_TYPES[block.kind]}.delta", **within, delta=event.text)]
-        started = isinstance(event, BlockStart)
+        if block.kind is not BlockKind.TOOL_CALL:
+            within["content_index"] = 0
+        if isinstance(change, BlockDelta):
+            more = {"logprobs": self._logprobs(change.logprobs)} if text else {}
+            return [self._event(f"{kind}.delta", **within, delta=change.text, **more)]
+        started = isinstance(change, BlockStart)
         item = {"output_index": block.index, "item": self._make_item(block, started=started)}
         if started:
-            added = [self._number(ItemEvent, "response.output_item.added", **item)]
-            if called:
-                return [*added]
-            part = OutputReasoning() if block.kind is BlockKind.REASONING else OutputText()
-            return [*added, self._number(PartEvent, "response.content_part.added", **within, part=part)]
-        return [
-            *self._render_end(block, within),
-            self._number(ItemEvent, "response.output_item.done", **item),
-        ]
-
-    def _render_end(self, block: Block, within: dict[str, Any]) -> list[NumberedEvent]:
-        text = block.text
+            added = [self._event("response.output_item.added", **item)]
+            if block.kind is not BlockKind.TOOL_CALL:
+                part = OutputText() if text else OutputReasoning()
+                added.append(self._event("response.content_part.added", **within, part=part))
+            return added
         if block.kind is BlockKind.TOOL_CALL:
-            call = {"name": block.name, "arguments": text}
-            return [self._number(ArgumentsEvent, f"{_ARGUMENTS}.done", **within, **call)]
+            done = [self._event(f"{kind}.done", **within, name=block.name, arguments=block.text)]
+        else:
+            done = self._end_part(block, within)
+        return [*done, self._event("response.output_item.done", **item)]
+
+    def _end_part(self, block: Block, within: dict[str, Any]) -> list[ResponseEvent]:
+        part: OutputText | OutputReasoning = OutputReasoning(block.text)
         more: dict[str, Any] = {}
-        part: OutputText | OutputReasoning = OutputReasoning(text)
         if block.kind is BlockKind.TEXT:
             part = self._make_text(block)
             more["logprobs"] = part.logprobs
         return [
-            self._number(TextEvent, f"{_TEXT_TYPES[block.kind]}.done", **within, text=text, **more),
-            self._number(PartEvent, "response.content_part.done", **within, part=part),
+            self._event(f"{_DELTA_TYPES[block.kind]}.done", **within, text=part.text, **more),
+            self._event("response.content_part.done", **within, part=part),
         ]
 
 
