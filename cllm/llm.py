@@ -30,8 +30,8 @@ from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.embeddings import to_vector
 from cllm.tune.session import with_remembered
 from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, SamplingParams, Usage
-from cllm.workers.executor import ThreadExecutor
-from cllm.workers.tokenizer import (
+from cllm.workers.engine_worker import ThreadExecutor
+from cllm.workers.messages import (
     Chat,
     TokenizeChat,
     TokenizerAnswer,
@@ -103,7 +103,7 @@ def _raise_error(delta: RequestOutput) -> None:
 
 def _vectors(deltas: Sequence[RequestOutput]) -> list[list[float]]:
     _raise_error(deltas[-1])
-    return [to_vector(data).tolist() for data in deltas[-1].vectors]
+    return [to_vector(data).tolist() for data in deltas[-1].embeddings]
 
 
 def _texts(texts: str | Sequence[str]) -> TokenizeTexts:
@@ -163,7 +163,7 @@ class _Base:
         return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
     def _text(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
-        return self._engine.text.submit(task)
+        return self._engine.tokenizer.submit(task)
 
 
 class LLM(_Base):

@@ -28,7 +28,7 @@ from cllm.text.output_parser import (
 )
 from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
 from cllm.types import FinishReason, Request, RequestOutput, TokenLogprob, Usage
-from cllm.workers.tokenizer import Chat, CheckConstraint, Text, TokenizeChat, Tokens
+from cllm.workers.messages import Chat, CheckConstraint, Text, TokenizeChat, Tokens
 
 Step = tuple[list[OutputEvent], RequestOutput]  # what it added, and its own account of itself
 
@@ -191,7 +191,7 @@ async def open_chat(
 
     Raises InvalidRequest for what the template or the grammar cannot do, and what the engine refuses with.
     """
-    engine.check_room()
+    engine.check_capacity()
     info, limits = loaded(engine)
     tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
     constraint = request.constraint

@@ -112,9 +112,9 @@ class GrammarCompiler:
         if matcher is None:
             matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
             if matcher.is_error():
-                field = FIELDS[spec.kind]
+                field = spec.kind.field
                 raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
-            _check_satisfiable(matcher, FIELDS[spec.kind])
+            _check_satisfiable(matcher, spec.kind.field)
             self._compiled[spec] = matcher
             if len(self._compiled) > self.REMEMBERED:
                 self._compiled.popitem(last=False)
@@ -122,18 +122,9 @@ class GrammarCompiler:
         return Constraint(matcher.deep_copy(), self._size)
 
 
-FIELDS = {
-    ConstraintKind.JSON_SCHEMA: "response_format",
-    ConstraintKind.REGEX: "regex",
-    ConstraintKind.GRAMMAR: "grammar",
-    ConstraintKind.CHOICE: "choice",
-    ConstraintKind.TOOLS: "tools",
-}
-
-
 def grammar_of(spec: ConstraintSpec) -> str:
     """llguidance's own form of what a user wrote. Raises InvalidRequest."""
-    field = FIELDS[spec.kind]
+    field = spec.kind.field
     if len(spec.source) > MAX_SOURCE:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, over the limit of {MAX_SOURCE}", field)
     if _depth(spec.source) > MAX_DEPTH:
