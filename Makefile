@@ -23,6 +23,9 @@ check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/unit/test_architecture.py
 
+stats: .venv/ready ## the countable properties of the code, each beside its bar; ARGS="--list", "--json", "--static"
+	.venv/bin/python scripts/stats.py $(ARGS)
+
 bench: .venv/ready-bench ## all workloads beside llama-server (built the first time, ten minutes); ARGS=--quick: a look
 	.venv/bin/cllm build --with-server
 	.venv/bin/python -m bench.cli --out build/bench $(ARGS)
@@ -67,4 +70,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test faults check bench seeds soak pressure fuzz schemas doctor firsttoken clean
+.PHONY: help serve test faults check stats bench seeds soak pressure fuzz schemas doctor firsttoken clean

@@ -1,4 +1,5 @@
-"""Measure cllm, alone and beside others, over HTTP: no runner is imported, the engine by `tenants` alone.
+"""Benchmarks: cllm, alone and beside other servers, over HTTP. In the repository, not in the package.
 
-`run.run_bench` compares servers; modules with a `main` are commands of their own.
+`python -m bench` compares servers (`run`). Commands of their own: `overload`, `tenants`, `choices`,
+`wire_cost`, `growth`, `libraries`, `compare_trees`.
 """

@@ -67,7 +67,7 @@ def measure(client: httpx.Client, rounds: int) -> list[Pair]:
 
 
 def long_prompt(number: int, tokens: int = 800) -> str:
-    """About so many tokens that nobody has seen before."""
+    """About so many tokens that no cache holds."""
     return words(f"choices {number}", tokens)
 
 
@@ -97,7 +97,7 @@ def run(model: Path | None, threads: int, rounds: int, out: Path | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("choices", __doc__, "--model", "--threads", "--out", rounds=(7, "how many"))
+    parser = make_parser("bench.choices", __doc__, "--model", "--threads", "--out", rounds=(7, "how many"))
     return run_command(parser, arguments, run)
 
 

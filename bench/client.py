@@ -11,7 +11,7 @@ import httpx
 
 from bench.wire import Address
 
-MOVES = "cllm_kv_move_seconds_total"
+TRANSFERS = "cllm_kv_move_seconds_total"
 
 
 class BadAnswer(Exception):
@@ -45,7 +45,7 @@ class StepTime:
         """From the text of `/metrics`, summed over labels. Raises BadAnswer if there are no step counters."""
         totals: dict[str, float] = {}
         for line in metrics.splitlines():
-            if line.startswith(("cllm_step", MOVES)):
+            if line.startswith(("cllm_step", TRANSFERS)):
                 sample, _, value = line.partition("#")[0].strip().rpartition(" ")
                 name = sample.partition("{")[0]
                 totals[name] = totals.get(name, 0.0) + float(value)
@@ -55,7 +55,7 @@ class StepTime:
                 total_s=totals["cllm_step_seconds_total"],
                 compute_s=totals["cllm_step_compute_seconds_total"],
                 sample_s=totals["cllm_step_sample_seconds_total"],
-                transfer_s=totals.get(MOVES, 0.0),
+                transfer_s=totals.get(TRANSFERS, 0.0),
             )
         except KeyError as error:
             raise BadAnswer(f"/metrics has no {error}") from error
@@ -66,17 +66,17 @@ class StepTime:
 
     @property
     def python_share(self) -> float:
-        """The part of a step outside the native decode and the moves of KV states, sampling included."""
+        """The part of a step outside the native decode and KV transfers, sampling included."""
         return 1 - (self.compute_s + self.transfer_s) / self.total_s if self.total_s else 0.0
 
     @property
-    def move_share(self) -> float:
+    def transfer_share(self) -> float:
         """The part of a step that saved and restored KV states."""
         return self.transfer_s / self.total_s if self.total_s else 0.0
 
     @property
     def sample_share(self) -> float:
-        """The part of a step that chose tokens."""
+        """The part of a step that sampled tokens."""
         return self.sample_s / self.total_s if self.total_s else 0.0
 
 
@@ -106,8 +106,11 @@ class CllmClient:
         reason = data.get("finish_reason")
         if reason not in ("stop", "length"):
             raise BadAnswer(f"finish_reason {reason!r} for {prompt!r}")
-        least = 0 if reason == "stop" else 1  # a model may end at once; SmolLM2 has no joke to tell
-        if not least <= data.get("generated_tokens", -1) <= max_tokens or len(data.get("text", "")) < least:
+        minimum = 0 if reason == "stop" else 1  # a model may end at once: SmolLM2 knows no joke
+        if (
+            not minimum <= data.get("generated_tokens", -1) <= max_tokens
+            or len(data.get("text", "")) < minimum
+        ):
             raise BadAnswer(f"no text or a wrong count for {prompt!r}, max_tokens {max_tokens}: {data}")
         return Answer(
             id=data["id"],

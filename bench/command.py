@@ -1,4 +1,4 @@
-"""What benches that are commands of their own share: options, the server under test, how they end."""
+"""Commands beside `python -m bench`: their options, the server under test, how they end."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--model": {"type": Path, "help": "GGUF file (default: the embedded model)"},
     "--threads": {"type": int, "default": 0, "help": "of the server (default: one per core)"},
     "--parallel": {"type": int, "default": 8, "help": "sequences (default 8)"},
-    "--out": {"type": Path, "help": "folder to write {name}.md and {name}.json into"},
+    "--out": {"type": Path, "help": "folder to write the report (Markdown and JSON) into"},
     "--logs": {"type": Path, "help": "folder to keep the servers' logs in"},
     "--command": {"type": shlex.split, "help": "what to start instead of the installed cllm"},
 }
 
 
 def make_parser(
-    name: str, about: str | None, *shared: str, **own: tuple[int | float, str]
+    module: str, about: str | None, *shared: str, **own: tuple[int | float, str]
 ) -> argparse.ArgumentParser:
-    """The parser of `python -m bench.NAME`: some of the shared options, and its own numbers.
+    """The parser of `python -m MODULE`: some of the shared options, and numbers of its own.
 
     Of those a default and a description are given, by name.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     for flag in shared:
-        parser.add_argument(flag, **{**_SHARED[flag], "help": _SHARED[flag]["help"].format(name=name)})
+        parser.add_argument(flag, **_SHARED[flag])
     for number, (default, what) in own.items():
         flag = f"--{number.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")

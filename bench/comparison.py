@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bench.client import StepTime
-from bench.figures import FIGURES
+from bench.figures import FIGURES, LoadResult
 from bench.peers import CLLM, LLAMA_SERVER
 from bench.report import Spread
-from bench.result import LoadResult
 from bench.workloads import BarLine, Definition
 from bench.workloads.definition import BUSY, QUIET
 
@@ -117,7 +116,7 @@ class Comparison:
         bars = self._sound()
         for definition in self.definitions:
             if self.peers(definition.name):
-                bars.extend(self._blame(definition.name, line) for line in definition.bars)
+                bars.extend(self._evaluate(definition.name, line) for line in definition.bars)
         return bars
 
     def _sound(self) -> list[Bar]:
@@ -131,7 +130,7 @@ class Comparison:
             bars.append(Bar("", what, f"{max(shares):.3f}", *_margin(max(shares), None, MAX_WAITING_CORES)))
         return bars
 
-    def _blame(self, workload: str, line: BarLine) -> Bar:
+    def _evaluate(self, workload: str, line: BarLine) -> Bar:
         figure = FIGURES[line.figure]
         bound = f"≥ {line.at_least:g}" if line.at_least is not None else f"≤ {line.at_most:g}"
         if line.against == "limit":

@@ -1,6 +1,6 @@
 """`python -m bench.libraries NAME=FOLDER …`: which build of llama.cpp is the fastest here?
 
-Bare decodes of each library, interleaved, medians over the rounds.
+Decodes of each library with no server around them, interleaved, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from bench.decode_bench import BareDecode, BareTime
+from bench.decode_bench import DecodeBench, DecodeTime
 from bench.peers import embedded_model
 from bench.report import Table
 from cllm.errors import SetupError
 
 
 class Work(NamedTuple):
-    """A shape of work and how its speed is told."""
+    """A shape of work and how its speed is counted."""
 
     name: str
-    streams: int
+    sequences: int
     prompt_tokens: int
     generate: int
     prompts: bool = False  # tokens of prompts per second, else tokens generated per second
 
-    def speed(self, time: BareTime) -> float:
+    def speed(self, time: DecodeTime) -> float:
         if self.prompts:
-            return self.streams * self.prompt_tokens / time.prompt_s
-        return self.streams * (self.generate - 1) / time.generate_s
+            return self.sequences * self.prompt_tokens / time.prompt_s
+        return self.sequences * (self.generate - 1) / time.generate_s
 
 
 WORKS = (
-    Work("1 stream", 1, 16, 65),
-    Work("8 streams", 8, 16, 33),
-    Work("8 streams at 800 tokens", 8, 800, 9),
+    Work("1 sequence", 1, 16, 65),
+    Work("8 sequences", 8, 16, 33),
+    Work("8 sequences at 800 tokens", 8, 800, 9),
     Work("prompt of 512", 1, 512, 1, prompts=True),
 )
 
@@ -51,9 +51,9 @@ def compare(libraries: dict[str, Path], model: Path, rounds: int) -> Table:
             if name in dead:
                 continue
             try:
-                with BareDecode(model, library=folder) as bare:
+                with DecodeBench(model, library=folder) as decode:
                     for work in WORKS:
-                        time = bare(work.streams, work.prompt_tokens, work.generate)
+                        time = decode(work.sequences, work.prompt_tokens, work.generate)
                         if number:
                             speeds.setdefault(name, {}).setdefault(work.name, []).append(work.speed(time))
             except SetupError:

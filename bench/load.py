@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 
-from bench.protocols import Piece, ToolFormat
-from bench.result import Completion, LoadResult
-from bench.wire import Address, Response, post
+from bench.figures import Completion, LoadResult
+from bench.wire import Address, Api, Piece, Response, post
 from bench.workloads import BenchRequest, GroupPlan, Plan, Session
 
 
@@ -51,23 +50,20 @@ class _Running:
         return count
 
 
-def run_load(address: Address, tool_format: ToolFormat, plan: Plan, timeout_s: float = 300.0) -> LoadResult:
+def run_load(address: Address, api: Api, plan: Plan, timeout_s: float = 300.0) -> LoadResult:
     """Run `plan` against a server and wait for the end. Never raises for what a server does."""
-    return asyncio.run(generate_load(address, tool_format, plan, timeout_s))
+    return asyncio.run(generate_load(address, api, plan, timeout_s))
 
 
-async def generate_load(
-    address: Address, tool_format: ToolFormat, plan: Plan, timeout_s: float = 300.0
-) -> LoadResult:
+async def generate_load(address: Address, api: Api, plan: Plan, timeout_s: float = 300.0) -> LoadResult:
     """`run_load` inside an event loop that is already there. `timeout_s` is for each request."""
-    generator = _Generator(address, tool_format, timeout_s, plan)
+    generator = _Generator(address, api, timeout_s, plan)
     cpu_before, start = time.process_time(), time.perf_counter()
     await generator.run(start)
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_before
     exchanges = sorted(generator.exchanges, key=lambda each: each.order)
     completions = tuple(
-        decode(each, tool_format, start, index, plan.groups[each.order[0]])
-        for index, each in enumerate(exchanges)
+        decode(each, api, start, index, plan.groups[each.order[0]]) for index, each in enumerate(exchanges)
     )
     return LoadResult(plan.workload, wall_s, cpu_s, completions)
 
@@ -75,9 +71,9 @@ async def generate_load(
 class _Generator:
     """The clients of one load."""
 
-    def __init__(self, address: Address, tool_format: ToolFormat, timeout_s: float, plan: Plan) -> None:
+    def __init__(self, address: Address, api: Api, timeout_s: float, plan: Plan) -> None:
         self.exchanges: list[_Exchange] = []
-        self._address, self._tool_format, self._timeout_s, self._plan = address, tool_format, timeout_s, plan
+        self._address, self._api, self._timeout_s, self._plan = address, api, timeout_s, plan
         early = [group for group in plan.groups if not group.after_chunks]
         streams = sum(group.clients or len(group.sessions) for group in early)
         self._running = _Running(streams, max((group.after_chunks for group in plan.groups), default=0))
@@ -116,20 +112,20 @@ class _Generator:
 
     async def _session(self, group: int, index: int, session: Session, due_at: float) -> None:
         """All turns; one that fails ends the session, and those after it fail for its sake."""
-        said: list[str] = []
+        history: list[str] = []
         failed = ""
         on_packet = self._running.counter() if self._running.chunks else None
         for turn, request in enumerate(session.turns):
             outcome: Response | str = failed
             if not failed:
-                path, body = self._tool_format.post(request, said if session.is_chat else None)
+                path, body = self._api.post(request, history if session.is_chat else None)
                 outcome = await self._ask(path, body, on_packet)
             exchange = _Exchange((group, index, turn), request, due_at, time.perf_counter(), outcome)
             self.exchanges.append(exchange)
             if turn + 1 < len(session.turns):
-                answer = decode(exchange, self._tool_format, due_at, 0, self._plan.groups[group])
+                answer = decode(exchange, self._api, due_at, 0, self._plan.groups[group])
                 failed = "an earlier turn failed" if answer.error else ""
-                said += [request.prompt, answer.text]
+                history += [request.prompt, answer.text]
             due_at = time.perf_counter()
 
     async def _ask(self, path: str, body: bytes, on_packet: Callable[[], None] | None) -> Response | str:
@@ -141,9 +137,7 @@ class _Generator:
             return str(error)
 
 
-def decode(
-    exchange: _Exchange, tool_format: ToolFormat, start: float, index: int, group: GroupPlan
-) -> Completion:
+def decode(exchange: _Exchange, api: Api, start: float, index: int, group: GroupPlan) -> Completion:
     """Read a recorded exchange; anything but a complete stream of the length asked for is an error."""
 
     def failed(error: str) -> Completion:
@@ -159,7 +153,7 @@ def decode(
         body = response.body()[:200].decode(errors="replace")
         return failed(f"status {response.head.status}: {body}")
     try:
-        timed = [(event.at, tool_format.read(event.payload)) for event in response.events()]
+        timed = [(event.at, api.read(event.payload)) for event in response.events()]
     except ValueError as error:
         return failed(f"cannot read the stream: {error}")
     pieces = [piece for _, piece in timed]
@@ -178,17 +172,17 @@ def decode(
         cached_tokens=_last(piece.cached_tokens for piece in pieces),
         finish_reason=next((piece.finish_reason for piece in pieces if piece.finish_reason), None),
         text="".join(piece.text for piece in pieces),
-        error=_fault(pieces, generated, exchange.request, tool_format),
+        error=_fault(pieces, generated, exchange.request, api),
     )
 
 
-def _fault(pieces: list[Piece], generated: int, request: BenchRequest, tool_format: ToolFormat) -> str | None:
+def _fault(pieces: list[Piece], generated: int, request: BenchRequest, api: Api) -> str | None:
     errors = [piece.error for piece in pieces if piece.error is not None]
     if errors:
         return errors[0]
     if not any(piece.final for piece in pieces):
         return "the stream ended without its last event"
-    if tool_format.exact and request.ignore_eos and generated != request.max_tokens:
+    if api.exact and request.ignore_eos and generated != request.max_tokens:
         return f"{generated} tokens instead of {request.max_tokens}"
     return None
 

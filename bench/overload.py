@@ -18,9 +18,8 @@ from bench.command import conclude, make_parser, run_command, serving
 from bench.figures import percentile
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings
-from bench.protocols import Post, ToolFormat
 from bench.report import Table
-from bench.wire import Address, Response, post
+from bench.wire import Address, Api, Post, Response, post
 from bench.workloads.plan import BenchRequest, single_requests
 from bench.workloads.text import words
 
@@ -69,7 +68,7 @@ class Overload:
 
     @property
     def first_token_bound_s(self) -> float:
-        """Half as long again as the whole house takes to empty: those who run, and those who wait."""
+        """Half as long again as it takes to answer all running and all waiting requests."""
         return 1.5 * (QUEUE_SIZE + 2 * self.parallel) / self.capacity_per_s
 
     def faults(self) -> list[str]:
@@ -103,17 +102,17 @@ def requests(count: int, start: int) -> list[BenchRequest]:
 
 def run_overload(server: RunningPeer, seconds: float, parallel: int) -> Overload:
     """Measure one running server. Never raises for what it does."""
-    tool_format = server.peer.tool_format
+    api = server.peer.api
     clients = parallel + QUEUE_SIZE // 2
     warm_up = single_requests("warm-up", requests(2 * parallel, 0), parallel)
-    rate = _rate(run_load(server.address, tool_format, warm_up).wall_s, 2 * parallel)
+    rate = _rate(run_load(server.address, api, warm_up).wall_s, 2 * parallel)
     count = max(4 * clients, int(rate * seconds))
-    load = run_load(server.address, tool_format, single_requests("capacity", requests(count, 1000), clients))
+    load = run_load(server.address, api, single_requests("capacity", requests(count, 1000), clients))
     good = [each for each in load.completions if each.error is None]
     capacity = _rate(load.wall_s, len(good))
     sent = requests(max(8, int(OVERLOAD * capacity * seconds)), 100_000)
     started = time.perf_counter()
-    outcomes = asyncio.run(_open_loop(server.address, tool_format, sent, OVERLOAD * capacity))
+    outcomes = asyncio.run(_open_loop(server.address, api, sent, OVERLOAD * capacity))
     wall_s = time.perf_counter() - started
     return Overload(
         capacity_per_s=capacity,
@@ -132,11 +131,11 @@ def _rate(wall_s: float, count: int) -> float:
 
 
 async def _open_loop(
-    address: Address, tool_format: ToolFormat, asked: Sequence[BenchRequest], rate: float
+    address: Address, api: Api, asked: Sequence[BenchRequest], rate: float
 ) -> list[Answer | Refusal | str]:
-    """Send at `rate` with random (exponential) gaps, come what may; wait for all of them at the end."""
+    """Send at `rate` with random (exponential) gaps without waiting for answers; then wait for all."""
     gaps = random.Random("overload")
-    posts = [tool_format.post(request) for request in asked]
+    posts = [api.post(request) for request in asked]
 
     async def one(message: Post) -> Response | str:
         try:
@@ -150,10 +149,10 @@ async def _open_loop(
         due += gaps.expovariate(rate)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         tasks.append(asyncio.ensure_future(one(message)))
-    return [read(response, tool_format) for response in await asyncio.gather(*tasks)]
+    return [read(response, api) for response in await asyncio.gather(*tasks)]
 
 
-def read(response: Response | str, tool_format: ToolFormat) -> Answer | Refusal | str:
+def read(response: Response | str, api: Api) -> Answer | Refusal | str:
     """What became of one request; text says what went wrong."""
     if isinstance(response, str):
         return response
@@ -166,7 +165,7 @@ def read(response: Response | str, tool_format: ToolFormat) -> Answer | Refusal 
     first: float | None = None
     generated = 0
     for event in response.events():
-        piece = tool_format.read(event.payload)
+        piece = api.read(event.payload)
         if piece.error is not None:
             return piece.error
         if piece.text and first is None:
@@ -225,7 +224,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     shared = ("--model", "--threads", "--parallel", "--out", "--logs", "--command")
-    parser = make_parser("overload", __doc__, *shared, seconds=(60.0, "how long each part takes"))
+    parser = make_parser("bench.overload", __doc__, *shared, seconds=(60.0, "how long each part takes"))
     return run_command(parser, arguments, run)
 
 

@@ -1,4 +1,4 @@
-"""Servers to measure: subprocesses, started on a free port, waited for, always stopped; or somebody's URL."""
+"""Servers to measure: subprocesses, started on a free port, always stopped; or the URL of one that runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from bench.protocols import CllmDialect, OpenAIDialect, ToolFormat
-from bench.wire import Address
+from bench.wire import Address, Api, CllmApi, OpenAIApi
 from cllm.errors import SetupError
 
 CLLM = "cllm"
@@ -39,7 +38,7 @@ class ServerSettings:
     threads: int = 0  # 0: one per core this process may use
     log_level: str = "warning"
     prompt_cache: bool = False  # llama-server's, in RAM
-    library: Path | None = None  # folder of the library, for peers that can be told
+    library: Path | None = None  # folder of the library, for peers that take one
 
     @property
     def thread_count(self) -> int:
@@ -57,7 +56,7 @@ class Peer:
 
     name: str
     command: tuple[str, ...]
-    tool_format: ToolFormat
+    api: Api
     ready_path: str
     family: str = ""
     address: Address | None = None
@@ -77,7 +76,7 @@ class RunningPeer:
 def cllm_peer(
     settings: ServerSettings,
     command: Sequence[str] | None = None,
-    tool_format: ToolFormat | None = None,
+    api: Api | None = None,
     flags: Sequence[str] = (),
 ) -> Peer:
     """`cllm serve` with more `flags`; `command` replaces the `cllm` beside this interpreter."""
@@ -89,7 +88,7 @@ def cllm_peer(
         "--log-level": settings.log_level,
     }
     arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options), *flags]
-    return Peer(CLLM, tuple(arguments), tool_format or CllmDialect(), "/ready", CLLM)
+    return Peer(CLLM, tuple(arguments), api or CllmApi(), "/ready", CLLM)
 
 
 def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool = False) -> Peer:
@@ -112,7 +111,7 @@ def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool 
     layout = "unified" if unified else "split"
     flags = ["--kv-unified" if unified else "--no-kv-unified", "--no-webui", "--no-slots", "--offline"]
     command = (str(executable), *_flat(options), *flags)
-    return Peer(f"{LLAMA_SERVER} {layout}", command, OpenAIDialect(), "/health", LLAMA_SERVER)
+    return Peer(f"{LLAMA_SERVER} {layout}", command, OpenAIApi(), "/health", LLAMA_SERVER)
 
 
 def example_server_peer(settings: ServerSettings, python: Path | None = None) -> Peer:
@@ -130,8 +129,8 @@ def example_server_peer(settings: ServerSettings, python: Path | None = None) ->
     command = (str(python or sys.executable), "-m", "llama_cpp.server", *_flat(options))
     ours = python is None and settings.library is not None
     environment = (("LLAMA_CPP_LIB_PATH", str(settings.library)),) if ours else ()
-    tool_format = OpenAIDialect(exact=False)
-    return Peer(EXAMPLE_SERVER, command, tool_format, "/v1/models", environment=environment)
+    api = OpenAIApi(exact=False)
+    return Peer(EXAMPLE_SERVER, command, api, "/v1/models", environment=environment)
 
 
 def url_peer(url: str, name: str = "", model: str = "") -> Peer:
@@ -142,8 +141,8 @@ def url_peer(url: str, name: str = "", model: str = "") -> Peer:
     if parts.path.rstrip("/") not in ("", "/v1"):
         raise SetupError(f"a peer's routes are at /v1, not below {parts.path!r}")
     address = Address(parts.hostname, parts.port or 80)
-    tool_format = OpenAIDialect(model or _served_model(address), exact=False)
-    return Peer(name or parts.netloc, (), tool_format, "/v1/models", address=address)
+    api = OpenAIApi(model or _served_model(address), exact=False)
+    return Peer(name or parts.netloc, (), api, "/v1/models", address=address)
 
 
 def parse_peer(text: str, settings: ServerSettings, both_layouts: bool) -> list[Peer]:
@@ -249,7 +248,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that a bench that is told to end stops its servers."""
+    """Let SIGTERM unwind the stack, so that a bench that is ended stops its servers."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.comparison import Comparison
-from bench.document import Picture
 from bench.figures import first_tokens
 from bench.peers import CLLM
 from bench.workloads.definition import ORDER, clients_of
@@ -20,6 +19,13 @@ COLOURS = ("#d1495b", "#30638e", "#66a182", "#8d6a9f", "#edae49", "#4a4a4a")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _PANEL_INCHES = (6.2, 3.9)
 _MIN_GAP_MS = 0.5  # less is two pieces in one packet
+
+
+class Picture(NamedTuple):
+    """An image file, by its path inside the report's folder."""
+
+    path: str
+    caption: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +230,10 @@ def _throughput(axis: Any, comparison: Comparison, workload: str) -> None:
 
 def _looks(comparison: Comparison, workload: str) -> list[tuple[dict[str, Any], str]]:
     """A server looks the same in all pictures; cllm is drawn last, over the others."""
-    everybody = _servers(comparison)
+    servers = _servers(comparison)
     looks = []
     for peer in comparison.peers(workload):
-        number = everybody.index(peer) % len(COLOURS)
+        number = servers.index(peer) % len(COLOURS)
         looks.append(({"color": COLOURS[number], "marker": MARKERS[number], "linewidth": 1.6}, peer))
     return looks[::-1]
 

@@ -1,4 +1,4 @@
-"""Figures as people read them: medians with spread, a Markdown table, JSON."""
+"""Reports: medians with spread, Markdown tables, JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under headings; prints as Markdown that is also readable as it stands."""
+    """Rows of text under headings, as Markdown that is also readable as it stands."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -49,13 +49,11 @@ class Table:
         return "\n".join([heading, rule, *body])
 
 
-def write_report(folder: Path, name: str, markdown: str, data: object) -> tuple[Path, Path]:
-    """Write `folder`/`name`.md and .json; makes the folder; returns both paths."""
+def write_report(folder: Path, name: str, markdown: str, data: object) -> None:
+    """Write `folder`/`name`.md and .json."""
     folder.mkdir(parents=True, exist_ok=True)
-    text, record = folder / f"{name}.md", folder / f"{name}.json"
-    text.write_text(markdown.rstrip() + "\n")
-    write_json(record, data, indent=1)
-    return text, record
+    (folder / f"{name}.md").write_text(markdown.rstrip() + "\n")
+    write_json(folder / f"{name}.json", data, indent=1)
 
 
 def write_json(path: Path, data: object, indent: int | None = None) -> None:

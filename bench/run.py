@@ -1,9 +1,10 @@
-"""`cllm bench`: servers side by side, in interleaved rounds, held against the bars."""
+"""`python -m bench`: servers side by side, in interleaved rounds, held against the bars."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,22 +13,45 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import cllm
+from bench import footprint
 from bench.client import BadAnswer, CllmClient, StepTime
 from bench.comparison import Comparison, ReferenceRound, Round
+from bench.decode_bench import Reference, find_references
 from bench.load import run_load
-from bench.neighbour import busy_neighbour
 from bench.peers import CLLM, Peer, RunningPeer, ServerSettings, cllm_peer, log_folder, parse_peer, running
 from bench.plots import draw
-from bench.protocols import OpenAIDialect
-from bench.references import Reference, references_for
 from bench.report import write_json
-from bench.summary import make_document, record
+from bench.summary import make_report, record
+from bench.wire import OpenAIApi
 from bench.workloads import BenchRequest, Definition, Plan, make_plan, single_requests
 from bench.workloads.definition import BUSY, clients_of
 from bench.workloads.plan import make_fill
 from bench.workloads.text import words
 from cllm.errors import SetupError
-from tests.soak import footprint
+
+# It ends with its parent: a bench that is killed leaves nothing spinning.
+_SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+@contextmanager
+def busy_neighbour(busy: bool = True) -> Iterator[int]:
+    """A process that never waits, for as long as the block lasts; yields its id, 0 if none is wanted."""
+    if not busy:
+        yield 0
+        return
+    process = subprocess.Popen([sys.executable, "-S", "-c", _SPIN])
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
 
 NO_PEER = "no peer to compare with, so cllm is measured alone; `cllm build --with-server` builds llama-server"
 QUICK_ROUNDS = 2
@@ -36,13 +60,13 @@ SETTLE_S = 0.5  # compute threads go on polling for some 200 ms after the last t
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `cllm bench` was asked for. `peers` are spelled as for `parse_peer`."""
+    """The options of a run. `peers` are spelled as for `parse_peer`."""
 
     model: Path | None = None  # None: the embedded one
     peers: tuple[str, ...] = ()
     rounds: int = 5
     quick: bool = False  # fewer requests, two rounds, one KV layout: mechanics, not figures
-    out: Path | None = None  # folder for REPORT.md, report.html, report.json and plots/
+    out: Path | None = None  # folder for REPORT.md, report.json and plots/
     threads: int = 0  # of every server; 0: one per core
     library: Path | None = None  # folder of the library that cllm uses
     llama_bench: Path | None = None
@@ -67,7 +91,7 @@ class Options:
     def servers(self, definition: Definition) -> list[Peer]:
         """cllm, then the peers. Raises SetupError."""
         settings = self.settings(definition)
-        ours = cllm_peer(settings, self.command or None, OpenAIDialect())
+        ours = cllm_peer(settings, self.command or None, OpenAIApi())
         if definition.alone:
             return [ours]
         both = definition.both_layouts and not self.quick
@@ -79,7 +103,7 @@ class Options:
 
 
 @dataclass(slots=True)
-class SamplerScratch:
+class BenchRun:
     """A run under way: collects what it measures."""
 
     options: Options
@@ -99,12 +123,12 @@ class SamplerScratch:
         """All rounds of one workload, on servers of its own."""
         options = self.options
         settings = options.settings(definition)
-        references = references_for(definition, settings, options.llama_bench, options.plain_library)
+        references = find_references(definition, settings, options.llama_bench, options.plain_library)
         self.show(f"{definition.name}: {definition.about}")
         with _all_running(options.servers(definition), options.logs, definition.name) as servers:
             self._warm_up(definition, servers)
-            rounds = min(options.round_count, definition.most_rounds)
-            rounds = min(rounds, definition.most_quick_rounds) if options.quick else rounds
+            rounds = min(options.round_count, definition.max_rounds)
+            rounds = min(rounds, definition.max_quick_rounds) if options.quick else rounds
             for number in range(1, rounds + 1):
                 for condition in definition.conditions(options.quick):
                     for server in _rotated(servers, number):
@@ -124,11 +148,11 @@ class SamplerScratch:
             ]
             run_load(
                 server.address,
-                server.peer.tool_format,
+                server.peer.api,
                 single_requests("warm-up", requests, definition.parallel),
             )
             if definition.fill:
-                run_load(server.address, server.peer.tool_format, make_fill(definition, self.tokens_per_word))
+                run_load(server.address, server.peer.api, make_fill(definition, self.tokens_per_word))
 
     def _round(
         self,
@@ -171,14 +195,14 @@ class SamplerScratch:
 def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
     """Measure and report; 0 if every bar that was measured holds (quick: if all is answered), else 1.
 
-    Raises SetupError for peers that cannot be what they are said to be; a workload whose servers do not
+    Raises SetupError for peers that cannot be used; a workload whose servers do not
     start is reported as missing, and the others are run.
     """
-    bench = SamplerScratch(options)
+    bench = BenchRun(options)
     if not options.peers:
         bench.show(NO_PEER)
     for definition in definitions:
-        options.servers(definition)  # what is wrong with a peer is said before the first minutes have passed
+        options.servers(definition)  # a wrong peer is refused before the first minutes have passed
     load_average = os.getloadavg()[0]
     for definition in definitions:
         try:
@@ -195,14 +219,14 @@ def run_bench(options: Options, definitions: Sequence[Definition]) -> int:
         failures=tuple(bench.failures),
         quick=options.quick,
     )
-    print(make_document(comparison).markdown())
+    print(make_report(comparison))
     if options.out is not None:
         write(comparison, options.out, bench)
     return 0 if comparison.passed else 1
 
 
-def write(comparison: Comparison, folder: Path, bench: SamplerScratch) -> None:
-    """REPORT.md, report.html, report.json and, if matplotlib is there, plots/*.png."""
+def write(comparison: Comparison, folder: Path, bench: BenchRun) -> None:
+    """REPORT.md, report.json and, if matplotlib is there, plots/*.png."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "report.json", record(comparison))
     try:
@@ -210,10 +234,8 @@ def write(comparison: Comparison, folder: Path, bench: SamplerScratch) -> None:
     except SetupError as error:
         bench.show(str(error))
         pictures = []
-    document = make_document(comparison, pictures)
-    (folder / "REPORT.md").write_text(document.markdown())
-    (folder / "report.html").write_text(document.html(folder))
-    bench.show(f"written to {folder}: REPORT.md, report.html, report.json, {len(pictures)} plots")
+    (folder / "REPORT.md").write_text(make_report(comparison, pictures))
+    bench.show(f"written to {folder}: REPORT.md, report.json, {len(pictures)} plots")
 
 
 def measure_round(
@@ -224,7 +246,7 @@ def measure_round(
     idle_before = sum(footprint.measure(pid).cpu_s for pid in waiting)
     cpu_before = _cpu_s(server)
     steps_before = _step_time(server)
-    load = run_load(server.address, server.peer.tool_format, plan)
+    load = run_load(server.address, server.peer.api, plan)
     steps_after = _step_time(server)
     steps = steps_after.since(steps_before) if steps_before and steps_after else None
     if steps is not None:
@@ -249,7 +271,7 @@ def measure_tokens_per_word(server: RunningPeer) -> float:
         for count in (short, long)
         for number in range(samples)
     ]
-    load = run_load(server.address, server.peer.tool_format, single_requests("calibration", requests))
+    load = run_load(server.address, server.peer.api, single_requests("calibration", requests))
     counts = [each.prompt_tokens for each in load.answered if each.prompt_tokens is not None]
     if load.errors:
         raise SetupError(f"{server.peer.name} does not answer: {load.errors[0]}")

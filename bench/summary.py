@@ -1,39 +1,39 @@
-"""What a comparison says, as a document for people and a record for machines."""
+"""A comparison as Markdown for people and as a record for machines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import median
 
 import msgspec
 
 from bench.comparison import Comparison, Round
-from bench.document import Block, Bullets, Document, Heading, Paragraph, Picture
-from bench.figures import FIGURES
+from bench.figures import FIGURES, Completion
 from bench.peers import CLLM
+from bench.plots import Picture
 from bench.report import Spread, Table
-from bench.result import Completion
 from bench.workloads import Definition
 
 QUICK = "A QUICK RUN: fewer requests and rounds. It shows that everything works; its figures mean little."
 
 
-def make_document(comparison: Comparison, pictures: Sequence[Picture] = ()) -> Document:
-    blocks: list[Block] = [*_heading(comparison)]
+def make_report(comparison: Comparison, pictures: Sequence[Picture] = ()) -> str:
+    """The page in Markdown."""
     bars = [(bar.workload or "all", bar.what, bar.measured, bar.verdict) for bar in comparison.bars()]
-    blocks += [Heading(2, "Bars"), Table(("workload", "bar", "measured", "verdict"), bars)]
+    blocks = ["# cllm bench", *_heading(comparison)]
+    blocks += ["## Bars", Table(("workload", "bar", "measured", "verdict"), bars).markdown()]
     if comparison.failures:
-        blocks.append(Bullets([f"Not run: {failure}" for failure in comparison.failures]))
+        blocks.append(_bullets(f"Not run: {failure}" for failure in comparison.failures))
     for definition in comparison.definitions:
         if comparison.peers(definition.name):
             blocks.extend(_section(comparison, definition))
     share = _python_table(comparison)
     if share.rows:
-        blocks += [Heading(2, "Python's share of a step"), Paragraph(_PYTHON), share]
+        blocks += ["## Python's share of a step", _PYTHON, share.markdown()]
     if pictures:
-        blocks += [Heading(2, "Plots"), *pictures]
-    return Document("cllm bench", blocks)
+        blocks += ["## Plots", *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in pictures)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def record(comparison: Comparison) -> dict[str, object]:
@@ -51,36 +51,35 @@ def record(comparison: Comparison) -> dict[str, object]:
 
 
 _PYTHON = (
-    "Python is all of a cllm step but the native decode and the moves of KV states (prefixes and parked "
-    "requests to RAM and back, memory copied by llama.cpp): planning, filling the batch, sampling, text, and "
-    "what lies between two steps. From the server's own counters, prefill steps included."
+    "Python is all of a cllm step but the native decode and the KV transfers (cached prefixes and preempted "
+    "requests to host RAM and back): scheduling, filling the batch, sampling, text, and what lies between "
+    "two steps. From the server's own counters, prefill steps included."
 )
 
 
-def _heading(comparison: Comparison) -> Iterator[Block]:
+def _heading(comparison: Comparison) -> Iterator[str]:
     if comparison.quick:
-        yield Paragraph(QUICK)
-    yield Bullets([f"{name}: {value}" for name, value in comparison.info.items()])
+        yield QUICK
+    yield _bullets(f"{name}: {value}" for name, value in comparison.info.items())
     known = {name: digest for name, digest in comparison.libraries.items() if digest}
     if len(known) > 1:
         same = "The same libggml-cpu for all" if len(set(known.values())) == 1 else "NOT the same libggml-cpu"
-        yield Paragraph(f"{same}: {', '.join(f'{name} {digest}' for name, digest in known.items())}.")
-    yield Paragraph(
+        yield f"{same}: {', '.join(f'{name} {digest}' for name, digest in known.items())}."
+    yield (
         "Figures are medians over interleaved rounds (lowest–highest). A ratio is cllm's figure over the "
         "peer's, round by round. Against llama-server's two KV layouts, a bar counts the better one."
     )
 
 
-def _section(comparison: Comparison, definition: Definition) -> Iterator[Block]:
+def _section(comparison: Comparison, definition: Definition) -> Iterator[str]:
     name = definition.name
-    yield Heading(2, name)
-    yield Paragraph(f"{definition.about[0].upper()}{definition.about[1:]}.")
+    yield f"## {name}"
+    yield f"{definition.about[0].upper()}{definition.about[1:]}."
     conditions = comparison.conditions(name)
-    if len(conditions) > 1:
-        yield _condition_table(comparison, definition, conditions)
-    else:
-        yield _table(comparison, definition)
-    yield Bullets(list(_notes(comparison, name)))
+    several = len(conditions) > 1
+    table = _condition_table(comparison, definition) if several else _table(comparison, definition)
+    yield table.markdown()
+    yield _bullets(_notes(comparison, name))
 
 
 def _table(comparison: Comparison, definition: Definition) -> Table:
@@ -105,10 +104,10 @@ def _table(comparison: Comparison, definition: Definition) -> Table:
     return Table(("", *peers, *(f"cllm / {peer}" for peer in others)), rows)
 
 
-def _condition_table(comparison: Comparison, definition: Definition, conditions: Sequence[str]) -> Table:
+def _condition_table(comparison: Comparison, definition: Definition) -> Table:
     """Conditions and servers down, figures across."""
     rows = []
-    for condition in conditions:
+    for condition in comparison.conditions(definition.name):
         for peer in comparison.peers(definition.name):
             cells = (
                 _show(
@@ -136,11 +135,11 @@ def _notes(comparison: Comparison, workload: str) -> Iterator[str]:
             for each in one.load.answered
             if each.prompt_tokens is not None
         ]
-        told = f", prompts of {_range(prompts)} tokens" if prompts else ""
+        lengths = f", prompts of {_range(prompts)} tokens" if prompts else ""
         pieces = [each.tokens_per_chunk for one in rounds for each in one.load.answered if each.chunks_s]
         yield (
             f"{peer}: {server.median:.2f} cores used, the client beside it {client.median:.2f}; "
-            f"{median(pieces or [0]):.2f} tokens a chunk{told}; {len(rounds)} rounds"
+            f"{median(pieces or [0]):.2f} tokens a chunk{lengths}; {len(rounds)} rounds"
         )
     for peer in peers[1:]:
         pairs = list(_text_pairs(comparison, workload, peer))
@@ -174,11 +173,11 @@ def _python_table(comparison: Comparison) -> Table:
                         f"{definition.name} {condition}".strip(),
                         Spread.of(step.python_share for step in steps).show(2, 100),
                         Spread.of(step.sample_share for step in steps).show(2, 100),
-                        Spread.of(step.move_share for step in steps).show(2, 100),
+                        Spread.of(step.transfer_share for step in steps).show(2, 100),
                         Spread.of(step.total_s / step.steps for step in steps).show(2, 1000),
                     )
                 )
-    columns = ("workload", "Python with sampling, %", "sampling alone, %", "KV moves, %", "ms a step")
+    columns = ("workload", "Python with sampling, %", "sampling alone, %", "KV transfers, %", "ms a step")
     return Table(columns, rows)
 
 
@@ -212,6 +211,10 @@ def _request_record(one: Completion) -> dict[str, object]:
 
 def _show(spread: Spread, digits: int, scale: float = 1.0) -> str:
     return spread.show(digits, scale) if spread.median == spread.median else "–"
+
+
+def _bullets(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -126,7 +126,7 @@ def run(model: Path | None, threads: int, parallel: int, seconds: float, out: Pa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     shared = ("--model", "--threads", "--parallel", "--out")
-    parser = make_parser("tenants", __doc__, *shared, seconds=(30.0, "how long each part takes"))
+    parser = make_parser("bench.tenants", __doc__, *shared, seconds=(30.0, "how long each part takes"))
     return run_command(parser, arguments, run)
 
 

@@ -1,18 +1,22 @@
-"""HTTP/1.1 that notes what arrives and when, and reads none of it until the load is over.
+"""HTTP/1.1 that notes what arrives and when, and the APIs that are spoken over it.
 
-httpx costs about seven times the CPU per streamed chunk (135–200 µs against 22 µs, eight streams on a busy
-two-core machine), and the client shares its cores with the server it measures.
+Nothing is parsed until the load is over: the client shares its cores with the server it measures. httpx costs
+about seven times the CPU per streamed chunk (135–200 µs against 22 µs, eight streams on a busy two-core
+machine).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from bench.workloads.plan import BenchRequest
 
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -179,3 +183,122 @@ class _Recorder(asyncio.Protocol):
             return self._received >= self._head.length
         self._tail = (self._tail + data[-len(_LAST_CHUNK) :])[-len(_LAST_CHUNK) :]
         return self._head.chunked and self._tail == _LAST_CHUNK
+
+
+class Piece(NamedTuple):
+    """The content of one event of a stream. Counts are None where it holds none."""
+
+    text: str = ""
+    final: bool = False
+    generated_tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class Post(NamedTuple):
+    """What to send, and where."""
+
+    path: str
+    body: bytes
+
+
+class Api(Protocol):
+    """One server's way to stream an answer. `exact` if it generates as many tokens as it is asked for."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    def post(self, request: BenchRequest, history: Sequence[str] | None = None) -> Post:
+        """A completion or, with `history` (the user's and the model's turns, perhaps none yet), a chat."""
+
+    def read(self, payload: bytes) -> Piece:
+        """One event's payload. Raises ValueError for what is not JSON."""
+
+
+class CllmApi:
+    """`POST /generate_stream`. Knows no chats."""
+
+    exact = True
+
+    def post(self, request: BenchRequest, history: Sequence[str] | None = None) -> Post:
+        assert history is None, "/generate_stream takes one prompt"
+        body = _encode(
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            ignore_eos=request.ignore_eos,
+            stream=True,
+        )
+        return Post("/generate_stream", body)
+
+    def read(self, payload: bytes) -> Piece:
+        event: dict[str, Any] = json.loads(payload)
+        if "error" in event:
+            return Piece(final=True, error=str(event["error"]))
+        usage: dict[str, int] = event.get("usage") or {}
+        return Piece(
+            text=event.get("token", ""),
+            final=bool(event.get("done")),
+            generated_tokens=event.get("generated_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=usage.get("cached_tokens"),
+            finish_reason=event.get("finish_reason"),
+        )
+
+
+class OpenAIApi:
+    """`POST /v1/completions` and `/v1/chat/completions`.
+
+    `ignore_eos` is no field of OpenAI's; cllm, llama-server and vLLM know it. For others: `exact` False.
+    """
+
+    def __init__(self, model: str = "default", exact: bool = True) -> None:
+        self.exact = exact
+        self._model = model
+
+    def post(self, request: BenchRequest, history: Sequence[str] | None = None) -> Post:
+        common: dict[str, object] = {
+            "model": self._model,
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "ignore_eos": request.ignore_eos,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if history is None:
+            return Post("/v1/completions", _encode(prompt=request.prompt, **common))
+        messages = [
+            {"role": "assistant" if number % 2 else "user", "content": text}
+            for number, text in enumerate([*history, request.prompt])
+        ]
+        return Post("/v1/chat/completions", _encode(messages=messages, **common))
+
+    def read(self, payload: bytes) -> Piece:
+        if payload == b"[DONE]":
+            return Piece(final=True)
+        event: dict[str, Any] = json.loads(payload)
+        if "error" in event:
+            return Piece(final=True, error=str(event["error"]))
+        choice: dict[str, Any] = (event.get("choices") or [{}])[0]
+        usage: dict[str, Any] = event.get("usage") or {}
+        delta: dict[str, Any] = choice.get("delta") or {}
+        return Piece(
+            text=choice.get("text") or delta.get("content") or "",
+            generated_tokens=usage.get("completion_tokens"),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            finish_reason=choice.get("finish_reason"),
+        )
+
+
+class ChatApi(OpenAIApi):
+    """`POST /v1/chat/completions` only: a prompt is one user's message."""
+
+    def post(self, request: BenchRequest, history: Sequence[str] | None = None) -> Post:
+        return super().post(request, history or ())
+
+
+def _encode(**fields: object) -> bytes:
+    return json.dumps(fields).encode()

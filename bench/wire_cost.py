@@ -1,6 +1,6 @@
 """`python -m bench.wire_cost`: what it costs the server process to stream a token.
 
-The whole server runs, on a model that costs nothing (`cllm.cli.fake`), its engine in a child process as
+The whole server runs, on a model that costs nothing (`cllm.testing`), its engine in a child process as
 always. Clients in this process read streams over real HTTP. Counted is the CPU time of the server's own
 process: the report of a step coming in, the ledger, the events, the sockets; starting and ending requests
 too. Steps are slow enough that every token is an event of its own: merged ones would look cheap.
@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import footprint
 from bench.command import conclude, make_parser, run_command
+from bench.figures import LoadResult
 from bench.load import run_load
 from bench.peers import Peer, RunningPeer, log_folder, running
-from bench.protocols import ChatDialect, CllmDialect, OpenAIDialect, ToolFormat
 from bench.report import Spread, Table
-from bench.result import LoadResult
+from bench.wire import Api, ChatApi, CllmApi, OpenAIApi
 from bench.workloads.plan import BenchRequest, Plan, single_requests
 from bench.workloads.text import words
-from tests.soak import footprint
 
 MAX_US = 40.0
 MIN_EVENTS = 0.9  # per token; below it deltas were merged, and the figure would flatter
-DIALECTS: tuple[ToolFormat, ...] = (ChatDialect(), OpenAIDialect(), CllmDialect())
+APIS: tuple[Api, ...] = (ChatApi(), OpenAIApi(), CllmApi())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +47,22 @@ class Cost:
 
 def fake_peer(streams: int, request_tokens: int, step_ms: float) -> Peer:
     """The server on the fake runner."""
-    command = [sys.executable, "-m", "cllm.cli.fake", "serve", "--parallel", str(streams)]
+    command = [sys.executable, "-m", "cllm.testing", "serve", "--parallel", str(streams)]
     command += ["--ctx-size", str(streams * request_tokens), "--step-ms", str(step_ms)]
-    return Peer("cllm on the fake runner", tuple(command), ChatDialect(), "/ready")
+    return Peer("cllm on the fake runner", tuple(command), ChatApi(), "/ready")
 
 
-def measure(server: RunningPeer, tool_format: ToolFormat, workload: Plan) -> Cost:
+def measure(server: RunningPeer, api: Api, workload: Plan) -> Cost:
     """The server's CPU over one load."""
     before = footprint.cpu_seconds(server.pid)
-    load = run_load(server.address, tool_format, workload)
+    load = run_load(server.address, api, workload)
     time.sleep(0.05)  # what follows the last byte is part of it
     cpu_s = footprint.cpu_seconds(server.pid) - before
-    return Cost(_path(tool_format), load.generated_tokens, _events(load), cpu_s, load.wall_s, load.errors)
+    return Cost(_path(api), load.generated_tokens, _events(load), cpu_s, load.wall_s, load.errors)
 
 
-def _path(tool_format: ToolFormat) -> str:
-    return tool_format.post(BenchRequest("", 1)).path
+def _path(api: Api) -> str:
+    return api.post(BenchRequest("", 1)).path
 
 
 def _events(load: LoadResult) -> int:
@@ -83,9 +83,9 @@ def run(
         peer = fake_peer(streams, tokens + 128, step_ms)
         with running(peer, folder / "fake.log") as server:
             for number in range(-1, rounds):  # the first is to warm up
-                for tool_format in DIALECTS:
+                for api in APIS:
                     workload = _workload(number, streams, tokens if number >= 0 else 10)
-                    cost = measure(server, tool_format, workload)
+                    cost = measure(server, api, workload)
                     costs += [cost] if number >= 0 else []
     faults = find_faults(costs)
     text = "\n".join([_table(costs).markdown(), "", *(faults or [f"pass: at most {MAX_US:.0f} µs a token"])])
@@ -136,7 +136,7 @@ def _table(costs: Sequence[Cost]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        "wire_cost",
+        "bench.wire_cost",
         __doc__,
         "--out",
         streams=(32, "at the same time"),

@@ -62,6 +62,15 @@ class InvalidRequest(ClientError):
         super().__init__(message)
         self.field = field
 
+    @classmethod
+    def no_generation(cls, model: str, architecture: str) -> InvalidRequest:
+        """Text was asked of a model that only embeds."""
+        return cls(
+            f"{model} is an embedding model ({architecture}) and generates no text: "
+            "use /v1/embeddings, or /v1/rerank where it is a reranker",
+            field="model",
+        )
+
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"

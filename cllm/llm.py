@@ -50,8 +50,8 @@ from cllm.types import (
     SamplingParams,
     Usage,
 )
-from cllm.workers.executor import ThreadExecutor
-from cllm.workers.tokenizer import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
+from cllm.workers.engine_worker import ThreadExecutor
+from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
 
 log = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
@@ -97,7 +97,7 @@ def _raise_error(output: RequestOutput) -> None:
 
 def _make_vectors(outputs: Sequence[RequestOutput]) -> list[list[float]]:
     _raise_error(outputs[-1])
-    return [to_vector(data).tolist() for data in outputs[-1].vectors]
+    return [to_vector(data).tolist() for data in outputs[-1].embeddings]
 
 
 def _texts(texts: str | Sequence[str]) -> tuple[str, ...]:
@@ -288,7 +288,9 @@ class LLM(_Base):
         """An embedding of norm 1 for each text, in their order."""
         if not texts:
             return []
-        request = self._make_embed_request(self._engine.text.submit(TokenizeTexts(_texts(texts))).result())
+        request = self._make_embed_request(
+            self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))).result()
+        )
         stream = self._engine.submit(request, BlockingOutputStream)
         try:
             return _make_vectors(list(stream))
@@ -297,7 +299,7 @@ class LLM(_Base):
 
     def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> BlockingOutputStream:
         request = self._make_request(sampling, options)
-        answer = self._engine.text.submit(TokenizeText(prompt)).result()
+        answer = self._engine.tokenizer.submit(TokenizeText(prompt)).result()
         return self._engine.submit(_set_prompt(request, answer), BlockingOutputStream)
 
 
@@ -398,7 +400,7 @@ class AsyncLLM(_Base):
         """See `LLM.embed`."""
         if not texts:
             return []
-        task = self._engine.text.submit(TokenizeTexts(_texts(texts)))
+        task = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts)))
         stream = self._engine.submit(
             self._make_embed_request(await asyncio.wrap_future(task)), AsyncOutputStream
         )
@@ -416,5 +418,5 @@ class AsyncLLM(_Base):
 
     async def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> AsyncOutputStream:
         request = self._make_request(sampling, options)
-        answer = await asyncio.wrap_future(self._engine.text.submit(TokenizeText(prompt)))
+        answer = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeText(prompt)))
         return self._engine.submit(_set_prompt(request, answer), AsyncOutputStream)

@@ -1,11 +1,29 @@
-"""A runner without a model: exact, instant, and able to fail on demand. For the engine's own tests.
+"""Test doubles for cllm: a model runner without a model, and a server that answers by script.
 
-Its "model" is a function of the tokens that are in a sequence's memory. So text that comes out right
-proves that memory held exactly the right tokens: a leaked cell, a shared id or a lost token shows.
+`FakeRunner` computes nothing. Its next token is a function of all tokens in a sequence's KV memory, so the
+right text (`expected_text`) proves that the memory held exactly the right tokens: a leaked cell, a shared
+slot or a lost token shows. `ScriptedRunner` answers with the text its prompt holds:
+
+    >>> from cllm import LLM
+    >>> from cllm.testing import ScriptedRunner, say
+    >>> with LLM(make_runner=lambda config: ScriptedRunner()) as llm:
+    ...     llm.generate([say("Hello!")])[0].text
+    'Hello!'
+
+The same behind HTTP, with the real scheduler, admission and worker processes, for tests of clients:
+
+    $ python -m cllm.testing serve --port 8080
+    $ curl 127.0.0.1:8080/generate -H 'Content-Type: application/json' -d '{"prompt": "\\u0002Hello!\\u0003"}'
+
+Its workers are this module too: `python -m cllm.testing FD engine|text LOG_LEVEL`.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,15 +31,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, Sampler, StepResult, StepStatus
+from cllm.config import EngineConfig, ServerConfig
 from cllm.types import EmbedLimits, InfillTokens, Limits, ModelInfo, Pooling, SamplingParams, TokenLogprob
 
 END_TOKEN = 256
+TURN = 257  # a control token: the chat template opens the assistant's turn with it
 VOCABULARY_SIZE = 258
 VECTOR_LENGTH = 8
 
 
 def next_token(memory: Sequence[int], seed: int = 0, *, ends: bool = True) -> int:
-    """The fake model: a small letter (or, rarely, the end) that depends on every token before it."""
+    """The fake model: a lower-case letter (rarely, the end token) that depends on every token before it."""
     state = 2166136261 ^ seed
     for token in memory:
         state = ((state ^ token) * 16777619) & 0xFFFFFFFF
@@ -31,7 +51,7 @@ def next_token(memory: Sequence[int], seed: int = 0, *, ends: bool = True) -> in
 
 
 def expected_text(prompt: Sequence[int], max_tokens: int, seed: int = 0, *, ends: bool = True) -> str:
-    """What a request must yield, computed without any engine."""
+    """The text a request must yield, computed without an engine."""
     memory = list(prompt)
     text = ""
     for _ in range(max_tokens):
@@ -44,29 +64,27 @@ def expected_text(prompt: Sequence[int], max_tokens: int, seed: int = 0, *, ends
 
 
 def expected_vector(tokens: Sequence[int]) -> bytes:
-    """The fake model's vector of an input: what the last tokens would be, as numbers, for all of them."""
+    """The fake model's embedding of an input."""
     values = [float(next_token(tokens, seed, ends=False)) for seed in range(VECTOR_LENGTH)]
     return np.array([len(tokens), *values[1:]], np.float32).tobytes()
 
 
 class FakeVocabulary:
-    """Bytes are tokens; 256 ends, 257 is a control token spelled `<|x|>`."""
+    """A vocabulary of bytes; 256 is the end token, 257 a control token spelled `<|x|>`."""
 
     size = VOCABULARY_SIZE
     special_texts = frozenset({"<|x|>"})
     begin_text = ""
     end_text = "<|end|>"
+    ends = frozenset({END_TOKEN})
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        if not parse_special:
-            return list(text.encode())
-        tokens: list[int] = []
-        for index, part in enumerate(text.split("<|x|>")):
-            tokens += [257] * (index > 0) + list(part.encode())
-        return tokens
+        parts = text.split("<|x|>") if parse_special else [text]
+        tokens = [token for part in parts for token in (TURN, *part.encode())]
+        return tokens[1:]
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
-        return [*query.encode(), 257, *document.encode()]
+        return [*query.encode(), TURN, *document.encode()]
 
     def piece(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
@@ -78,16 +96,12 @@ class FakeVocabulary:
         return token >= END_TOKEN
 
     @property
-    def ends(self) -> frozenset[int]:
-        return frozenset({END_TOKEN})
-
-    @property
     def infill(self) -> InfillTokens | None:
         return None
 
 
 class FakeSampler:
-    """Counts itself in and out of its runner, so that a leak shows."""
+    """A sampler that its runner counts, so that a leak shows."""
 
     def __init__(self, runner: FakeRunner, params: SamplingParams) -> None:
         self.runner = runner
@@ -109,10 +123,10 @@ class FakeSampler:
 
 
 class FakeRunner(ModelRunner):
-    """Implements every contract of `ModelRunner`, and checks those of its caller.
+    """A model runner without a model. It keeps every contract of `ModelRunner` and checks its caller's.
 
-    `fail` is asked before each native call, with its running number and name; what it returns happens:
-    None (nothing), an exception (raised), or for `forward` a status (that result).
+    `fail` is called before each native call, with the call's number and name. It returns None, an exception
+    to raise, or for a step the status of its result. `step_s` is how long a step takes.
     """
 
     def __init__(
@@ -158,7 +172,7 @@ class FakeRunner(ModelRunner):
         )
         self._vocabulary = FakeVocabulary()
         self.memory: list[list[int]] = [[] for _ in range(sequences)]
-        self.embedding_memory: list[int] = []  # of the long input that is half computed
+        self.embedding_memory: list[int] = []  # of a long input that is partly computed
         self.embedding_open = False
         self.trimmable = trimmable
         self.step_s = step_s
@@ -167,6 +181,7 @@ class FakeRunner(ModelRunner):
         self.calls = 0
         self.open_samplers = 0
         self.closed = False
+        self._submitted: Batch | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -187,35 +202,41 @@ class FakeRunner(ModelRunner):
             raise outcome
         return outcome
 
-    def forward(self, batch: Batch) -> StepResult:
-        assert not self.closed
-        if batch.kind is BatchKind.EMBED:
-            return self._embed(batch)
+    def submit(self, batch: Batch) -> None:
+        assert not self.closed and self._submitted is None, "collect comes before the next submit"
+        self._submitted = batch
+
+    def collect(self) -> StepResult:
+        batch, self._submitted = self._submitted, None
+        assert batch is not None, "nothing was submitted"
+        return self._embed(batch) if batch.kind is BatchKind.EMBED else self._decode(batch)
+
+    def _decode(self, batch: Batch) -> StepResult:
         self._check(batch)
-        status = self._native("forward")
+        status = self._native("collect")
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
             status = StepStatus.ABORTED
-        if status is None and self._over_full(batch):
+        used = sum(map(len, self.memory)) + batch.token_count
+        if status is None and self._limits.unified and used > self._limits.cells:
             status = StepStatus.NO_ROOM
         if status not in (None, StepStatus.DONE):
             assert status is not None
             if not status.memory_intact:
-                # As llama.cpp does: what was computed before the failure stays in memory.
+                # As in llama.cpp: cells computed before the failure stay in memory.
                 first = batch.rows[0]
                 self.memory[first.seq_id].extend(first.tokens)
             return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
         results = []
         for row in batch.rows:
-            memory = self.memory[row.seq_id]
-            memory.extend(row.tokens)
-            if not row.outputs:
-                results.append(RowResult())
-                continue
-            results.append(self._chosen(row))
+            self.memory[row.seq_id].extend(row.tokens)
+            results.append(self._sample(row) if row.outputs else RowResult())
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
-    def _chosen(self, row: Row) -> RowResult:
-        """Token after token, as long as the next draft is what was chosen. Wrong drafts stay in memory."""
+    def _sample(self, row: Row) -> RowResult:
+        """Sample token after token while the next draft token is the sampled one.
+
+        Rejected draft tokens stay in memory.
+        """
         assert isinstance(row.sampler, FakeSampler)
         params = row.sampler.params
         memory = self.memory[row.seq_id]
@@ -223,17 +244,15 @@ class FakeRunner(ModelRunner):
         tokens: list[int] = []
         for place in range(row.outputs):
             known = memory[: len(memory) - len(drafts) + place]
-            token = self._choose(known, params)
+            token = self._next_token(known, params)
             if row.mask is not None and not row.mask[token]:
-                allowed = row.mask.nonzero()[0]  # the first at or after what the model wanted
+                allowed = row.mask.nonzero()[0]  # the first at or after the model's own token
                 token = int(allowed[allowed.searchsorted(token) % len(allowed)])
             tokens.append(token)
             if place < len(drafts) and drafts[place] != token:
                 break
-        logprobs = (
-            tuple(TokenLogprob(token, 0.0, ((token, 0.0),)) for token in tokens) if row.logprobs else ()
-        )
-        return RowResult(tuple(tokens), logprobs)
+        logprobs = tuple(TokenLogprob(token, 0.0, ((token, 0.0),)) for token in tokens)
+        return RowResult(tuple(tokens), logprobs if row.logprobs else ())
 
     def _embed(self, batch: Batch) -> StepResult:
         limits, held = self._limits.embed, self.embedding_memory
@@ -249,17 +268,17 @@ class FakeRunner(ModelRunner):
         self.embedding_memory = []
         if status not in (None, StepStatus.DONE):
             return StepResult(status, code=-2 if status is StepStatus.FAILED else 1)
-        if any(END_TOKEN in row.tokens for row in batch.rows):  # what this model refuses to read
+        if any(END_TOKEN in row.tokens for row in batch.rows):  # this model rejects it
             return StepResult(StepStatus.BAD_BATCH, code=-1)
         results = []
         for row in batch.rows:
             tokens = [*held, *row.tokens]
             if not row.outputs:
                 self.embedding_memory = tokens
-            results.append(RowResult(vector=expected_vector(tokens)) if row.outputs else RowResult())
+            results.append(RowResult(embedding=expected_vector(tokens)) if row.outputs else RowResult())
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
-    def state_identity(self) -> str:
+    def state_fingerprint(self) -> str:
         return "fake"
 
     def open_embedding(self) -> None:
@@ -270,8 +289,8 @@ class FakeRunner(ModelRunner):
         self._native("reset_embedding")
         self.embedding_memory = []
 
-    def _choose(self, memory: Sequence[int], params: SamplingParams) -> int:
-        """What the model says next, before any mask."""
+    def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
+        """The model's next token, before any mask."""
         return next_token(memory, params.seed, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
@@ -280,22 +299,15 @@ class FakeRunner(ModelRunner):
         assert 0 < batch.token_count + len(batch.padding) <= self._limits.batch_tokens
         for seq_id in batch.padding:
             assert ids[0] < seq_id < ids[-1] and seq_id not in ids
-            assert not self.memory[seq_id], "a filler must be an empty sequence"
+            assert not self.memory[seq_id], "padding rows need empty slots"
         for row in batch.rows:
             assert row.tokens and row.outputs <= len(row.tokens)
-            assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be taken back"
+            assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be rolled back"
             assert row.position == len(self.memory[row.seq_id]), "positions must follow the memory"
             assert row.position + len(row.tokens) <= self._limits.sequence_cells
 
-    def _over_full(self, batch: Batch) -> bool:
-        held = sum(len(memory) for memory in self.memory)
-        return self._limits.unified and held + batch.token_count > self._limits.cells
-
     def interrupt(self, stop: bool) -> None:
-        if stop:
-            self._interrupted.set()
-        else:
-            self._interrupted.clear()
+        (self._interrupted.set if stop else self._interrupted.clear)()
 
     def create_sampler(self, params: SamplingParams) -> Sampler:
         self._native("create_sampler")
@@ -308,9 +320,7 @@ class FakeRunner(ModelRunner):
     def truncate(self, seq_id: int, length: int) -> int:
         self._native("truncate")
         memory = self.memory[seq_id]
-        if length >= len(memory):
-            return len(memory)
-        keep = length if self.trimmable else 0
+        keep = len(memory) if length >= len(memory) else length if self.trimmable else 0
         del memory[keep:]
         return keep
 
@@ -324,23 +334,19 @@ class FakeRunner(ModelRunner):
 
     def save(self, seq_id: int) -> bytes | None:
         self._native("save")
-        return b"".join(token.to_bytes(2, "little") for token in self.memory[seq_id])
+        return np.array(self.memory[seq_id], np.uint16).tobytes()
 
     def restore(self, seq_id: int, state: bytes) -> bool:
         self._native("restore")
         assert not self.memory[seq_id]
-        self.memory[seq_id] = [
-            int.from_bytes(state[index : index + 2], "little") for index in range(0, len(state), 2)
-        ]
+        self.memory[seq_id] = np.frombuffer(state, np.uint16).tolist()
         return True
 
     def close(self) -> None:
         self.closed = True
 
 
-TURN = 257  # the fake vocabulary's control token: the template opens the assistant's turn with it
-# Roles and tools as text, then the token that opens the answer. What it says of tool calls names their
-# format, as published templates do.
+# Roles and tools as text, then TURN. Its words on tool calls name their format, as published templates do.
 CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}, to be used as <tool_call>{...}</tool_call>\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}<|x|>"
@@ -349,25 +355,12 @@ BEGIN, END, FAIL = "\x02", "\x03", "\x04"
 
 
 def say(text: str, *, fails: bool = False) -> str:
-    """What to put into a prompt."""
+    """A prompt, or a part of one, that makes `ScriptedRunner` answer `text` and then, with `fails`, fail."""
     return f"{BEGIN}{text}{FAIL if fails else ''}{END}"
 
 
-class Script:
-    """An answer as its prompt dictates it, and how much of it has been said."""
-
-    def __init__(self, text: bytes, said: int) -> None:
-        self.fails = text.endswith(FAIL.encode())
-        self.text = text.removesuffix(FAIL.encode())
-        self.said = said
-
-    @property
-    def over(self) -> bool:
-        return self.said >= len(self.text)
-
-
-def script_of(memory: Sequence[int]) -> Script | None:
-    """The script in a sequence's tokens, if there is one: the last of a conversation, or of a raw prompt."""
+def find_script(memory: Sequence[int]) -> tuple[bytes, bool] | None:
+    """What is left to say of the last script in a sequence's tokens, and whether it fails after that."""
     turns = [index for index, token in enumerate(memory) if token == TURN]
     plain = bytes(token if token < 256 else 0 for token in memory)
     begin = plain.rfind(BEGIN.encode(), 0, turns[-1] if turns else len(plain))
@@ -375,21 +368,87 @@ def script_of(memory: Sequence[int]) -> Script | None:
     if begin < 0 or end < 0:
         return None
     answer = turns[-1] + 1 if turns else end + 1
-    return Script(plain[begin + 1 : end], len(memory) - answer)
+    text = plain[begin + 1 : end]
+    return text.removesuffix(FAIL.encode())[len(memory) - answer :], text.endswith(FAIL.encode())
 
 
 class ScriptedRunner(FakeRunner):
-    """`FakeRunner`, with the answers of its prompts."""
+    """A `FakeRunner` that answers with the text its prompt holds (`say`)."""
 
-    def forward(self, batch: Batch) -> StepResult:
+    def _decode(self, batch: Batch) -> StepResult:
         for row in batch.rows:
-            script = script_of([*self.memory[row.seq_id], *row.tokens]) if row.outputs else None
-            if script is not None and script.fails and script.over:
+            if row.outputs and find_script([*self.memory[row.seq_id], *row.tokens]) == (b"", True):
                 return StepResult(StepStatus.BAD_BATCH, code=-1)
-        return super().forward(batch)
+        return super()._decode(batch)
 
-    def _choose(self, memory: Sequence[int], params: SamplingParams) -> int:
-        script = script_of(memory)
+    def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
+        script = find_script(memory)
         if script is None:
-            return next_token(memory, params.seed, ends=not params.ignore_eos)
-        return END_TOKEN if script.over else script.text[script.said]
+            return super()._next_token(memory, params)
+        return script[0][0] if script[0] else END_TOKEN
+
+
+def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
+    """The engine worker's runner. The configuration's `model` is the time a step takes, in milliseconds."""
+    progress(1.0)
+    return ScriptedRunner(
+        sequences=config.parallel,
+        cells=config.ctx_size,
+        batch_tokens=config.batch_tokens,
+        unified=config.unified_kv,
+        step_s=float(config.model) / 1000,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _run_worker(arguments: list[str]) -> int:
+    from cllm.workers.channel import Channel
+    from cllm.workers.engine_worker import main as run_worker
+    from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
+
+    def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
+        answer_tasks(channel, TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE))
+
+    return run_worker(arguments, _make_runner, serve_tokenizer)
+
+
+def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
+    """Serve `ScriptedRunner` over HTTP until a signal ends it."""
+    from cllm.cli.serve import _new_event_loop
+    from cllm.frontend.engine_client import EngineClient
+    from cllm.logs import configure_logging
+    from cllm.server.serve import bind, serve
+    from cllm.workers.executor import ProcessExecutor
+
+    configure_logging(server.log_level)
+    executor = ProcessExecutor(config, log_level=server.log_level, module="cllm.testing")
+    engine = EngineClient(executor, queue_size=server.queue_size)
+
+    def announce(url: str) -> None:
+        print(f"cllm serves fake (a script) at {url}", flush=True)
+
+    with contextlib.closing(bind(server)) as listener, asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        runner.run(serve(engine, server, listener, announce))
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] != ["serve"]:
+        return _run_worker(arguments)
+    parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
+    defaults = {"port": 0, "parallel": 8, "ctx-size": 8192, "step-ms": 0.0, "queue-size": 1024}
+    for name, default in ({"host": "127.0.0.1", "log-level": "warning"} | defaults).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+    options = vars(parser.parse_args(arguments[1:]))
+    engine = EngineConfig(
+        model=str(options.pop("step_ms")),
+        parallel=options.pop("parallel"),
+        ctx_size=options.pop("ctx_size"),
+        batch_tokens=512,
+        draft_tokens=0,
+    )
+    serve_scripted(engine, ServerConfig(**options, drain_s=1.0))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

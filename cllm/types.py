@@ -112,21 +112,17 @@ class ConstraintKind(StrEnum):
     CHOICE = "choice"  # a JSON list of texts
     TOOLS = "tools"  # a Lark grammar of tool calls
 
+    @property
+    def field(self) -> str:
+        """The field of a request that carries it; names it in refusals."""
+        return "response_format" if self is ConstraintKind.JSON_SCHEMA else self.value
+
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
     """What an answer must look like."""
 
     kind: ConstraintKind
     source: str
-
-
-FIELDS = {  # the request field that each kind comes from, for error messages
-    ConstraintKind.JSON_SCHEMA: "response_format",
-    ConstraintKind.REGEX: "regex",
-    ConstraintKind.GRAMMAR: "grammar",
-    ConstraintKind.CHOICE: "choice",
-    ConstraintKind.TOOLS: "tools",
-}
 
 
 class Pooling(StrEnum):
@@ -219,7 +215,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     usage: Usage | None = None  # set on the last
     error: Failure | None = None  # set when finish_reason is error
     stop: str | None = None  # the stop string that ended it, if one did
-    vectors: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
+    embeddings: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

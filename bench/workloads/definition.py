@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,11 +17,11 @@ ORDER = ("distinct", "single", "shared", "chat", "stall", "stale", "contended", 
 
 Count = Annotated[int, Meta(ge=1)]
 Length = int | tuple[int, int]  # no Meta here: msgspec 0.22 crashes on a bounded int beside a pair
-"""A number of tokens, or the least and the most of an even distribution."""
+"""A number of tokens, or the bounds of an even distribution."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Users who do the same. The groups of a workload run at the same time."""
+    """Users of one kind. The groups of a workload run at the same time."""
 
     name: str = "requests"
     count: Count = 32  # conversations; with one turn each, requests
@@ -39,9 +40,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens"):
             value = getattr(self, name)
-            least, most = value if isinstance(value, tuple) else (value, value)
-            if not 1 <= least <= most:
-                raise ValueError(f"{name}: {value} is not a length, or a least and a most")
+            low, high = value if isinstance(value, tuple) else (value, value)
+            if not 1 <= low <= high:
+                raise ValueError(f"{name}: {value} is not a length, or a lowest and a highest")
 
 
 class BarLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +61,7 @@ class BarLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One workload: who asks what, of a server of which size, the figures that come out, their bars."""
+    """One workload: the users, the size of the server, the figures that come out, their bars."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
     about: str
@@ -76,8 +77,8 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     busy_neighbour: bool = False  # each round also with another process busy on a core
     concurrency: tuple[Count, ...] = ()  # each round with so many clients, two requests for each
     quick_concurrency: tuple[Count, ...] = ()
-    most_rounds: Count = 1000
-    most_quick_rounds: Count = 2
+    max_rounds: Count = 1000
+    max_quick_rounds: Count = 2
     folder: str = ""  # where prompt files are looked for; set by `read_file`
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 QUIET, BUSY = "quiet", "busy"
+_OLD_NAMES = {"most_rounds": "max_rounds", "most_quick_rounds": "max_quick_rounds"}
 
 
 def clients_label(clients: int) -> str:
@@ -112,7 +114,10 @@ def clients_of(condition: str) -> int | None:
 def read_file(path: Path) -> Definition:
     """Raises SetupError with the file's name and what is wrong in it."""
     try:
-        definition = msgspec.toml.decode(path.read_bytes(), type=Definition)
+        fields = {
+            _OLD_NAMES.get(name, name): value for name, value in tomllib.loads(path.read_text()).items()
+        }
+        definition = msgspec.convert(fields, Definition)
     except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
         raise SetupError(f"{path}: {error}") from None
     definition = msgspec.structs.replace(definition, folder=str(path.parent))

@@ -26,7 +26,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one user asks, turn by turn. Several turns are a chat: each sends all that was said before."""
+    """What one user asks, turn by turn. Several turns are a chat: each turn sends the whole history."""
 
     turns: tuple[BenchRequest, ...]
     at_s: float = 0.0  # open loop: when it begins
@@ -140,11 +140,11 @@ def _prompts(
 
 
 def _draw(length: Length, share: float) -> int:
-    """`share` in [0, 1) of the way from the least to the most, ends included."""
+    """`share` in [0, 1) of the way from the lowest to the highest, ends included."""
     if isinstance(length, int):
         return length
-    least, most = length
-    return least + int(share * (most - least + 1))
+    low, high = length
+    return low + int(share * (high - low + 1))
 
 
 def _scaled(tokens: int, tokens_per_word: float) -> int:

@@ -1,7 +1,7 @@
-"""The seam between the engine and whatever computes: `ModelRunner.forward(batch) -> StepResult`.
+"""The model runner's interface: `submit(batch)`, then `collect() -> StepResult`.
 
-Frozen: sampling happens inside `forward`, token masks go in, several accepted tokens per row come
-out, logits never do. The engine knows nothing of llama.cpp and a runner knows nothing of requests.
+Sampling happens inside the runner: token masks go in, several accepted tokens per row come out, logits never
+do. The engine core knows nothing of llama.cpp and a runner knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ class BatchKind(StrEnum):
 
 
 class Sampler(Protocol):
-    """Chooses tokens for one sequence and remembers what it chose. Owned: close it exactly once."""
+    """Samples the tokens of one sequence and keeps their history. Owned: close it exactly once."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take tokens into the history that penalties look back on (the prompt, usually)."""
+        """Add tokens to the history that penalties look back on (the prompt, usually)."""
 
     def clone(self) -> Sampler:
-        """An independent copy with the same state: keep it to roll back to."""
+        """An independent copy with the same state, to roll back to."""
 
     def close(self) -> None:
         """Free it. Called on the owner thread; further use is a bug."""
 
 
 class Drafter(Protocol):
-    """Guesses the tokens that follow a sequence. One for each sequence."""
+    """Proposes draft tokens for one sequence."""
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most `most` guesses of what follows `tokens`, which only ever grow between two calls."""
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """At most `max_tokens` draft tokens to follow `tokens`, which only ever grow between two calls."""
 
 
 class Row(NamedTuple):
     """One sequence's part of a step: `tokens` go to positions `position`, `position + 1`, …
 
-    The last `outputs` tokens yield output (0 in mid-prompt, 1 when a token is wanted, more for
-    speculation: then the tokens after the first output are drafts to be verified).
+    The last `outputs` tokens yield output: 0 in mid-prompt, 1 when a token is wanted, more for speculative
+    decoding. Then the tokens after the first output are drafts to be verified.
     """
 
     seq_id: int
@@ -55,14 +55,14 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one step computes, complete: rows in ascending order of sequence id, one row per id.
+    """What one step computes: rows in ascending order of seq_id, one row per id.
 
-    In an EMBED batch ids mean nothing beyond the step and rows with `outputs` yield a vector. A row begins
-    at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory stays
-    until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
+    In an EMBED batch ids mean nothing beyond the step, and rows with `outputs` yield an embedding. A row
+    starts at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory
+    stays until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
 
-    `padding` are ids of empty sequences between those of the rows. Each is given one token that is thrown
-    away again, and is empty afterwards whatever becomes of the step: so the ids have no holes.
+    `padding` holds ids of empty slots between those of the rows. Each gets one token that is discarded, and
+    is empty afterwards whatever the outcome of the step: so the ids have no gaps.
     """
 
     rows: tuple[Row, ...]
@@ -74,13 +74,13 @@ class Batch(NamedTuple):
         return sum(len(row.tokens) for row in self.rows)
 
     def halves(self) -> tuple[Batch, Batch]:
-        """Its rows in two batches: to find out whose tokens were refused."""
+        """Its rows in two batches, to bisect for the row that was refused."""
         half = len(self.rows) // 2
         return Batch(self.rows[:half], self.kind), Batch(self.rows[half:], self.kind)
 
 
 class StepStatus(Enum):
-    """What became of a step; one member per class of return codes of `llama_decode`."""
+    """The outcome of a step; one member per class of return codes of `llama_decode`."""
 
     DONE = "done"  # 0: every row was computed
     NO_ROOM = "no_room"  # 1: no KV cells for this batch; memory is as before
@@ -90,7 +90,7 @@ class StepStatus(Enum):
 
     @property
     def memory_intact(self) -> bool:
-        """True when a failed step left KV as it was; otherwise law 10 demands a cut-back."""
+        """True when a failed step left KV as it was; otherwise the whole step must be rolled back."""
         return self in (StepStatus.NO_ROOM, StepStatus.BAD_BATCH)
 
 
@@ -99,8 +99,8 @@ class RowResult(NamedTuple):
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    error: str | None = None  # no token could be chosen for this row; its memory is as computed
-    vector: bytes = b""  # float32, of an EMBED row
+    error: str | None = None  # no token could be sampled for this row; its memory is as computed
+    embedding: bytes = b""  # float32, of an EMBED row
 
 
 class StepResult(NamedTuple):
@@ -111,7 +111,7 @@ class StepResult(NamedTuple):
     code: int = 0
     ubatches: int = 0
     compute_s: float = 0.0  # inside the native decode
-    sample_s: float = 0.0  # choosing tokens
+    sample_s: float = 0.0  # sampling
 
 
 class ModelRunner(Protocol):
@@ -126,13 +126,24 @@ class ModelRunner(Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
 
-    def forward(self, batch: Batch) -> StepResult:
-        """Compute the rows, sample where asked. Raises nothing for what a status can say."""
+    def submit(self, batch: Batch) -> None:
+        """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.
+
+        One batch at a time: `collect` comes before the next `submit`. Raises nothing a status can say.
+        """
+
+    def collect(self) -> StepResult:
+        """Wait for the submitted batch, sample where asked, and return the outcome."""
+
+    def run(self, batch: Batch) -> StepResult:
+        """Submit a batch and collect its result at once."""
+        self.submit(batch)
+        return self.collect()
 
     def interrupt(self, stop: bool) -> None:
-        """From any thread: let the forward that runs end early, ABORTED (True), or no more of them (False).
+        """From any thread: end the running step early, ABORTED (True), or let steps run again (False).
 
-        A runner that cannot stop in the middle ignores it.
+        A runner that cannot stop in the middle of a step ignores it.
         """
         return
 
@@ -161,21 +172,21 @@ class ModelRunner(Protocol):
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
     def memory_bytes(self) -> dict[str, int]:
-        """What it has taken, in bytes, by part: model, kv, buffers (an estimate)."""
+        """Allocated bytes by part: model, kv, buffers (an estimate)."""
         return {}
 
-    def state_identity(self) -> str:
-        """What saved memory is good for: that of another model, build or layout must not be restored."""
+    def state_fingerprint(self) -> str:
+        """What saved memory is valid for: that of another model, build or layout must not be restored."""
         return ""
 
     def open_embedding(self) -> None:
-        """Make what EMBED batches need; idempotent. Raises CllmError where that is not possible."""
+        """Allocate what EMBED batches need; idempotent. Raises CllmError where that is not possible."""
 
     def reset_embedding(self) -> None:
-        """Forget an input of which only the first chunks were computed."""
+        """Drop an input of which only the first chunks were computed."""
 
     def create_drafter(self) -> Drafter | None:
-        """Who guesses for one sequence by a model of its own; None where there is no such model."""
+        """A drafter backed by a draft model, for one sequence; None where there is no draft model."""
         return None
 
     def close(self) -> None:
@@ -183,16 +194,16 @@ class ModelRunner(Protocol):
 
 
 def count_ubatches(rows: Iterable[Row], ubatch_tokens: int, *, unified: bool) -> int:
-    """Into how many physical batches llama.cpp cuts these rows.
+    """How many physical batches (ubatches) llama.cpp splits these rows into.
 
-    One pool of cells: by size alone. One stream per sequence: a physical batch takes a run of consecutive
-    ids and the same number of tokens of each, so gaps between ids and rows of unequal length cost extra.
+    Unified KV: by size alone. Split KV: a ubatch takes a run of consecutive ids and the same number of
+    tokens of each, so gaps between ids and rows of unequal length cost extra.
     """
     left = {row.seq_id: len(row.tokens) for row in rows}
     if unified:
         return -(-sum(left.values()) // ubatch_tokens)
     if set(left.values()) == {1} and max(left) - min(left) + 1 == len(left) <= ubatch_tokens:
-        return 1  # everybody generates, and no id is missing between them
+        return 1  # decode only, and no id is missing
     count = 0
     while left:
         first = min(left)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from cllm.text.tool_formats import Tool, ToolFormat
-from cllm.workers.tokenizer import Chat
+from cllm.workers.messages import Chat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
 

@@ -21,7 +21,7 @@ from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.output_parser import OutputEvent, OutputParser
 from cllm.text.tool_formats import ToolFormat, get_tool_format
 from cllm.types import Request, RequestOutput
-from cllm.workers.tokenizer import CheckConstraint, Text, TokenizeChat, Tokens
+from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, Tokens
 
 ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
 
@@ -155,7 +155,7 @@ async def open_chat(
 ) -> ChatSession[AsyncOutputStream]:
     """Submit n choices. Raises InvalidRequest for what the template or the grammar refuses, and the
     errors of `EngineClient.submit`."""
-    engine.check_room()
+    engine.check_capacity()
     plan = plan_chat(engine, conversation, request)
     if plan.check is not None:
         await run_tokenizer(engine, plan.check, Text, GRAMMAR_LIMIT_S)
@@ -168,11 +168,11 @@ def open_chat_blocking(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[BlockingOutputStream]:
     """`open_chat` for threads, without time limits on tokenizer tasks."""
-    engine.check_room()
+    engine.check_capacity()
     plan = plan_chat(engine, conversation, request)
     if plan.check is not None:
-        engine.text.submit(plan.check).result()
-    prompt = engine.text.submit(plan.prompt).result()
+        engine.tokenizer.submit(plan.check).result()
+    prompt = engine.tokenizer.submit(plan.prompt).result()
     assert isinstance(prompt, Tokens)
     streams = submit_all(engine, plan.request, [prompt.tokens], n, BlockingOutputStream)
     return ChatSession(engine, plan, prompt, streams)

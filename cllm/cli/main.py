@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from cllm import __version__
+import cllm
 
 COMMANDS = {  # name: the file beside this one, and what it calls the command
     "serve": ("serve", "serve_command"),
@@ -27,10 +29,13 @@ class Commands(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
+        if cmd_name == "bench":
+            found = _find_bench()
+        elif cmd_name in COMMANDS:
+            file, attribute = COMMANDS[cmd_name]
+            found = getattr(import_module(f"cllm.cli.{file}"), attribute)
+        else:
             return None
-        file, attribute = COMMANDS[cmd_name]
-        found = getattr(import_module(f"cllm.cli.{file}"), attribute)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(found)
@@ -38,6 +43,16 @@ class Commands(TyperGroup):
         command = typer.main.get_command(found)
         command.name = cmd_name
         return command
+
+
+def _find_bench() -> Any:
+    """The command of the repository's benchmarks (hidden). They are beside this package, not in it."""
+    root = Path(cllm.__file__).parents[1]
+    if not (root / "bench" / "__main__.py").is_file():
+        typer.echo("cllm bench: benchmarks are in the repository, not in the package: `make bench`", err=True)
+        raise typer.Exit(2)
+    sys.path.append(str(root))
+    return import_module("bench.__main__").bench_command
 
 
 app = typer.Typer(
@@ -51,7 +66,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"cllm {__version__}")
+        typer.echo(f"cllm {cllm.__version__}")
         raise typer.Exit
 
 

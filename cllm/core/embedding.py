@@ -1,6 +1,6 @@
-"""Inputs on their way to becoming vectors: who is in the next EMBED batch, and what follows from its result.
+"""Embeddings: which inputs the next EMBED batch computes, and what its result means.
 
-The scheduler's sibling: the loop gives them turns. Nothing here holds a lease or a cell of generation.
+The scheduler's sibling: the engine core gives them turns. Nothing here holds a slot or a cell of generation.
 """
 
 from __future__ import annotations
@@ -12,28 +12,18 @@ from collections.abc import Callable
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.errors import BadBatch, CllmError, EngineError, IntegrityError, InvalidRequest
-from cllm.types import Failure, FinishReason, ModelInfo, Request, RequestOutput, Usage
+from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
 
 log = logging.getLogger(__name__)
 
 
-def refuse_impossible(request: Request, info: ModelInfo) -> None:
-    """Raise InvalidRequest when this model cannot do what is asked."""
-    if not request.embed and not info.generates:
-        raise InvalidRequest(
-            f"{info.name} is an embedding model ({info.architecture}) and generates no text: "
-            "use /v1/embeddings, or /v1/rerank where it is a reranker",
-            field="model",
-        )
-
-
-class Call:
-    """One request for vectors: its inputs, those still to do, and what they have become."""
+class EmbeddingRequest:
+    """One request for embeddings: its inputs, those still to do, and the results so far."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.todo = deque(range(len(request.embed)))
-        self.vectors: dict[int, bytes] = {}
+        self.embeddings: dict[int, bytes] = {}
         self.decoded_tokens = self.steps = self.ubatches = 0
 
     @property
@@ -45,7 +35,7 @@ class Call:
 
     @property
     def complete(self) -> bool:
-        return len(self.vectors) == len(self.request.embed)
+        return len(self.embeddings) == len(self.request.embed)
 
     def usage(self) -> Usage:
         return Usage(
@@ -57,10 +47,10 @@ class Call:
         )
 
 
-class Long:
+class LongInput:
     """The one input that is computed over several steps."""
 
-    def __init__(self, call: Call, index: int) -> None:
+    def __init__(self, call: EmbeddingRequest, index: int) -> None:
         self.call = call
         self.index = index
         self.num_computed = 0
@@ -71,29 +61,32 @@ class Long:
 
 
 class EmbeddingScheduler:
-    """Owns every call for vectors from arrival to its one terminal delta. Runs on the owner thread.
+    """Owns every request for embeddings from arrival to its one terminal output. Runs on the owner thread.
 
-    A batch takes one input of each call in turn, so that a short call does not wait for a long one.
+    A batch takes one input of each request in turn, so that a short one does not wait for a long one.
     """
 
-    def __init__(self, runner: ModelRunner, budget: PrefillBudget, generating: Callable[[], int]) -> None:
+    def __init__(self, runner: ModelRunner, budget: PrefillBudget, decoding: Callable[[], int]) -> None:
         self.runner = runner
         self.budget = budget
-        self._generating = generating  # how many wait for their next token meanwhile
+        self._decoding = decoding  # how many wait for their next token meanwhile
         self._limits = runner.limits.embed
-        self._calls: dict[str, Call] = {}  # whose turn it is first
-        self._planned: dict[int, tuple[Call, int]] = {}  # of the last batch: row id -> whose input
-        self._long: Long | None = None
-        self._deltas: list[RequestOutput] = []
+        self._calls: dict[str, EmbeddingRequest] = {}  # the one whose turn it is first
+        self._planned: dict[
+            int, tuple[EmbeddingRequest, int]
+        ] = {}  # of the last batch: row id -> whose input
+        self._long: LongInput | None = None
+        self._outputs: list[RequestOutput] = []
 
     # What comes in ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Accept a call. It gets exactly one terminal delta, whatever happens."""
+        """Accept a request. It gets exactly one terminal output, whatever happens."""
         assert request.id not in self._calls, f"request {request.id} is here already"
-        call = self._calls[request.id] = Call(request)
+        call = self._calls[request.id] = EmbeddingRequest(request)
         try:
-            refuse_impossible(request, self.runner.info)
+            if not request.embed:
+                raise InvalidRequest.no_generation(self.runner.info.name, self.runner.info.architecture)
             self.runner.open_embedding()
         except CllmError as error:
             self._fail(call, error)
@@ -107,24 +100,24 @@ class EmbeddingScheduler:
             self._finish(call, FinishReason.CANCELLED)
 
     def fail_all(self, error: CllmError) -> None:
-        """The engine ends: everybody still here gets the error as their terminal delta."""
+        """The engine ends: every request still here gets the error as its terminal output."""
         for call in list(self._calls.values()):
             self._fail(call, error)
 
     # The step --------------------------------------------------------------------------------------
 
-    def plan(self) -> Batch | None:
+    def schedule(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
         self._planned = {}
         if not self._calls:
             return None
-        # Those who generate have no token in this batch: what counts is only whether somebody waits for it.
-        room = max(1, self.budget.prefill_tokens(int(self._generating() > 0)))
+        # Decoding sequences have no token in this batch: what counts is whether one waits for it.
+        room = max(1, self.budget.prefill_tokens(int(self._decoding() > 0)))
         if self._long is None:
             picked = self._pick(room)
             call, index = picked[0]
             if self._limits.chunked and call.size(index) > room:
-                self._long = Long(call, index)
+                self._long = LongInput(call, index)
         if self._long is not None:
             return self._chunk(self._long, room)
         self._planned = dict(enumerate(picked))
@@ -133,9 +126,9 @@ class EmbeddingScheduler:
         )
         return Batch(tuple(rows), BatchKind.EMBED)
 
-    def _pick(self, room: int) -> list[tuple[Call, int]]:
+    def _pick(self, room: int) -> list[tuple[EmbeddingRequest, int]]:
         """Inputs that fit together, at least one; they are no longer to do."""
-        picked: list[tuple[Call, int]] = []
+        picked: list[tuple[EmbeddingRequest, int]] = []
         taken = 0
         found = True
         while found:
@@ -149,46 +142,46 @@ class EmbeddingScheduler:
                     taken += size
                     found = True
         first = next(iter(self._calls))
-        self._calls[first] = self._calls.pop(first)  # next time somebody else chooses first
+        self._calls[first] = self._calls.pop(first)  # another request is first next time
         return picked
 
-    def _chunk(self, long: Long, room: int) -> Batch:
+    def _chunk(self, long: LongInput, room: int) -> Batch:
         self._planned = {0: (long.call, long.index)}
         end = min(long.num_computed + room, len(long.tokens))
         tokens = long.tokens[long.num_computed : end]
         row = Row(0, long.num_computed, tokens, int(end == len(long.tokens)), None)
         return Batch((row,), BatchKind.EMBED)
 
-    def apply(self, batch: Batch, result: StepResult) -> None:
-        """Take in what became of a batch; the deltas are then waiting in `take_outputs`."""
+    def update(self, batch: Batch, result: StepResult) -> None:
+        """Process the result of a batch; the outputs are then waiting in `take_outputs`."""
         match result.status:
             case StepStatus.DONE:
-                self.budget.observe(batch, result)
+                self.budget.cost.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._process_row(row, outcome, result.ubatches)
             case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:
-                # The loop has bisected: what is left is the culprit.
+                # The batch was bisected: what is left is the culprit.
                 for call, _ in self._inputs(batch):
                     self._fail(call, BadBatch(f"llama.cpp refused this input's tokens (code {result.code})"))
             case StepStatus.ABORTED | StepStatus.FAILED:
                 self._put_back(batch)
 
-    def still_to_do(self, batch: Batch) -> Batch:
-        """The rows of a planned batch whose calls have not ended meanwhile."""
+    def still_scheduled(self, batch: Batch) -> Batch:
+        """The rows of a scheduled batch whose requests have not ended meanwhile."""
         rows = (row for row in batch.rows if self._planned[row.seq_id][0].id in self._calls)
         return Batch(tuple(rows), batch.kind)
 
-    def request_of(self, seq_id: int) -> str | None:
-        """Nobody's: a row is one of many inputs of a call, and not worth stopping the others for."""
+    def request_id(self, seq_id: int) -> str | None:
+        """None: a row is one of many inputs of a request, and not worth interrupting the others for."""
         return None
 
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order."""
-        deltas, self._deltas = self._deltas, []
-        return deltas
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
-    def _inputs(self, batch: Batch) -> list[tuple[Call, int]]:
-        """Whose inputs a batch holds, less those of calls that an earlier row has ended."""
+    def _inputs(self, batch: Batch) -> list[tuple[EmbeddingRequest, int]]:
+        """The inputs of a batch, less those of requests that an earlier row has ended."""
         planned = (self._planned[row.seq_id] for row in batch.rows)
         return [(call, index) for call, index in planned if call.id in self._calls]
 
@@ -206,7 +199,7 @@ class EmbeddingScheduler:
             self._long.num_computed += len(row.tokens)
         else:
             self._long = None
-            call.vectors[index] = outcome.vector
+            call.embeddings[index] = outcome.embedding
             if call.complete:
                 self._finish(call, FinishReason.STOP)
 
@@ -227,26 +220,30 @@ class EmbeddingScheduler:
         return len(self._calls)
 
     def check_idle(self) -> None:
-        """Law 7: idle means zero."""
+        """Integrity check: idle means that nothing is half computed."""
         assert self.idle
         if self._long is not None:
             raise IntegrityError("idle, but an input is still half computed")
 
     # Leaving ---------------------------------------------------------------------------------------
 
-    def _fail(self, call: Call, error: CllmError) -> None:
+    def _fail(self, call: EmbeddingRequest, error: CllmError) -> None:
         self._finish(call, FinishReason.ERROR, Failure(error.code, error.message))
 
-    def _finish(self, call: Call, reason: FinishReason, error: Failure | None = None) -> None:
-        """Law 4: the one way out."""
+    def _finish(self, call: EmbeddingRequest, reason: FinishReason, error: Failure | None = None) -> None:
+        """The one way out: one terminal output."""
         del self._calls[call.id]
         if self._long is not None and self._long.call is call:
             self._forget_long()
         done = reason is FinishReason.STOP
-        vectors = tuple(call.vectors[index] for index in range(len(call.vectors))) if done else ()
-        self._deltas.append(
+        embeddings = tuple(call.embeddings[index] for index in range(len(call.embeddings))) if done else ()
+        self._outputs.append(
             RequestOutput(
-                request_id=call.id, finish_reason=reason, error=error, usage=call.usage(), vectors=vectors
+                request_id=call.id,
+                finish_reason=reason,
+                error=error,
+                usage=call.usage(),
+                embeddings=embeddings,
             )
         )
 

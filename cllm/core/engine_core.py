@@ -1,4 +1,4 @@
-"""The loop: plan, forward, apply. One thread runs it and owns everything native."""
+"""The engine core: schedule, submit, collect, update. One thread runs it and owns everything native."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
-from cllm.backend.base import Batch, BatchKind, Drafter, ModelRunner, StepResult, StepStatus
+from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file import CacheFileJobs
-from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.scheduler import Scheduler
-from cllm.core.spec_decode import NgramDrafter, Proven, SpecDecodePolicy
+from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
+from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import CllmError, EngineDied, IntegrityError
 from cllm.types import RequestOutput
 from cllm.workers.messages import (
@@ -41,7 +42,7 @@ GRAMMAR_POLL_S = 0.005
 
 
 class EngineCore:
-    """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its deltas."""
+    """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its outputs."""
 
     def __init__(
         self,
@@ -49,47 +50,52 @@ class EngineCore:
         config: EngineConfig,
         emit: Callable[[Report], None],
         *,
-        new_drafter: Callable[[], Drafter] | None = None,
+        cost: StepCostModel | None = None,
+        spec_decode: SpecDecodePolicy | None = None,
     ) -> None:
+        """`cost` and `spec_decode` replace what the configuration says, for tests."""
         self.runner = runner
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
-        # Guesses and everybody's newest token go into one batch.
-        guesses = min(config.draft_tokens, runner.limits.batch_tokens - runner.limits.sequences)
+        limits = runner.limits
+        cost = cost or StepCostModel(split=not limits.unified)
+        target_s = config.target_itl_ms * MILLISECOND
+        # Drafts and the newest token of each sequence go into one batch.
+        draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
         self.scheduler = Scheduler(
             runner,
-            PrefillBudget(
-                runner.limits.batch_tokens, config.target_itl_ms / 1000, split=not runner.limits.unified
-            ),
-            HostKVCache(cached_limit=config.cache_ram_mb << 20, swap_limit=config.swap_space_mb << 20),
+            PrefillBudget(limits.batch_tokens, target_s, cost),
+            HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
             share_across_tenants=config.share_prefixes_across_tenants,
-            speculator=SpecDecodePolicy(
-                max(0, guesses),
-                new_drafter or (lambda: runner.create_drafter() or Proven(NgramDrafter())),
-                dear=bool(config.draft_model),
+            spec_decode=spec_decode
+            or SpecDecodePolicy(
+                draft_tokens,
+                lambda: runner.create_drafter() or NgramDrafter(),
+                draft_model=bool(config.draft_model),
             ),
         )
-        self.state_work = CacheFileJobs(runner, self.scheduler.prefixes.tier, config.state_dir, emit)
+        self.cache_files = CacheFileJobs(runner, self.scheduler.prefix_cache.host, config.state_dir, emit)
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
-            PrefillBudget(runner.limits.embed.batch_tokens, config.target_itl_ms / 1000, split=False),
-            generating=lambda: self.scheduler.running_count,
+            PrefillBudget(limits.embed.batch_tokens, target_s, StepCostModel(split=False)),
+            decoding=lambda: self.scheduler.running_count,
         )
         self._embedded_last = False
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
+        self._reported: Counter[str] = Counter()  # counters as of the last report
 
     @property
     def ready(self) -> Ready:
-        """What the parent is told when it may send requests."""
-        tier = self.scheduler.prefixes.tier
-        memory = {**self.runner.memory_bytes(), "ram_tier_limit": tier.limit, "ram_tier": 0}
+        """What the HTTP process hears when it may send requests."""
+        host = self.scheduler.prefix_cache.host
+        memory = {**self.runner.memory_bytes(), "ram_tier_limit": host.limit, "ram_tier": 0}
         return Ready(self.runner.info, self.runner.limits, memory)
 
     def post(self, command: Command) -> None:
-        """Hand in a command, from any thread. One that ends a request ends the step of its prompt, too."""
+        """Hand in a command, from any thread. One that ends a request ends its prefill step, too."""
         self.inbox.put(command)
         match command:
             case Cancel(request_id):
@@ -98,113 +104,99 @@ class EngineCore:
                 self._interrupt.cancelled(None)
 
     def run(self) -> None:
-        """Run until told to stop. Whatever ends it, everybody still here gets a terminal delta."""
+        """Run until stopped. Whatever ends it, every request still here gets a terminal output."""
         error: CllmError = EngineDied("the engine was stopped")
         try:
             while self._take_commands():
                 self.step()
-                self.state_work.slice()
+                self.cache_files.slice()
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             error = exception if isinstance(exception, CllmError) else EngineDied("the engine loop died")
             raise
         finally:
-            self.state_work.close()
+            self.cache_files.close()
             self.scheduler.fail_all(error)
             self.embedding.fail_all(error)
-            self._emit(StepReport(deltas=self._take_outputs(), stats=self._stats()))
+            self._emit(StepReport(self._take_outputs(), self._stats()))
 
     def step(self) -> None:
-        """One step of everybody who generates, or one of vectors: plan, forward, apply."""
+        """One step, of generation or of embeddings: schedule, submit, collect, update."""
         self.step_started = time.perf_counter()
-        # What lies between two steps (telling the last one, reading commands) is part of this one.
+        # What lies between two steps (reporting the last one, reading commands) is part of this one.
         started = self._busy_since or self.step_started
-        compute_s = sample_s = 0.0
-        moved_before_s = self.scheduler.moves.seconds
-        steps = rows = tokens = 0
-        planner = self._whose_turn()
-        batch = planner.plan()
+        transferred_s = self.scheduler.transfer.seconds
+        # Where both have work they alternate: at most one batch of embeddings between two decode steps.
+        waits = not self.embedding.idle
+        self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
+        scheduler = self.embedding if self._embedded_last else self.scheduler
+        work = StepWork()
+        batch = scheduler.schedule()
         if batch is not None:
-            for part, result in self._forward(planner, batch):
-                planner.apply(part, result)
+            work.rows, work.tokens = len(batch.rows), batch.token_count
+            for part, result in self._compute(scheduler, batch):
+                scheduler.update(part, result)
                 self._count_failures(part.kind, result)
-                compute_s += result.compute_s
-                sample_s += result.sample_s
-                steps += 1
-            rows, tokens = len(batch.rows), batch.token_count
+                work.add(result)
         self.step_started = None
-        deltas = self._take_outputs()
+        outputs = self._take_outputs()
         now = time.perf_counter()
         self._busy_since = None if self.idle else now
-        if deltas or batch is not None:
-            step_s = now - started
-            self._emit(
-                StepReport(
-                    deltas=deltas,
-                    stats=self._stats(
-                        steps=steps,
-                        rows=rows,
-                        tokens=tokens,
-                        step_s=step_s,
-                        compute_s=compute_s,
-                        sample_s=sample_s,
-                        transfer_s=self.scheduler.moves.seconds - moved_before_s,
-                    ),
-                )
-            )
+        if outputs or batch is not None:
+            work.step_s = now - started
+            work.transfer_s = self.scheduler.transfer.seconds - transferred_s
+            self._emit(StepReport(outputs, self._stats(work)))
 
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and self.embedding.idle
 
-    def _whose_turn(self) -> Scheduler | EmbeddingScheduler:
-        """Where both have work they alternate: at most one batch of vectors between two steps of tokens."""
-        waits = not self.embedding.idle
-        self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
-        return self.embedding if self._embedded_last else self.scheduler
-
     def _take_outputs(self) -> tuple[RequestOutput, ...]:
         return (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
 
-    def _forward(
-        self, planner: Scheduler | EmbeddingScheduler, batch: Batch
+    def _compute(
+        self, scheduler: Scheduler | EmbeddingScheduler, batch: Batch
     ) -> Iterator[tuple[Batch, StepResult]]:
-        """Compute a batch; one that is refused is halved until the culprit stands alone."""
+        """Compute a batch; one that is refused is bisected until the culprit stands alone."""
         try:
-            with self._interrupt.around(batch, planner.request_of):
-                result = self.runner.forward(batch)
+            with self._interrupt.around(batch, scheduler.request_id):
+                self.runner.submit(batch)
+                result = self.runner.collect()
         except Exception as exception:
-            log.error("forward raised", exc_info=exception)
-            result = StepResult(StepStatus.FAILED, code=-99)
+            log.error("a step raised", exc_info=exception)
+            result = StepResult(StepStatus.FAILED)
         refused = result.status is StepStatus.BAD_BATCH or (
-            result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # nobody to park there
+            result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # no row to preempt there
         )
         if refused and len(batch.rows) > 1:
             for half in batch.halves():
-                # What became of the first half may have parked or ended somebody of the second.
-                if (left := planner.still_to_do(half)).rows:
-                    yield from self._forward(planner, left)
+                # The outcome of the first half may have preempted or ended a sequence of the second.
+                if (left := scheduler.still_scheduled(half)).rows:
+                    yield from self._compute(scheduler, left)
         else:
             yield batch, result
 
     def _count_failures(self, kind: BatchKind, result: StepResult) -> None:
-        """One failed step has been undone and is tried again; two in a row are the end."""
+        """One failed step has been rolled back and is tried again; two in a row are the end."""
         if result.status is StepStatus.DONE:
             self._failed_steps[kind] = 0
         elif result.status is StepStatus.FAILED:
             self._failed_steps[kind] += 1
-            log.error("a step (%s) failed with code %d and was undone", kind.value, result.code)
+            log.error("a step (%s) failed with code %d and was rolled back", kind.value, result.code)
             if self._failed_steps[kind] > 1:
                 raise EngineDied(f"two steps in a row failed, the last with code {result.code}")
 
+    # Commands --------------------------------------------------------------------------------------
+
     def _take_commands(self) -> bool:
-        """Handle what is in the inbox, waiting for something when idle; False when told to stop."""
+        """Handle what is in the inbox, waiting for something when idle; False when to stop."""
         try:
-            if self.idle and self.state_work.idle:
-                command = self._idle_wait()
-            elif self._at_once:
+            if self.idle and self.cache_files.idle:
+                self._check_idle()
+                command = self.inbox.get()
+            elif self.scheduler.has_work or not self.embedding.idle or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
-            else:  # everybody here waits for a grammar, or for the disk
+            else:  # every request here waits for its grammar, or for the disk
                 command = self.inbox.get(timeout=GRAMMAR_POLL_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
@@ -212,20 +204,13 @@ class EngineCore:
         except Empty:
             return True
 
-    @property
-    def _at_once(self) -> bool:
-        """There is something to do that waits for nobody."""
-        files = not self.state_work.idle and not self.state_work.waits
-        return self.scheduler.has_work or not self.embedding.idle or files
-
-    def _idle_wait(self) -> Command:
+    def _check_idle(self) -> None:
         try:
             self.scheduler.check_idle()
             self.embedding.check_idle()
         except IntegrityError as error:
             log.error("%s", error)
-            self.scheduler.repair_idle()
-        return self.inbox.get()
+            self.scheduler.pool.clear_all()
 
     def _handle(self, command: Command) -> bool:
         match command:
@@ -237,77 +222,87 @@ class EngineCore:
             case Cancel(request_id):
                 self.scheduler.cancel(request_id)
                 self.embedding.cancel(request_id)
-            case Inspect(ticket):
-                self._emit(Inspection(ticket, self.scheduler.snapshot()))
+            case Inspect(call_id):
+                self._emit(Inspection(call_id, self.scheduler.snapshot()))
             case SavePrefixes() | RestorePrefixes():
-                self.state_work.add(command)
+                self.cache_files.add(command)
             case Stop():
                 return False
         return True
 
-    def _stats(
-        self,
-        *,
-        steps: int = 0,
-        rows: int = 0,
-        tokens: int = 0,
-        step_s: float = 0.0,
-        compute_s: float = 0.0,
-        sample_s: float = 0.0,
-        transfer_s: float = 0.0,
-    ) -> StepStats:
-        preemptions, swap_ins = self.scheduler.swap.take_counts()
-        prefixes, tier = self.scheduler.prefixes.take_counts(), self.scheduler.prefixes.tier
+    def _stats(self, work: StepWork | None = None) -> StepStats:
+        """Work since the last report, and the state at its end."""
+        work = work or StepWork()
+        scheduler, cache, transfer = self.scheduler, self.scheduler.prefix_cache, self.scheduler.transfer
+        counters = Counter(
+            prefix_hits=cache.hits,
+            prefix_tokens=cache.hit_tokens,
+            prefix_saves=cache.saves,
+            prefix_evictions=cache.host.evictions,
+            preemptions=transfer.swap_outs,
+            swap_ins=transfer.swap_ins,
+        )
+        new, self._reported = counters - self._reported, counters
         return StepStats(
-            steps=steps,
-            rows=rows,
-            tokens=tokens,
-            step_s=step_s,
-            compute_s=compute_s,
-            sample_s=sample_s,
-            transfer_s=transfer_s,
-            running=self.scheduler.running_count + self.embedding.count,
-            waiting=self.scheduler.waiting_count,
-            leases=self.scheduler.pool.held_count,
-            cells_used=self.scheduler.cells_used,
-            integrity_failures=self.scheduler.integrity_failures,
+            steps=work.steps,
+            rows=work.rows,
+            tokens=work.tokens,
+            step_s=work.step_s,
+            compute_s=work.compute_s,
+            sample_s=work.sample_s,
+            transfer_s=work.transfer_s,
+            running=scheduler.running_count + self.embedding.count,
+            waiting=scheduler.waiting_count,
+            leases=scheduler.pool.held_count,
+            cells_used=scheduler.cells_used,
+            integrity_failures=scheduler.integrity_failures,
             interrupted=self._interrupt.count,
-            prefix_hits=prefixes.hits,
-            prefix_tokens=prefixes.tokens,
-            prefix_saves=prefixes.saves,
-            prefix_evictions=prefixes.evictions,
-            prefix_bytes=tier.cached_bytes,
-            swapped_bytes=tier.swapped_bytes,
-            preemptions=preemptions,
-            swap_ins=swap_ins,
+            prefix_bytes=cache.host.cached_bytes,
+            swapped_bytes=cache.host.swapped_bytes,
+            **new,
         )
 
 
-class StepInterrupt:
-    """Stops the running forward when a request whose prompt is in it is cancelled, from any thread.
+class StepWork:
+    """What one step computed, and where its time went."""
 
-    Only a prefill is worth it: the step of somebody who generates is short, and the others in it would lose
-    it for nothing. Nor are two steps in a row stopped while others are in them: whoever sends and cancels
-    all the time takes at most every second step from his neighbours.
+    __slots__ = ("compute_s", "rows", "sample_s", "step_s", "steps", "tokens", "transfer_s")
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.tokens = 0
+        self.step_s = self.compute_s = self.sample_s = self.transfer_s = 0.0
+
+    def add(self, result: StepResult) -> None:
+        self.steps += 1
+        self.compute_s += result.compute_s
+        self.sample_s += result.sample_s
+
+
+class StepInterrupt:
+    """Ends the running step early when a request whose prefill is in it is cancelled, from any thread.
+
+    Only a prefill is worth it: a decode step is short, and the other rows would lose it for nothing. Nor are
+    two steps in a row interrupted while other rows are in them: a client that sends and cancels all the time
+    takes at most every second step from its neighbours.
     """
 
-    LONG_ROW_TOKENS = 32
+    MIN_ROW_TOKENS = TILE // 2
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._lock = threading.Lock()
-        self._members: frozenset[str] = frozenset()  # whose cancel stops the step that runs now
-        self._stopped = False  # the last step was stopped
+        self._members: frozenset[str] = frozenset()  # requests whose cancel ends the running step
+        self._interrupted = False  # the last step was ended early
         self.count = 0
 
     @contextmanager
-    def around(self, batch: Batch, request_of: Callable[[int], str | None]) -> Iterator[None]:
-        """While a batch is computed. `request_of` tells whose a sequence id is; nobody's are spared."""
-        spare = self._stopped and len(batch.rows) > 1
-        long_rows = [row.seq_id for row in batch.rows if len(row.tokens) >= self.LONG_ROW_TOKENS]
-        names = () if spare else map(request_of, long_rows)
+    def around(self, batch: Batch, request_id: Callable[[int], str | None]) -> Iterator[None]:
+        """While a batch is computed. `request_id` gives the request of a seq_id, if it may interrupt."""
+        spare = self._interrupted and len(batch.rows) > 1
+        long_rows = [row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS]
+        names = () if spare else map(request_id, long_rows)
         members = frozenset(name for name in names if name is not None)
-        self._stopped = False
+        self._interrupted = False
         with self._lock:
             self._runner.interrupt(False)
             self._members = members
@@ -318,10 +313,10 @@ class StepInterrupt:
                 self._members = frozenset()
 
     def cancelled(self, request_id: str | None) -> None:
-        """A request (None: everybody) will be cancelled as soon as this step is over: let that be now."""
+        """A request (None: all) will be cancelled as soon as this step is over: end it now."""
         with self._lock:
             if self._members and (request_id is None or request_id in self._members):
                 self._members = frozenset()
-                self._stopped = True
+                self._interrupted = True
                 self.count += 1
                 self._runner.interrupt(True)

@@ -1,104 +1,130 @@
-"""How many tokens a step may carry, so that nobody who is generating waits longer than the target."""
+"""Chunked prefill by time: how many tokens of which sequence go into a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as List
+from itertools import pairwise
 
-from cllm.backend.base import Batch, StepResult
+from cllm.backend.base import Row, count_ubatches
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, GuessClock, StepCostModel, StepShape, attended_pairs
+from cllm.core.step_cost import TILE, StepCostModel, StepShape, attended_pairs
 
 
 class PrefillBudget:
-    """Turns a time target into prefill tokens, with the cost of a step as measured.
+    """Turns the inter-token target into prefill tokens, with the cost of a step as measured.
 
-    With nobody generating, a step is as large as the batch allows. Chunks are whole tiles where there is
+    With no sequence decoding, a step is as large as the batch allows. Chunks are whole tiles where there is
     time for one: at 1,600 tokens of context, 63 tokens take three times as long as 64.
     """
 
-    SMALLEST_CHUNK = 2  # whatever the clock says: a prompt must get on
-    GROWTH = 4  # no chunk is more than so many times what was measured
+    MIN_CHUNK = 2  # whatever the cost model says: a prompt must get on
+    MAX_GROWTH = 4  # no chunk is more than so many times what was measured
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     TILE_AIM = 1.1  # for a single tile: the next smaller chunk computes a third as much in the same time
+    OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
 
-    def __init__(self, batch_tokens: int, target_s: float, *, split: bool = True) -> None:
+    def __init__(self, batch_tokens: int, target_s: float, cost: StepCostModel) -> None:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
-        self.clock = StepCostModel()
-        self.guesses = GuessClock(batch_tokens, self.AIM * target_s, split=split)
-        self.split = split  # then rows of unequal length are computed apart
+        self.cost = cost
+        self._turn = 0
 
     @property
-    def seconds_per_token(self) -> float | None:
-        """What computing one more prompt token costs; None before it was measured."""
-        cost = self.clock.cost
-        if cost is None or not self.clock.largest_prefill:
-            return None
-        return cost.prefill_token or None
+    def max_step_s(self) -> float:
+        return self.AIM * self.target_s
 
-    def offset(self, generating: int) -> int:
+    def schedule_tokens(
+        self, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
+    ) -> dict[str, int]:
+        """Tokens by request id; a sequence that is missing has no part in this step.
+
+        Each decoding sequence gets one token, prompts what there is time for. Of several prompts the shortest
+        goes first (`urgency` stands for the length): that minimises the sum of all times to first token. But
+        one step in `OLDEST_FIRST` belongs to the oldest, so that short prompts cannot hold up a long one for
+        ever. Steps and not parts of steps, since small chunks are slow.
+        """
+        sequences = list(running)
+        if all(sequence.pending == 1 for sequence in sequences):
+            return {sequence.id: 1 for sequence in sequences}
+        sequences.sort(key=lambda sequence: sequence.arrival)
+        context = sum(sequence.num_computed for sequence in sequences)
+        prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
+        decoding = [sequence for sequence in sequences if sequence not in prompts]
+        shares = {sequence.id: 1 for sequence in decoding}
+        if not prompts:
+            return shares
+        if len(prompts) > 1:
+            self._turn += 1
+            begin = int(self._turn % self.OLDEST_FIRST == 0)
+            prompts[begin:] = sorted(prompts[begin:], key=urgency)
+        room = self.prefill_tokens(
+            len(decoding),
+            context=sum(sequence.num_computed for sequence in decoding),
+            position=prompts[0].num_computed,
+        )
+        parts = divide(room, [prompt.pending for prompt in prompts], self._offset(len(decoding)))
+        shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
+        return shares
+
+    def _at_once(self, sequence: Sequence, rows: int, context: int) -> bool:
+        """Several tokens are pending, and as many as there is room for are computed together.
+
+        Prompts are. Tokens that a grammar forced go one by one where that is cheaper for the other rows: with
+        split KV, several at once are another ubatch that all of them wait for.
+        """
+        tokens, step = sequence.pending, self.cost.step
+        if tokens == 1 or not sequence.answering:
+            return tokens > 1
+        if rows == 1 or not self.cost.split or step is None:
+            return True
+        step_s = step.seconds(StepShape(1, 0, rows, context))
+        return rows * (step.ubatch + (tokens - 1) * step.prefill_token) < (tokens - 1) * step_s
+
+    def _offset(self, decoding: int) -> int:
         """What a chunk must have beyond whole tiles, to be computed in whole tiles beside these rows.
 
-        In streams of their own, a row's first token goes along with the others' only ones; in a common
-        pool all tokens are computed together.
+        With split KV, a row's first token is computed along with the decoding rows; with unified KV all
+        tokens are computed together.
         """
-        return int(generating > 0) if self.split else -(generating % TILE)
+        return int(decoding > 0) if self.cost.split else -(decoding % TILE)
 
-    def worth_a_pass(self, tokens: int, *, rows: int, context: int) -> bool:
-        """Whether one of `rows` that generate, holding `context` cells together, gets several tokens at once.
-
-        In streams of their own, that is another pass over the weights and all of them wait for it; one by
-        one, the others lose nothing and this one waits for some steps.
-        """
-        cost = self.clock.cost
-        if rows == 1 or not self.split or cost is None:
-            return True
-        step_s = cost.seconds(StepShape(1, 0, rows, context))
-        return rows * (cost.ubatch + (tokens - 1) * cost.prefill_token) < (tokens - 1) * step_s
-
-    def prefill_tokens(self, generating: int, *, context: int = 0, position: int = 0) -> int:
-        """Most prefill tokens of the next step, beside one token for each of `generating` sequences.
+    def prefill_tokens(self, decoding: int, *, context: int = 0, position: int = 0) -> int:
+        """Most prefill tokens of the next step, beside one token for each of `decoding` sequences.
 
         Those hold `context` cells together; the prefill goes on at about `position`.
         """
-        room = self.batch_tokens - generating
-        if generating == 0 or room <= 0:
+        room = self.batch_tokens - decoding
+        if decoding == 0 or room <= 0:
             return max(0, room)
-        offset = self.offset(generating)
-        cost, measured = self.clock.cost, self.clock.largest_prefill
-        if cost is None or not measured:
+        offset = self._offset(decoding)
+        step, measured = self.cost.step, self.cost.largest_prefill
+        if step is None or not measured:
             return min(room, TILE + offset)
-        most = min(room, max(TILE + offset, self.GROWTH * measured))
+        largest = min(room, max(TILE + offset, self.MAX_GROWTH * measured))
 
         def fits(chunk: int, aim: float = self.AIM) -> bool:
-            shape = self._shape(chunk, generating, context, position)
-            if shape.attended > self.GROWTH * max(self.clock.largest_attended, context):
+            shape = self._shape(chunk, decoding, context, position)
+            if shape.attended > self.MAX_GROWTH * max(self.cost.largest_attended, context):
                 return False
-            return cost.seconds(shape) <= aim * self.target_s
+            return step.seconds(shape) <= aim * self.target_s
 
-        tiles = _most(0, (most - offset) // TILE, lambda count: fits(count * TILE + offset))
-        if tiles == 0 and most >= TILE + offset:
+        tiles = bisect_largest(0, (largest - offset) // TILE, lambda count: fits(count * TILE + offset))
+        if tiles == 0 and largest >= TILE + offset:
             tiles = int(fits(TILE + offset, self.TILE_AIM))
         if tiles > 0:
             return tiles * TILE + offset
-        smallest = min(room, self.SMALLEST_CHUNK)
-        return _most(smallest, max(smallest, min(most, TILE - 1)), fits)
+        smallest = min(room, self.MIN_CHUNK)
+        return bisect_largest(smallest, max(smallest, min(largest, TILE - 1)), fits)
 
-    def _shape(self, chunk: int, generating: int, context: int, position: int) -> StepShape:
+    def _shape(self, chunk: int, decoding: int, context: int, position: int) -> StepShape:
         """Of a step with one prefill chunk."""
-        together = chunk - 1 if self.split else chunk + generating
+        together = chunk - 1 if self.cost.split else chunk + decoding
         attended, tiled = attended_pairs(chunk, position, together)
-        return StepShape(1 + self.split, chunk, generating, context + attended, tiled)
-
-    def observe(self, batch: Batch, result: StepResult) -> None:
-        """Learn from a finished step."""
-        seconds = result.compute_s + result.sample_s
-        self.clock.observe(StepShape.of(batch, result.ubatches, split=self.split), seconds)
-        self.guesses.observe(batch, seconds)
+        return StepShape(1 + self.cost.split, chunk, decoding, context + attended, tiled)
 
 
-def _most(low: int, high: int, fits: Callable[[int], bool]) -> int:
+def bisect_largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `high` that fits, `low` if none does; what is larger than a misfit is one."""
     while low < high:
         middle = (low + high + 1) // 2
@@ -107,58 +133,6 @@ def _most(low: int, high: int, fits: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
-
-
-class Sharing:
-    """One token of each who generates, and of prompts what there is time for.
-
-    Of several prompts the shortest goes first (`urgency` stands for the length): that makes the sum of all
-    waits for first tokens the least. But one step in four belongs to the oldest, so that no stream of short
-    prompts can hold up a long one for ever. Steps and not parts of steps, since small chunks are slow.
-    """
-
-    OLDEST_FIRST = 4
-
-    def __init__(self, budget: PrefillBudget, urgency: Callable[[Sequence], int]) -> None:
-        self._budget = budget
-        self._urgency = urgency
-        self._turn = 0
-
-    def shares(self, running: Iterable[Sequence]) -> dict[str, int]:
-        """Tokens by request id; whoever is not in it has no part in this step."""
-        sequences = list(running)
-        if all(sequence.pending == 1 for sequence in sequences):
-            return {sequence.id: 1 for sequence in sequences}
-        sequences.sort(key=lambda sequence: sequence.arrival)
-        at_once = {sequence.id for sequence in sequences if self._at_once(sequence, sequences)}
-        generating = [sequence for sequence in sequences if sequence.id not in at_once]
-        prompts = [sequence for sequence in sequences if sequence.id in at_once]
-        shares = {sequence.id: 1 for sequence in generating}
-        if not prompts:
-            return shares
-        if len(prompts) > 1:
-            self._turn += 1
-            begin = 1 if self._turn % self.OLDEST_FIRST == 0 else 0
-            prompts[begin:] = sorted(prompts[begin:], key=self._urgency)
-        room = self._budget.prefill_tokens(
-            len(generating),
-            context=sum(sequence.num_computed for sequence in generating),
-            position=prompts[0].num_computed,
-        )
-        parts = divide(room, [prompt.pending for prompt in prompts], self._budget.offset(len(generating)))
-        shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
-        return shares
-
-    def _at_once(self, sequence: Sequence, running: List[Sequence]) -> bool:
-        """It has several tokens to compute, and is to have as many as there is room for.
-
-        Prompts are. A few tokens that a grammar forced go one by one where that costs everybody less.
-        """
-        if sequence.pending == 1:
-            return False
-        return not sequence.answering or self._budget.worth_a_pass(
-            sequence.pending, rows=len(running), context=sum(other.num_computed for other in running)
-        )
 
 
 def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
@@ -181,3 +155,31 @@ def _whole_tiles(room: int, want: int, offset: int) -> int:
     if tiles > 1 and want - tiles * TILE - offset < TILE:
         tiles -= 1  # what is left for the end shall be a tile, too
     return tiles * TILE + offset if tiles > 0 else 0
+
+
+def choose_padding(
+    rows: List[Row], empty: Collection[int], cost: StepCostModel, max_tokens: int
+) -> tuple[int, ...]:
+    """Padding rows: empty slots between the rows' ids that are worth a token each. Rows ascend by id.
+
+    With split KV, llama.cpp computes a run of consecutive ids at once, so a gap costs another pass over the
+    weights. An empty slot in the gap can be given a token that is discarded, which costs a row.
+    """
+    ids = [row.seq_id for row in rows]
+    if ids[-1] - ids[0] + 1 == len(ids) or (step := cost.step) is None:
+        return ()
+    room = max_tokens - sum(len(row.tokens) for row in rows)
+    padded = list(rows)
+    padding: list[int] = []
+    ubatches = count_ubatches(padded, max_tokens, unified=False)
+    for before, after in pairwise(ids):
+        gap = range(before + 1, after)
+        if not gap or len(gap) > room or not all(seq_id in empty for seq_id in gap):
+            continue
+        tried = [*padded, *(Row(seq_id, 0, (0,), 0, None) for seq_id in gap)]
+        ubatches_then = count_ubatches(tried, max_tokens, unified=False)
+        if (ubatches - ubatches_then) * step.ubatch > len(gap) * step.row:
+            padded, ubatches = tried, ubatches_then
+            padding += gap
+            room -= len(gap)
+    return tuple(padding)

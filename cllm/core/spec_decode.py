@@ -1,293 +1,223 @@
-"""Guessing what comes next, so that one step can settle several tokens. The runner verifies every guess.
+"""Speculative decoding: drafters, how often their drafts are accepted, and the draft plan of a step.
 
-A guess that is wrong costs time, never text: each token is chosen as it would be without guesses.
+The runner verifies every draft token, so a wrong draft costs time, never text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
 
 from cllm.backend.base import Batch, Drafter
-from cllm.core.step_cost import GuessClock, GuessPrice
+from cllm.core.step_cost import StepCostModel
 from cllm.types import Request
-
-
-class NgramDrafter:
-    """Guesses that the text repeats itself: what followed when its newest tokens stood there before.
-
-    Good at summaries, code edits, tables, quoting; needs no second model. A text that goes round in a circle
-    is guessed to go round again, however short the circle is.
-    """
-
-    LENGTHS = (4, 3, 2)  # of the repeated beginning, the longest first
-    INDEXED_AT_ONCE = 4096  # of a long prompt in one step: nobody is to wait for it
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, ...], int] = {}  # tokens -> the position after their latest occurrence
-        self._indexed = 0  # positions up to here have been looked at
-
-    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
-        self._index(tokens)
-        for length in self.LENGTHS:
-            place = self._seen.get(tuple(tokens[-length:]))
-            if place is not None:
-                followed = list(tokens[place : place + most])
-                return [followed[number % len(followed)] for number in range(most)] if followed else []
-        return []
-
-    def _index(self, tokens: Tokens[int]) -> None:
-        # Up to the last token but one: the newest tokens themselves are no earlier occurrence.
-        end = min(len(tokens), self._indexed + self.INDEXED_AT_ONCE)
-        for place in range(max(1, self._indexed), end):
-            for length in self.LENGTHS:
-                if place >= length:
-                    self._seen[tuple(tokens[place - length : place])] = place
-        self._indexed = end
-
-
-class Proven:
-    """A drafter that keeps its guesses to itself until they come true.
-
-    A guess by looking things up costs nothing, a wrong one in a step does. So it is first compared with what
-    is said anyway: text that does not repeat itself is never slowed down.
-    """
-
-    NEEDED = 3  # tokens foreseen in a row
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self._guess: list[int] = []
-        self._guessed_at = 0  # how many tokens there were
-        self._foreseen = 0  # in a row
-
-    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
-        said = tokens[self._guessed_at :]
-        for guessed, token in zip(self._guess, said, strict=False):
-            self._foreseen = self._foreseen + 1 if guessed == token else 0
-            if not self._foreseen:
-                break
-        self._guess = self._drafter.propose(tokens, most)
-        self._guessed_at = len(tokens)
-        if not self._guess:
-            self._foreseen = 0
-        return self._guess if self._foreseen >= self.NEEDED else []
-
-    def held_back(self, tokens: Tokens[int]) -> list[int]:
-        """The guess of what follows `tokens`, proven or not."""
-        return self._guess if len(tokens) == self._guessed_at else []
-
-
-class DraftState:
-    """How far one sequence guesses ahead, by how its guesses fared.
-
-    All right: twice as far next time. None right: half as far, and a pause that doubles with every failure
-    in a row. How far it pays, by its record, is the SpecDecodePolicy's to say.
-    """
-
-    FIRST = 4
-    LONGEST_PAUSE = 64  # steps
-    USUAL = 0.9  # of guesses are right, until it is known better; with less, dear ones would never be tried
-    MEMORY = 0.8  # what counts of the guesses before when new ones were judged
-    HOPE = 0.05  # by how much a poor record gets better with each guess that was not worth trying
-
-    def __init__(self, drafter: Drafter, longest: int) -> None:
-        self._drafter = drafter
-        self._longest = longest
-        self._length = min(self.FIRST, longest)
-        self._failures = 0  # in a row
-        self._pause = 0  # steps left without a guess
-        self._odds = self.USUAL  # that the next guessed token is right
-        self._judged = 2.0  # on how many of them that is based
-        self._filling = False  # the guesses under way were not made on purpose
-        self.drafted = 0
-        self.accepted = 0
-
-    def propose(self, tokens: Tokens[int], most: int) -> list[int]:
-        """Guesses for the next step, at most `most`; often none."""
-        if self._pause > 0:
-            self._pause -= 1
-            return []
-        return self._drafter.propose(tokens, min(most, self._length)) if most > 0 else []
-
-    def expected(self, guesses: int) -> float:
-        """How many of so many guesses will be right: p + p² + … + pⁿ, where p is how often one was right."""
-        odds = self._odds
-        return float(guesses) if odds >= 1 else odds * (1 - odds**guesses) / (1 - odds)
-
-    def not_worth_it(self) -> None:
-        """A guess was not made because too little is expected of it: the record is forgotten bit by bit."""
-        self._odds += self.HOPE * (self.USUAL - self._odds)
-
-    def fill(self, tokens: Tokens[int], count: int) -> list[int]:
-        """So many tokens that go along with the guesses of others: a guess held back, or anything.
-
-        What becomes of them says nothing of the guesses that were made on purpose.
-        """
-        self._filling = True
-        held = self._drafter.held_back(tokens) if isinstance(self._drafter, Proven) else []
-        return [*held[:count], *[tokens[-1]] * (count - len(held))]
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """What became of guesses."""
-        self.drafted += drafted
-        self.accepted += accepted
-        if self._filling:
-            self._filling = False
-            return
-        known = self.MEMORY * self._judged
-        self._judged = known + accepted + (accepted < drafted)  # behind a wrong one none was judged
-        self._odds = (self._odds * known + accepted) / self._judged
-        if accepted == drafted:
-            self._length = min(2 * self._length, self._longest)
-        elif 2 * accepted < drafted:
-            self._length = max(1, self._length // 2)
-        if accepted:
-            self._failures = 0
-        else:
-            self._failures += 1
-            self._pause = min(2**self._failures, self.LONGEST_PAUSE)
-
 
 if TYPE_CHECKING:
     from cllm.core.sequence import Sequence
 
-LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # looked at; the best is flat
 
+class NgramDrafter:
+    """Prompt lookup: proposes what followed when the newest tokens stood in the text before.
 
-def allowance(longest: int, generating: int) -> int:
-    """Guesses a sequence may make in a step in which so many generate, where their price is not known.
-
-    Alone, the machine waits for memory and guesses are nearly free; with others, every token of a step
-    costs them time.
+    Good at summaries, code edits, tables, quoting; needs no second model. A text that repeats a short cycle
+    is proposed to go on repeating it.
     """
-    return longest // generating if generating and longest // generating > 1 else 0
+
+    NGRAM_SIZES = (4, 3, 2)
+    MAX_INDEXED = 4096  # tokens of a long prompt indexed in one step
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its latest occurrence
+        self._indexed = 0  # positions up to here are in the index
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        self._index(tokens)
+        for size in self.NGRAM_SIZES:
+            place = self._seen.get(tuple(tokens[-size:]))
+            if place is not None:
+                followed = list(tokens[place : place + max_tokens])
+                return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
+        return []
+
+    def _index(self, tokens: Tokens[int]) -> None:
+        # Up to the last token but one: the newest tokens themselves are no earlier occurrence.
+        end = min(len(tokens), self._indexed + self.MAX_INDEXED)
+        for place in range(max(1, self._indexed), end):
+            for size in self.NGRAM_SIZES:
+                if place >= size:
+                    self._seen[tuple(tokens[place - size : place])] = place
+        self._indexed = end
 
 
-class Proposal(NamedTuple):
-    """What a sequence would guess."""
+class DraftState:
+    """One sequence's drafts: the standing proposal, and how often proposals come true.
 
-    guess: list[int]
-    speculation: DraftState
+    Every proposal is compared with the tokens that are generated afterwards, whether it was submitted or not.
+    So text that does not repeat itself is never slowed down, and one that begins to is noticed.
+    """
+
+    MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
+    MAX_PAUSE = 64  # steps
+
+    def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
+        """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""
+        self._drafter = drafter
+        self._pauses = pauses
+        self._pause = 0  # steps left in which the drafter is not asked
+        self._proposed_at = 0  # how many tokens there were
+        self.proposal: list[int] = []
+        self.acceptance_rate = acceptance_rate
+        self.drafted = 0
+        self.accepted = 0
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        """Draft tokens for the next step, at most `max_tokens`; often none."""
+        self._judge(tokens)
+        self.proposal = []
+        if self._pause > 0:
+            self._pause -= 1
+        elif max_tokens > 0:
+            self.proposal = self._drafter.propose(tokens, max_tokens)
+            self._proposed_at = len(tokens)
+        return self.proposal
+
+    def _judge(self, tokens: Tokens[int]) -> None:
+        for number, token in enumerate(self.proposal):
+            place = self._proposed_at + number
+            if place >= len(tokens):
+                return
+            right = tokens[place] == token
+            self.acceptance_rate = self.MEMORY * self.acceptance_rate + (1 - self.MEMORY) * right
+            if not right:
+                if self._pauses and not number:
+                    self._pause = min(self.MAX_PAUSE, int(1 / max(self.acceptance_rate, 1 / self.MAX_PAUSE)))
+                return
+
+    def expected(self, length: int) -> float:
+        """How many of so many draft tokens will be accepted: p + p² + … + pⁿ, p the acceptance rate."""
+        rate = self.acceptance_rate
+        return float(length) if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
+
+    def reject(self) -> None:
+        """The drafts found no room: they must prove themselves again."""
+        self.acceptance_rate = 0.0
 
 
 class DraftPlan(NamedTuple):
-    """All guess equally far. `filled`: who cannot gets other tokens, so that all rows are equally long."""
+    """All drafts of a step are equally long. `padded`: rows without a draft get other tokens to verify."""
 
-    length: int
-    filled: bool = False
+    length: int = 0
+    padded: bool = False
 
 
 class SpecDecodePolicy:
-    """Who may guess, and what is guessed in the next step."""
+    """Which sequences draft in the next step, and how far: what yields the most tokens for its time."""
 
-    FAR = 8  # tokens, where several generate: longer guesses do not pay there, and are not looked for
-    MIN_GAIN = 1.02  # less is not worth the trouble
-    WAIT = 1.5  # plain steps at most, where somebody does not guess and waits for those who do
-    NEARLY = 0.93  # as much is enough for a shorter guess: it risks less, and its tokens come sooner
+    NGRAM_ACCEPTANCE = 0.4  # to start with: three tokens that came true, and drafts pay for a lone sequence
+    MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
+    MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 
     def __init__(
-        self, longest: int, new_drafter: Callable[[], Drafter] = NgramDrafter, *, dear: bool = False
+        self,
+        max_tokens: int,
+        new_drafter: Callable[[], Drafter] = NgramDrafter,
+        *,
+        draft_model: bool = False,
     ) -> None:
-        """`dear`: making a guess takes time itself, which no price contains."""
-        self._longest = longest
+        self._max_tokens = max_tokens
         self._new_drafter = new_drafter
-        self._dear = dear
+        self._draft_model = draft_model
 
-    def for_request(self, request: Request) -> DraftState | None:
-        """None where guesses are not wanted, or where a grammar would have to be asked about each."""
-        if not self._longest or not request.speculate or request.constraint is not None:
+    def start(self, request: Request) -> DraftState | None:
+        """None where drafts are not wanted, or where a grammar would have to be asked about each."""
+        if not self._max_tokens or not request.speculate or request.constraint is not None:
             return None
-        return DraftState(self._new_drafter(), self._longest)
+        rate = self.MODEL_ACCEPTANCE if self._draft_model else self.NGRAM_ACCEPTANCE
+        return DraftState(self._new_drafter(), acceptance_rate=rate, pauses=self._draft_model)
 
-    def withdraw(self, batch: Batch, running: Mapping[int, Sequence]) -> bool:
-        """There was no room for a batch: True if it held guesses, which then pause for a while."""
-        guessing = [row for row in batch.rows if row.outputs > 1]
-        for row in guessing:
-            speculation = running[row.seq_id].speculation
-            assert speculation is not None
-            speculation.observe(row.outputs - 1, 0)
-        return bool(guessing)
+    def draft(
+        self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float
+    ) -> dict[int, list[int]]:
+        """Draft tokens by seq_id, all equally long, at most `room` in all; none in a step with a prompt.
 
-    def draft(self, sequences: Collection[Sequence], clock: GuessClock | None = None) -> dict[int, list[int]]:
-        """What each of the sequences that generate in the next step guesses, by sequence id: all equally far.
-
-        llama.cpp computes rows of unequal length apart, which would cost more than the longer guesses win.
+        llama.cpp splits rows of different length into separate ubatches, which costs more than longer drafts
+        win. Rows without a draft are padded where that is cheaper.
         """
-        if not self._longest or any(sequence.pending > 1 for sequence in sequences):
+        if not self._max_tokens or any(sequence.pending > 1 for sequence in sequences):
             return {}
-        careful = allowance(self._longest, len(sequences))
-        far = careful if self._dear or len(sequences) == 1 else max(careful, min(self.FAR, self._longest))
-        offers = self._offers(sequences, far)
-        if not offers:
+        proposals = self._proposals(sequences)
+        if not proposals:
             return {}
-        price = clock.price(len(sequences)) if clock is not None else None
-        if clock is None or price is None:
-            choice = _most_saved(offers, careful)
-        else:
-            choice = self._best(offers, price, sequences)
-            if not choice.length:
-                clock.refused(len(sequences))
-        guesses = {
-            key: offer.guess[: choice.length]
-            for key, offer in offers.items()
-            if 0 < choice.length <= len(offer.guess)
+        rows = len(sequences)
+        plan = self._best_plan(sequences, proposals, cost, room=room, max_step_s=max_step_s)
+        if not plan.length:
+            cost.doubt_drafts(rows)
+            return {}
+        drafts = {
+            seq_id: state.proposal[: plan.length]
+            for seq_id, state in proposals.items()
+            if len(state.proposal) >= plan.length
         }
-        if choice.filled:
+        if plan.padded:
             for sequence in sequences:
-                if sequence.seq_id not in guesses and sequence.speculation is not None:
-                    filling = sequence.speculation.fill(sequence.tokens, choice.length)
-                    guesses[sequence.seq_id] = filling
-        return guesses
+                if sequence.seq_id not in drafts and sequence.drafts is not None:
+                    padding = [sequence.tokens[-1]] * plan.length
+                    drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
+        return drafts
 
-    def _offers(self, sequences: Collection[Sequence], most: int) -> dict[int, Proposal]:
-        offers: dict[int, Proposal] = {}
+    def _proposals(self, sequences: Collection[Sequence]) -> dict[int, DraftState]:
+        longest = self._max_tokens
+        if self._draft_model:  # its own time is in no cost: it drafts for few sequences at a time
+            longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
+        proposals: dict[int, DraftState] = {}
         for sequence in sequences:
-            if (speculation := sequence.speculation) is not None:
+            if sequence.drafts is not None:
                 room = sequence.token_limit - len(sequence.tokens) - 1
-                if guess := speculation.propose(sequence.tokens, min(most, room)):
-                    offers[sequence.seq_id] = Proposal(guess, speculation)
-        return offers
+                if sequence.drafts.propose(sequence.tokens, min(longest, room)):
+                    proposals[sequence.seq_id] = sequence.drafts
+        return proposals
 
-    def _best(
-        self, offers: Mapping[int, Proposal], price: GuessPrice, sequences: Collection[Sequence]
+    def _best_plan(
+        self,
+        sequences: Collection[Sequence],
+        proposals: Mapping[int, DraftState],
+        cost: StepCostModel,
+        *,
+        room: int,
+        max_step_s: float,
     ) -> DraftPlan:
-        """What yields the most tokens for its time."""
-        everybody = [sequence.seq_id for sequence in sequences]
-        room_to_fill = _room_to_fill(sequences)
-        found: list[tuple[float, DraftPlan]] = []  # tokens for a plain step's time, the shortest first
-        longest = max(len(offer.guess) for offer in offers.values())
-        least = price.rows * self.MIN_GAIN
-        for length in LENGTHS:
-            if length > longest:
-                break
-            able = [key for key, offer in offers.items() if len(offer.guess) >= length]
-            tokens = price.rows + sum(offers[key].speculation.expected(length) for key in able)
-            most = self.WAIT if len(able) < price.rows else price.most
-            for filled in (False, True) if len(able) < price.rows and length <= room_to_fill else (False,):
-                parts = price.parts(everybody if filled else able, length)
-                if parts is not None and parts <= most and tokens > least * parts:
-                    found.append((tokens / parts, DraftPlan(length, filled)))
-        if found:
-            enough = self.NEARLY * max(found)[0]
-            return next(choice for rate, choice in found if rate >= enough)
-        for offer in offers.values():
-            offer.speculation.not_worth_it()
-        return DraftPlan(0)
+        """The plan that yields the most tokens for its time; of equals the shortest."""
+        rows, all_ids = len(sequences), [sequence.seq_id for sequence in sequences]
+        max_padding = _max_padding(sequences) if cost.split else 0
+        max_cost = max(2.0, max_step_s / cost.plain_step_s(rows))
+        best, best_rate = DraftPlan(), float(rows)  # tokens for a plain step's time
+        for length in range(1, max(len(state.proposal) for state in proposals.values()) + 1):
+            able = [seq_id for seq_id, state in proposals.items() if len(state.proposal) >= length]
+            tokens = rows + sum(proposals[seq_id].expected(length) for seq_id in able)
+            partial = len(able) < rows
+            for padded in (False, True) if partial and length <= max_padding else (False,):
+                drafting = all_ids if padded else able
+                relative = cost.draft_step(rows, drafting, length)
+                allowed = self.MAX_SHARED_COST if partial else max_cost
+                fits = len(drafting) * length <= room and (relative <= allowed or rows == 1)
+                if fits and tokens / relative > best_rate:
+                    best, best_rate = DraftPlan(length, padded), tokens / relative
+        return best
 
 
-def _most_saved(offers: Mapping[int, Proposal], most: int) -> DraftPlan:
-    """What saves the most tokens, if all are right and none costs anything."""
-    lengths = {min(most, len(offer.guess)) for offer in offers.values()}
-    saved = {
-        length: length * sum(len(offer.guess) >= length for offer in offers.values()) for length in lengths
-    }
-    return DraftPlan(max(lengths, key=lambda length: saved[length]))
+def _max_padding(sequences: Iterable[Sequence]) -> int:
+    """How far every row may be padded; 0 if one of them must not be."""
+    return min(
+        0 if sequence.drafts is None else sequence.token_limit - len(sequence.tokens) - 1
+        for sequence in sequences
+    )
 
 
-def _room_to_fill(sequences: Collection[Sequence]) -> int:
-    """How far every row may be filled; 0 if one of them must not."""
-    if any(sequence.speculation is None for sequence in sequences):
-        return 0
-    return min(sequence.token_limit - len(sequence.tokens) - 1 for sequence in sequences)
+def reject_drafts(batch: Batch, running: Mapping[int, Sequence]) -> bool:
+    """There was no room for a batch: True if it held drafts, which are then not made for a while."""
+    drafting = [row for row in batch.rows if row.outputs > 1]
+    for row in drafting:
+        if (drafts := running[row.seq_id].drafts) is not None:
+            drafts.reject()
+    return bool(drafting)

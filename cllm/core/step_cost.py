@@ -1,24 +1,34 @@
-"""What a step takes, learnt from the steps that were taken."""
+"""The cost model: what steps, drafts and KV transfers take, learned from those that were made."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as List
-from itertools import pairwise
+from collections.abc import Collection
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Batch, Row, count_ubatches
+from cllm.backend.base import Batch, StepResult
 
 Vector = npt.NDArray[np.float64]
 
-
 TILE = 64  # tokens: llama.cpp's flash attention on a CPU takes so many at once, and fewer one by one
+
+# Costs relative to a decode step without drafts. That of a lone row is fixed: the work of a request then
+# depends on its tokens alone, and the same request takes the same steps every time.
+BATCH1_VERIFY_COST = 0.75  # on a CPU, several tokens of one row take another path than a single one
+BATCH1_DRAFT_COST = 0.2  # each draft token of a lone row
+DEFAULT_DRAFT_COST = 0.5  # one draft token for each row, before it was measured
+EXTRA_UBATCH_COST = 0.6  # split KV computes rows of another length in a ubatch of their own
+DEFAULT_TRANSFER_S = 2.5e-10  # a byte between KV memory and host RAM, before it was measured
+MILLISECOND = 1e-3
+TINY = 1e-6  # seconds: no step is shorter, whatever a clock says; and the ridge of the fit
+
+
+REMEMBERED = 9  # observations of a kind
 
 
 class StepShape(NamedTuple):
@@ -32,14 +42,14 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, ubatches: int, *, split: bool) -> StepShape:
-        """The shape of a batch; with `split` streams, rows of unequal length are computed apart."""
+        """The shape of a batch; with `split` KV, rows of unequal length are computed apart."""
         prefill, single = 0, len(batch.padding)
         attended = tiled = 0.0
         together = batch.token_count
         if together == len(batch.rows) and (split or together < TILE):  # as most steps are
             cells = sum(row.position for row in batch.rows)
             return cls(ubatches, 0, single + together, cells + together / 2)
-        first = int(len(batch.rows) > 1)  # of a long row: goes along with the others
+        first = int(len(batch.rows) > 1)  # of a long row: computed along with the others
         for row in batch.rows:
             count = len(row.tokens)
             if count == 1:
@@ -85,6 +95,31 @@ class StepCost(NamedTuple):
         )
 
 
+class RunningMedian:
+    """The median of the latest observations. It starts at a default and returns to it by `doubt`.
+
+    A median, since the machine is shared; a default to return to, since one bad moment must not switch a
+    mechanism off for good.
+    """
+
+    def __init__(self, default: float) -> None:
+        self._default = default
+        self._seen: deque[float] = deque([default], maxlen=REMEMBERED)
+
+    def observe(self, value: float) -> None:
+        if len(self._seen) == 1:
+            self._seen.append(self._default)  # two of the default: a single observation does not decide
+        self._seen.append(value)
+
+    def doubt(self) -> None:
+        """The value kept something from being done: look again some time."""
+        self._seen.append(self._default)
+
+    @property
+    def value(self) -> float:
+        return median(self._seen)
+
+
 class _Sample(NamedTuple):
     shape: StepShape
     seconds: float
@@ -92,44 +127,57 @@ class _Sample(NamedTuple):
 
 
 class StepCostModel:
-    """Fits `StepCost` to the latest steps of every kind.
+    """Fits `StepCost` to the latest steps of every kind; keeps medians for drafts and transfers.
 
     Steps of different kinds (how much prefill, how many rows, how far into the context) are remembered
     apart: an hour of plain decoding, or of one long prompt, must not wash out what the rest costs. Older
     ones count less, and one that took far longer than it should have (the machine was busy) hardly at all.
+
+    `frozen` is the one switch for tests: nothing is learned, `known` stays what is known of steps.
     """
 
-    REMEMBERED = 12  # steps of a kind
-    KINDS = 40
+    MAX_KINDS = 40
     HALF_LIFE = 48  # steps after which one counts half
     MIN_WEIGHT = 0.02
-    SHORTEST_S = 1e-6  # no step is shorter, whatever a clock says
     REFIT_AFTER = 16  # steps; fitting takes half a millisecond
     SURPRISE = 0.15  # a step this far off its estimate is reason to fit at once,
     WORTH_FITTING_S = 0.02  # if it took so much longer than fitting does
-    # Units in which the costs are of similar size; what cannot be told apart is shared in them.
-    UNITS: Vector = np.array([1.0, 64.0, 4.0, 65536.0, 65536.0])
+    # Units in which the costs are of similar size; what cannot be distinguished is shared in them.
+    UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2], float)
+    DOUBT_AFTER = 8  # times that drafts seemed too expensive
 
-    def __init__(self) -> None:
+    def __init__(self, *, split: bool = True, known: StepCost | None = None, frozen: bool = False) -> None:
+        self.split = split  # then rows of unequal length are computed apart
+        self.frozen = frozen
         self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
         self._number = 0
         self._fitted = 0  # the number of the last step that is in the estimate
         self._surprised = False
-        self._cost: StepCost | None = None
-        # The most of a step so far: a guess far beyond is no more than a guess.
+        self._cost = known
+        # The largest step so far: an estimate far beyond it is not to be trusted.
         self.largest_prefill = 0
         self.largest_attended = 0.0
+        self._plain_s: dict[int, deque[float]] = {}  # by rows: steps in which each row decodes one token
+        self._draft_cost: dict[int, dict[int, RunningMedian]] = {}  # by rows and draft tokens a row
+        self._refused_drafts = 0
+        self._saving, self._restoring = RunningMedian(DEFAULT_TRANSFER_S), RunningMedian(DEFAULT_TRANSFER_S)
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a finished step; one without a time teaches nothing."""
-        if seconds <= 0:
-            return
-        seconds = max(seconds, self.SHORTEST_S)
+    # Steps -----------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, result: StepResult) -> None:
+        """Learn from a finished step."""
+        seconds = result.compute_s + result.sample_s
+        if seconds > 0 and not self.frozen:
+            self._observe_drafts(batch, seconds)
+            self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds)
+
+    def observe_shape(self, shape: StepShape, seconds: float) -> None:
+        seconds = max(seconds, TINY)
         self._number += 1
-        kind = self._samples.pop(shape.kind, None) or deque(maxlen=self.REMEMBERED)
+        kind = self._samples.pop(shape.kind, None) or deque(maxlen=REMEMBERED)
         kind.append(_Sample(shape, seconds, self._number))
         self._samples[shape.kind] = kind  # the kind seen last is the last
-        if len(self._samples) > self.KINDS:
+        if len(self._samples) > self.MAX_KINDS:
             del self._samples[next(iter(self._samples))]
         self.largest_prefill = max(self.largest_prefill, shape.prefill_tokens)
         self.largest_attended = max(self.largest_attended, shape.attended)
@@ -137,7 +185,7 @@ class StepCostModel:
             self._surprised |= abs(self._cost.seconds(shape) - seconds) > self.SURPRISE * seconds
 
     @property
-    def cost(self) -> StepCost | None:
+    def step(self) -> StepCost | None:
         """The present estimate; None before the first step."""
         new = self._number - self._fitted
         if new >= self.REFIT_AFTER or (new and (self._surprised or self._cost is None)):
@@ -146,20 +194,89 @@ class StepCostModel:
             self._surprised = False
         return self._cost
 
+    @property
+    def prefill_token_s(self) -> float | None:
+        """Seconds for one more prompt token; None before it was measured."""
+        return (self.step.prefill_token or None) if self.largest_prefill and self.step else None
+
     def _fit(self) -> StepCost:
         samples = [sample for kind in self._samples.values() for sample in kind]
         shapes = np.array([sample.shape for sample in samples], float) / self.UNITS
         seconds = np.array([sample.seconds for sample in samples])
         ages = self._number - np.array([sample.number for sample in samples])
-        fresh = np.maximum(0.5 ** (ages / self.HALF_LIFE), self.MIN_WEIGHT)
+        fresh = np.maximum(np.exp2(-ages / self.HALF_LIFE), self.MIN_WEIGHT)
         weights = fresh / seconds  # errors count relative to the step, small steps as much as large ones
         found = np.zeros(len(self.UNITS))
-        for _ in range(3):
+        for _ in range(1 + 2):  # twice more, with what fits badly counting less
             found = _non_negative(shapes, seconds, weights)
             error = np.abs(shapes @ found - seconds) / seconds
-            usual = max(float(np.median(error[ages <= np.median(ages)])), 0.01)
-            weights = fresh * np.minimum(1.0, 2 * usual / np.maximum(error, 1e-9)) / seconds
+            usual = max(float(np.median(error[ages <= np.median(ages)])), self.MIN_WEIGHT)
+            weights = fresh * np.minimum(1.0, 2 * usual / np.maximum(error, usual)) / seconds
         return StepCost(*(found / self.UNITS).tolist())
+
+    # Drafts ----------------------------------------------------------------------------------------
+
+    def draft_step(self, rows: int, drafting: Collection[int], length: int) -> float:
+        """Relative cost of a step in which these ids of `rows` have `length` draft tokens each."""
+        if rows == 1:
+            return 1 + BATCH1_VERIFY_COST + BATCH1_DRAFT_COST * length
+        share = len(drafting) / rows
+        known = self._draft_cost.get(rows, {})
+        nearest = min(known, key=lambda seen: abs(seen - length * share), default=None)
+        each = DEFAULT_DRAFT_COST if nearest is None else known[nearest].value
+        cost = 1 + each * length * share
+        if self.split and share < 1:
+            ids = set(drafting)
+            cost += EXTRA_UBATCH_COST * sum(seq_id - 1 not in ids for seq_id in ids)  # runs of ids
+        return cost
+
+    def plain_step_s(self, rows: int) -> float:
+        """Seconds of a decode step without drafts; infinite before it was measured."""
+        return median(self._plain_s[rows]) if rows in self._plain_s else math.inf
+
+    def doubt_drafts(self, rows: int) -> None:
+        """Drafts seemed too expensive. That may change, and is found out by trying now and then."""
+        self._refused_drafts += 1
+        if self._refused_drafts % self.DOUBT_AFTER == 0:
+            for cost in self._draft_cost.get(rows, {}).values():
+                cost.doubt()
+
+    def _observe_drafts(self, batch: Batch, seconds: float) -> None:
+        """Learn from a decode step; one with a prompt, or with rows computed apart, says nothing."""
+        rows = len(batch.rows)
+        longest = max(row.outputs for row in batch.rows) - 1
+        if rows == 1 or longest < 0 or batch.padding:
+            return
+        if any(len(row.tokens) != row.outputs for row in batch.rows):
+            return
+        if not longest:
+            plain = self._plain_s.get(rows) or deque(maxlen=REMEMBERED)
+            plain.append(seconds)
+            self._plain_s[rows] = plain
+            return
+        average = sum(row.outputs - 1 for row in batch.rows) / rows
+        if rows in self._plain_s and (average == longest or not self.split):
+            known = self._draft_cost.setdefault(rows, {})
+            cost = known.setdefault(max(1, round(average)), RunningMedian(DEFAULT_DRAFT_COST))
+            cost.observe(max(0.0, seconds / self.plain_step_s(rows) - 1) / average)
+
+    # Transfers -------------------------------------------------------------------------------------
+
+    def observe_transfer(self, size: int, seconds: float, *, restore: bool) -> None:
+        """Learn from KV memory copied to host RAM, or back."""
+        if not self.frozen:
+            (self._restoring if restore else self._saving).observe(seconds / max(1, size))
+
+    def save_s(self, size: int) -> float:
+        return self._saving.value * size
+
+    def restore_s(self, size: int) -> float:
+        return self._restoring.value * size
+
+    def doubt_transfers(self) -> None:
+        """A transfer seemed too expensive to make."""
+        self._saving.doubt()
+        self._restoring.doubt()
 
 
 def _non_negative(shapes: Vector, seconds: Vector, weights: Vector) -> Vector:
@@ -170,146 +287,11 @@ def _non_negative(shapes: Vector, seconds: Vector, weights: Vector) -> Vector:
     target = seconds * weights
     while left:
         part = scaled[:, left]
-        # The least bit of ridge: what cannot be told apart is shared, and nothing is singular.
-        ridge = 1e-6 * np.trace(part.T @ part) / len(left) + 1e-30
+        # A little ridge: what cannot be distinguished is shared, and nothing is singular.
+        ridge = TINY * np.trace(part.T @ part) / len(left) + TINY * TINY * TINY
         solution = np.linalg.solve(part.T @ part + ridge * np.eye(len(left)), part.T @ target)
         if (solution >= 0).all():
             found[left] = solution
             break
         left = [index for index, value in zip(left, solution, strict=True) if value > 0]
     return found
-
-
-MAX_PLAIN = 2  # plain steps that one with guesses may take, even if that misses the target
-USUAL = 0.5  # of a plain step, before it is known better: one more token for each row
-LEAST = 0.01
-SHORTER = 0.75  # of the price: fewer tokens fit into what is multiplied at once
-ALONE = 0.2  # the same for a lone row,
-DETOUR = 0.75  # and once for all of its guesses: on a CPU, several tokens take another way than a single one
-PASS = 0.6  # of a plain step: rows of unequal length, in streams of their own, are computed apart
-
-
-class GuessPrice(NamedTuple):
-    """Of the next step, in which `rows` sequences generate."""
-
-    rows: int
-    guesses: Mapping[float, float]  # by length, as far as known: one token for each row, as a part of that
-    most: float  # plain steps that it may take
-    room: int  # tokens in the batch
-    split: bool
-
-    def parts(self, guessing: Collection[int], length: int) -> float | None:
-        """Plain steps that it takes if these ids guess so far; None for one that is too large."""
-        if len(guessing) * length > self.room:
-            return None
-        share = len(guessing) / self.rows
-        parts = 1 + self.guess(length * share) * length * share
-        if self.rows == 1:
-            parts += DETOUR
-        elif self.split and len(guessing) < self.rows:
-            parts += PASS * _runs(guessing)
-        return parts if parts <= self.most else None
-
-    def guess(self, length: float) -> float:
-        """One of so many for each row, as a part of a plain step: as those of nearest length that were seen.
-
-        What is not known yet is taken to be cheap, so that it is found out.
-        """
-        if not self.guesses:
-            return USUAL
-        nearest = min(self.guesses, key=lambda known: abs(known - length))
-        return self.guesses[nearest] * (SHORTER if length < nearest else 1.0)
-
-
-class GuessClock:
-    """A clock of its own: a prompt's tokens, hundreds in a step, tell little of one token more in each row.
-
-    For each number of rows it remembers the latest plain steps, and by length the latest in which all
-    guessed. Medians, since the machine has other things to do, too.
-    """
-
-    REMEMBERED = 9
-    PATIENCE = 8  # guesses that did not seem worth it, and the oldest steps that say so are forgotten
-
-    def __init__(self, batch_tokens: int, longest_s: float, *, split: bool) -> None:
-        self._batch_tokens = batch_tokens
-        self._longest_s = longest_s
-        self._split = split
-        self._plain: dict[int, deque[float]] = {}
-        self._guessed: dict[int, dict[float, deque[float]]] = {}
-        self._refused = 0
-
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Learn from a finished step; one with a prompt, or of rows computed apart, says nothing."""
-        rows = batch.rows
-        length = max(row.outputs for row in rows) - 1
-        if seconds <= 0 or length < 0 or batch.padding or any(len(row.tokens) != row.outputs for row in rows):
-            return
-        if not length:
-            self._plain.setdefault(len(rows), deque(maxlen=self.REMEMBERED)).append(seconds)
-            return
-        guesses = sum(row.outputs - 1 for row in rows)
-        if guesses == length * len(rows) or not self._split:
-            guessed = self._guessed.setdefault(len(rows), {})
-            average = (
-                max(1, round(4 * guesses / len(rows))) / 4
-            )  # in quarters: few, as each is priced every step
-            guessed.setdefault(average, deque(maxlen=self.REMEMBERED)).append(seconds)
-
-    def price(self, rows: int) -> GuessPrice | None:
-        """For a step of so many; None before a plain one was seen.
-
-        The lone row's is fixed: then the work of a request depends on its tokens, not on the clock, and the
-        same request takes the same steps every time.
-        """
-        if rows == 1:
-            return GuessPrice(1, {1.0: ALONE}, math.inf, self._batch_tokens - 1, self._split)
-        if not (plain := self._plain.get(rows)):
-            return None
-        plain_s = median(plain)
-        guesses = {
-            length: max(LEAST, (median(seconds) / plain_s - 1) / length)
-            for length, seconds in self._guessed.get(rows, {}).items()
-        }
-        most = max(MAX_PLAIN, self._longest_s / plain_s)
-        return GuessPrice(rows, guesses, most, self._batch_tokens - rows, self._split)
-
-    def refused(self, rows: int) -> None:
-        """Guesses did not seem worth their price. That may change, and is found out by trying."""
-        self._refused += 1
-        if self._refused % self.PATIENCE == 0:
-            guessed = self._guessed.get(rows, {})
-            for length in list(guessed):
-                guessed[length].popleft()
-                if not guessed[length]:
-                    del guessed[length]
-
-
-def _runs(ids: Collection[int]) -> int:
-    """How many groups of consecutive ids there are."""
-    known = set(ids)
-    return sum(number - 1 not in known for number in known)
-
-
-def choose_padding(
-    rows: List[Row], empty: Collection[int], clock: StepCostModel, most: int
-) -> tuple[int, ...]:
-    """The empty ids that are worth a row in this step, of at most `most` tokens. Rows ascend by id."""
-    ids = [row.seq_id for row in rows]
-    if ids[-1] - ids[0] + 1 == len(ids) or (cost := clock.cost) is None:
-        return ()
-    room = most - sum(len(row.tokens) for row in rows)
-    filled = list(rows)
-    padding: list[int] = []
-    passes = count_ubatches(filled, most, unified=False)
-    for before, after in pairwise(ids):
-        hole = range(before + 1, after)
-        if not hole or len(hole) > room or not all(seq_id in empty for seq_id in hole):
-            continue
-        tried = [*filled, *(Row(seq_id, 0, (0,), 0, None) for seq_id in hole)]
-        passes_then = count_ubatches(tried, most, unified=False)
-        if (passes - passes_then) * cost.ubatch > len(hole) * cost.row:
-            filled, passes = tried, passes_then
-            padding += hole
-            room -= len(hole)
-    return tuple(padding)

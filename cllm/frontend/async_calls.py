@@ -12,7 +12,7 @@ from cllm.errors import CllmError, EngineNotReady, InvalidRequest
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
-from cllm.workers.tokenizer import TokenizerAnswer, TokenizerTask
+from cllm.workers.messages import TokenizerAnswer, TokenizerTask
 
 GRAMMAR_LIMIT_S = 5.0  # the first grammar also builds the compiler
 TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
@@ -34,12 +34,12 @@ async def run_tokenizer(
 
     A task over its time limit is aborted, with its process. Raises InvalidRequest, EngineDied.
     """
-    future = engine.text.submit(task)
+    future = engine.tokenizer.submit(task)
     try:
         async with asyncio.timeout(limit_s):
             answer = await asyncio.wrap_future(future)
     except TimeoutError:
-        engine.text.abort(future)
+        engine.tokenizer.abort(future)
         raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s: shorten it") from None
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()

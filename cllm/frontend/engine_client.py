@@ -1,6 +1,6 @@
-"""The engine as everybody else sees it: submit a request, read its stream.
+"""Engine client: submit a request, read its output stream; in the process of the caller (HTTP or Python API).
 
-Lives in the parent. It keeps the ledger, feeds the host, hands deltas to streams, and survives the host.
+It holds the request table, dispatches to the executor, hands outputs to streams, restarts a crashed engine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cllm.core.embedding import refuse_impossible
 from cllm.errors import (
     CllmError,
     DeadlineExceeded,
     EngineDied,
     EngineNotReady,
+    InvalidRequest,
     PoisonRequest,
     ShuttingDown,
     SlowReader,
@@ -45,7 +45,7 @@ from cllm.types import (
     TenantLimits,
     Usage,
 )
-from cllm.workers.executor import Host
+from cllm.workers.executor import Executor, TokenizerClient
 from cllm.workers.messages import (
     Cancel,
     Command,
@@ -61,7 +61,7 @@ from cllm.workers.messages import (
     StepReport,
     Submit,
 )
-from cllm.workers.tokenizer_client import TokenizerClient
+from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=OutputStream)
@@ -76,383 +76,361 @@ class Health(Enum):
     FAILED = "failed"
 
 
-def _at_once(call: Callable[..., None], *arguments: Any) -> None:
-    call(*arguments)
+_COMPUTING = (Health.READY, Health.DRAINING)
+_CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
 
 
 class EngineClient:
-    """Accepts requests from any thread; every accepted one gets exactly one terminal delta (law 4).
+    """Accepts requests from any thread; every accepted one gets exactly one terminal output.
 
     `deliver` decides on which thread reports are handled: an event loop's `call_soon_threadsafe` brings a
-    whole step across in one call; by default the host's own thread handles them.
+    whole step across in one call; by default the executor's own thread handles them.
     """
-
-    RESTARTS_IN_A_ROW = 5  # without a single finished request in between: then it is not coming back
 
     def __init__(
         self,
-        host: Host,
+        executor: Executor,
         *,
         queue_size: int = 1024,
         queue_tokens: int = 0,
         max_timeout_s: float = 0.0,
-        deliver: Callable[..., Any] = _at_once,
+        deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments),
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
-        self.metrics = EngineMetrics()
         self.health = Health.LOADING
         self.info: ModelInfo | None = None
         self.limits: Limits | None = None
         self.deliver = deliver
-        self._host = host
+        self.loaded: Future[None] = Future()  # fails with what kept the model from loading
+        self._executor = executor
         self._on_loading = on_loading
-        self._admission = RequestQueue(queue_size, queue_tokens, max_timeout_s)
-        self._deadlines = RequestTimeouts(self._due)
+        self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s)
+        self._timeouts = RequestTimeouts(lambda request_id: self.deliver(self._expire, request_id))
         self._lock = threading.RLock()
-        self._epoch = 0  # of the host's run; reports of an earlier one are stale
-        self._restarts = 0
-        self._loaded: Future[None] = Future()
+        self._run = 0  # of the executor; reports of an earlier run are stale
+        self._backoff = Backoff()
         self._error: CllmError | None = None
-        self._questions = PendingCalls()
+        self._calls = PendingCalls()
+        self.metrics = EngineMetrics()
+        self.metrics.watch(self._queue)
 
-    # EngineSim ------------------------------------------------------------------------------------------
+    # From start to stop ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to load. Returns at once."""
         with self._lock:
-            self._start_host()
+            self._run += 1
+            self._executor.start(partial(self._deliver, self._run))
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the model is loaded; raises what kept it from loading."""
-        self._loaded.result(timeout)
+        self.loaded.result(timeout)
+
+    def replace(self, old: EngineClient) -> None:
+        """Take the place of another engine: clients see one set of metrics across both."""
+        old.metrics.take_over(self.metrics)
+        self.metrics = old.metrics
+        self.metrics.watch(self._queue)
 
     def drain(self) -> None:
-        """Accept nobody new; those inside go on."""
+        """Accept no new requests; accepted ones go on."""
         with self._lock:
             self.health = Health.DRAINING
 
+    def end_all(self) -> None:
+        """The time to drain is over: every request left ends with an error."""
+        with self._lock:
+            self._end_all(ShuttingDown("the server is shutting down"))
+
     def stop(self) -> None:
-        """End now: everybody still here gets an error as their last delta. Idempotent."""
+        """End now: every request left ends with an error. Idempotent."""
         with self._lock:
             if self.health is Health.STOPPED:
                 return
             self.health = Health.STOPPED
-            self._epoch += 1
-            self._error = ShuttingDown("the server is shutting down")
-            self._end_all(self._error)
-        self._deadlines.stop()
-        self._host.stop()
-
-    def end_all(self) -> None:
-        """The time to drain is over: everybody still here gets an error as their last delta."""
-        with self._lock:
+            self._run += 1
             self._end_all(ShuttingDown("the server is shutting down"))
+        self._timeouts.stop()
+        self._executor.stop()
 
     def _end_all(self, error: CllmError) -> None:
-        for ticket in self._admission.requests:
-            self._drop(ticket, error)
-        self._questions.fail_all(error)
+        for state in self._queue.requests:
+            self._drop(state, error)
+        self._calls.fail_all(error)
 
     @property
-    def text(self) -> TokenizerClient:
-        """Tokenising and templates for this model."""
-        return self._host.text
+    def tokenizer(self) -> TokenizerClient:
+        """Tokenising, chat templates and grammar checks for this model."""
+        return self._executor.tokenizer
 
-    @property
-    def loaded(self) -> Future[None]:
-        """Done when the model is loaded; fails with what kept it from loading."""
-        return self._loaded
-
-    def _start_host(self) -> None:
-        self._epoch += 1
-        self._host.start(partial(self._deliver, self._epoch))
-
-    def _deliver(self, epoch: int, report: Report) -> None:
-        """Bring a report to the thread that handles it. Called on the host's thread."""
+    def _deliver(self, run: int, report: Report) -> None:
+        """Bring a report to the thread that handles it. Called on the executor's thread."""
         try:
-            self.deliver(self._receive, epoch, report)
+            self.deliver(self._receive, run, report)
         except RuntimeError:
             if self.health is not Health.STOPPED:  # then the event loop may be gone already
                 raise
 
-    # Requests --------------------------------------------------------------------------------------
+    # Requests ----------------------------------------------------------------------------------------
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise what `submit` would raise for any request: before a prompt is even tokenised."""
-        with self._lock, self.metrics.refusals():
-            self._refuse_unless_open()
-            self._admission.refuse_if_full(1)
+        try:
+            with self._lock:
+                if self.health in _CLOSED:
+                    raise self._closed_error()
+                self._queue.refuse_if_full(1)
+        except CllmError as error:
+            self.metrics.refused.labels(error.code).inc()
+            raise
 
     def submit(self, request: Request, kind: type[StreamKind]) -> StreamKind:
         """Accept a request or raise at once. Never waits for a step."""
         stream = kind(request.id)
-        with self._lock, self.metrics.refusals():
-            self._refuse_unless_open()
-            if self.info is not None:
-                refuse_impossible(request, self.info)
-            ticket = self._admission.admit(request, stream, self.limits)
-            self.metrics.accepted.inc()
-            if ticket.timeout_s is not None:
-                self._deadlines.add(request.id, ticket.arrived + ticket.timeout_s)
-            self._dispatch()
-            stream.queue_position = self._admission.position(ticket)
+        try:
+            with self._lock:
+                if self.health in _CLOSED:
+                    raise self._closed_error()
+                if self.info is not None and not (self.info.generates or request.embed):
+                    raise InvalidRequest.no_generation(self.info.name, self.info.architecture)
+                state = self._queue.admit(request, stream, self.limits)
+                self.metrics.accepted.inc()
+                if state.timeout_s is not None:
+                    self._timeouts.add(request.id, state.arrived + state.timeout_s)
+                self._dispatch()
+                if state.stage is Stage.QUEUED:
+                    stream.queue_position = state.queue.position(state)
+        except CllmError as error:
+            self.metrics.refused.labels(error.code).inc()
+            raise
         return stream
 
     def cancel(self, request_id: str) -> None:
         """End a request; one that has ended already is left alone."""
         with self._lock:
-            ticket = self._admission.find(request_id)
-            if ticket is None or ticket.cancelled:
+            state = self._queue.states.get(request_id)
+            if state is None or state.cancelled:
                 return
-            ticket.cancelled = True
-            if ticket.stage is Stage.QUEUED:
-                self._end(ticket, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            state.cancelled = True
+            if state.stage is Stage.QUEUED:
+                self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
             else:
-                self._host.send(Cancel(request_id))
+                self._executor.send(Cancel(request_id))
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
-        """Who may have how much, by `Request.tenant`; replaces what was set. Others have no limits."""
+        """The limits of each `Request.tenant`; replaces what was set. Other tenants have none."""
         with self._lock:
-            self._admission.set_tenants(limits)
-
-    def _due(self, request_id: str) -> None:
-        """A deadline has passed. On the timer's thread, so it is brought to the one that handles reports."""
-        self.deliver(self._expire, request_id)
-
-    def _expire(self, request_id: str) -> None:
-        """End a request whose time is up: the client hears of it now, not when the step is over."""
-        with self._lock:
-            ticket = self._admission.find(request_id)
-            if ticket is None or ticket.cancelled:
-                return
-            self.metrics.deadlines.labels(ticket.stage.value).inc()
-            where = "still waiting" if ticket.stage is Stage.QUEUED else "still being computed"
-            self._drop(ticket, DeadlineExceeded(ticket.timeout_s or 0.0, where))
-            self._dispatch()
-
-    def _drop(self, ticket: RequestState, error: CllmError) -> None:
-        """End a request from this side; the engine frees what it holds as after a cancel."""
-        if ticket.stage is Stage.ENGINE:
-            self._host.send(Cancel(ticket.request.id))
-        self._end_with(ticket, error)
+            self._queue.tenants.register(limits)
 
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""
-        return self._question(Inspect)
+        return self._call(Inspect)
 
     def save_prefixes(self, name: str) -> Future[StateFileDone]:
-        """Write what the RAM tier holds to a state file; fails with why not."""
-        return self._question(lambda ticket: SavePrefixes(ticket, name))
+        """Write the prefix cache in RAM to a state file; fails with why not."""
+        return self._call(lambda call_id: SavePrefixes(call_id, name))
 
     def restore_prefixes(self, name: str) -> Future[StateFileDone]:
-        """Put a state file's entries into the RAM tier; fails with why not, and then nothing has changed."""
-        return self._question(lambda ticket: RestorePrefixes(ticket, name))
+        """Read a state file into the prefix cache; fails with why not, and then nothing has changed."""
+        return self._call(lambda call_id: RestorePrefixes(call_id, name))
 
-    def _question(self, command: Callable[[int], Command]) -> Future[Any]:
+    def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         with self._lock:
-            ticket, future = self._questions.ask()
-            if self.health in (Health.READY, Health.DRAINING):
-                self._host.send(command(ticket))
+            call_id, future = self._calls.open()
+            if self.health in _COMPUTING:
+                self._executor.send(command(call_id))
             else:
-                self._questions.answer(ticket, EngineNotReady(f"the engine is {self.health.value}"))
+                self._calls.finish(call_id, EngineNotReady(f"the engine is {self.health.value}"))
             return future
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
-        """The ledger as it is now."""
+        """The request table as it is now."""
         with self._lock:
-            return self._admission.requests
+            return self._queue.requests
 
-    def _refuse_unless_open(self) -> None:
-        match self.health:
-            case Health.DRAINING | Health.STOPPED:
-                raise ShuttingDown("the server is shutting down and takes no new requests")
-            case Health.FAILED:
-                raise self._error or EngineDied("the engine is gone")
+    def _closed_error(self) -> CllmError:
+        if self.health is Health.FAILED:
+            return self._error or EngineDied("the engine is gone")
+        return ShuttingDown("the server is shutting down and takes no new requests")
 
     def _dispatch(self) -> None:
-        if self.limits is None or self.health not in (Health.READY, Health.DRAINING):
-            return
-        for ticket in self._admission.next_for_engine(self.limits):
-            self._host.send(Submit(ticket.request))
-        self.metrics.queued(self._admission)
+        if self.limits is not None and self.health in _COMPUTING:
+            for state in self._queue.next_for_engine(self.limits):
+                self._executor.send(Submit(state.request))
 
-    # Reports ---------------------------------------------------------------------------------------
-
-    def _receive(self, epoch: int, report: Report) -> None:
+    def _expire(self, request_id: str) -> None:
+        """A request's time is up: the client gets the error now, not when the step is over."""
         with self._lock:
-            if epoch != self._epoch:
+            state = self._queue.states.get(request_id)
+            if state is None or state.cancelled:
+                return
+            self.metrics.deadlines.labels(state.stage.value).inc()
+            where = "still waiting" if state.stage is Stage.QUEUED else "still being computed"
+            self._drop(state, DeadlineExceeded(state.timeout_s or 0.0, where))
+            self._dispatch()
+
+    # Reports -----------------------------------------------------------------------------------------
+
+    def _receive(self, run: int, report: Report) -> None:
+        with self._lock:
+            if run != self._run:
                 return
             match report:
-                case StepReport(deltas, stats):
+                case StepReport(outputs, stats):
                     self.metrics.step(stats)
-                    self._take_outputs(deltas)
-                case Inspection(ticket, snapshot):
-                    self._questions.answer(ticket, snapshot)
-                case StateFileDone(ticket, failure=None):
-                    self._questions.answer(ticket, report)
-                case StateFileDone(ticket, failure=Failure(code, message)):
+                    self._process_outputs(outputs)
+                case Inspection(call_id, snapshot):
+                    self._calls.finish(call_id, snapshot)
+                case StateFileDone(call_id, failure=None):
+                    self._calls.finish(call_id, report)
+                case StateFileDone(call_id, failure=Failure(code, message)):
                     if isinstance(error := from_code(code, message), StateFileError | StorageFailed):
                         self.metrics.state_file_failures.inc()
-                    self._questions.answer(ticket, error)
+                    self._calls.finish(call_id, error)
                 case Loading(progress):
                     if self._on_loading is not None:
                         self._on_loading(progress)
                 case Ready(info, limits, memory):
                     self.metrics.loaded(limits, memory)
-                    self._on_ready(info, limits)
+                    self.info, self.limits = info, limits
+                    if self.health is not Health.DRAINING:
+                        self.health = Health.READY
+                    if not self.loaded.done():
+                        self.loaded.set_result(None)
+                    self._dispatch()
                 case Died(code, message):
-                    self._on_death(from_code(code, message))
+                    self._on_crash(from_code(code, message))
 
-    def _on_ready(self, info: ModelInfo, limits: Limits) -> None:
-        self.info, self.limits = info, limits
-        if self.health is not Health.DRAINING:
-            self.health = Health.READY
-        if not self._loaded.done():
-            self._loaded.set_result(None)
-        self._dispatch()
-
-    def _take_outputs(self, deltas: tuple[RequestOutput, ...]) -> None:
+    def _process_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         now = time.monotonic()
         ended = False
         generated = 0
-        for delta in deltas:
-            ticket = self._admission.find(delta.request_id)
-            if ticket is None or ticket.stage is not Stage.ENGINE:
+        for output in outputs:
+            state = self._queue.states.get(output.request_id)
+            if state is None or state.stage is not Stage.ENGINE:
                 continue
-            self.metrics.delta(ticket, delta, now)
-            if delta.tokens:
-                ticket.first_token = ticket.first_token or now
-                ticket.last_token = now
-                self._admission.generated(ticket, len(delta.tokens), now)
-                generated += len(delta.tokens)
-            if delta.finish_reason is None:
-                ticket.stream.push(delta)
-                if ticket.stream.overfull:  # FAULTS 34: nobody reads
-                    ended = True
-                    self.metrics.slow_readers.inc()
-                    self._drop(ticket, SlowReader("the answer was not read: too much of it was waiting"))
-            else:
+            if count := len(output.tokens):
+                if state.last_token is None:
+                    self.metrics.time_to_first_token.observe(now - state.arrived)
+                else:
+                    self.metrics.inter_token.observe(now - state.last_token)
+                state.first_token = state.first_token or now
+                state.last_token = now
+                state.generated += count
+                state.tenant.charge(count, now)
+                generated += count
+            if output.finish_reason is not None:
                 ended = True
-                self._end(ticket, delta)
+                self._end(state, output)
+                continue
+            state.stream.push(output)
+            if state.stream.overfull:  # the client does not read: its output must not fill the memory
+                ended = True
+                self.metrics.slow_readers.inc()
+                self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
         if ended:
-            self._restarts = 0
+            self._backoff.progress()
             self._dispatch()
 
-    def _on_death(self, error: CllmError) -> None:
-        """Law 8: what has begun gets an error, what has sent nothing is replayed, a new host starts."""
-        self.metrics.gone()
-        self._questions.fail_all(error)
-        if not self._loaded.done():
+    def _on_crash(self, error: CllmError) -> None:
+        """Survive native death: requests with output get an error, others are replayed, a new run starts."""
+        self.metrics.crashed()
+        self._calls.fail_all(error)
+        if not self.loaded.done():
             self._give_up(error)
-            self._loaded.set_exception(error)
+            self.loaded.set_exception(error)
             return
-        lost, kept = self._admission.engine_died()
+        lost, kept = self._queue.requeue_after_crash()
         log.error("the engine died: %s (%d requests lost, %d replayed)", error, len(lost), len(kept))
-        for ticket in lost:
-            if ticket.cancelled:
-                self._end(
-                    ticket, RequestOutput(request_id=ticket.request.id, finish_reason=FinishReason.CANCELLED)
-                )
-            elif ticket.begun:
-                self._end_with(ticket, EngineDied("the engine process ended while this answer was computed"))
+        for state in lost:
+            if state.cancelled:
+                reason = FinishReason.CANCELLED
+                self._end(state, RequestOutput(request_id=state.request.id, finish_reason=reason))
+            elif state.begun:
+                self._fail(state, EngineDied("the engine process ended while this answer was computed"))
             else:
-                self._restarts = 0  # the culprit is found: that is progress, not a crash loop
-                self._end_with(ticket, PoisonRequest("the engine died each time it computed this request"))
-        if not self._host.restartable or self._restarts >= self.RESTARTS_IN_A_ROW:
+                self._backoff.progress()
+                self._fail(state, PoisonRequest("the engine died each time it computed this request"))
+        self._run += 1
+        if not (self._executor.restartable and self._backoff.schedule(self._restart, self._run)):
             self._give_up(error)
             return
         if self.health is not Health.DRAINING:
             self.health = Health.RESTARTING
-        delay = 0.0 if self._restarts == 0 else min(8.0, 0.25 * 2**self._restarts)
-        self._restarts += 1
         self.metrics.restarts.inc()
-        self._epoch += 1
-        timer = threading.Timer(delay, self._restart, (self._epoch,))
-        timer.daemon = True
-        timer.start()
 
-    def _restart(self, epoch: int) -> None:
+    def _restart(self, run: int) -> None:
         with self._lock:
-            if epoch == self._epoch:  # nobody stopped us meanwhile
-                self._start_host()
+            if run == self._run:  # not stopped meanwhile
+                self.start()
 
     def _give_up(self, error: CllmError) -> None:
-        """A dead engine tells present and later callers."""
+        """The engine will not come back: every request, present and later, fails with the reason."""
         self.health = Health.FAILED
         self._error = error
-        for ticket in self._admission.requests:
-            self._end_with(ticket, error)
+        for state in self._queue.requests:
+            self._fail(state, error)
         log.critical("the engine is gone for good: %s", error)
 
-    # Endings ---------------------------------------------------------------------------------------
+    # Endings -----------------------------------------------------------------------------------------
 
-    def _end_with(self, ticket: RequestState, error: CllmError) -> None:
+    def _drop(self, state: RequestState, error: CllmError) -> None:
+        """End a request from this side; the engine frees what it holds as after a cancel."""
+        if state.stage is Stage.ENGINE:
+            self._executor.send(Cancel(state.request.id))
+        self._fail(state, error)
+
+    def _fail(self, state: RequestState, error: CllmError) -> None:
         failure = Failure(error.code, error.message)
         self._end(
-            ticket,
-            RequestOutput(request_id=ticket.request.id, finish_reason=FinishReason.ERROR, error=failure),
+            state,
+            RequestOutput(request_id=state.request.id, finish_reason=FinishReason.ERROR, error=failure),
         )
 
-    def _end(self, ticket: RequestState, delta: RequestOutput) -> None:
-        """The one place where a request leaves the ledger."""
+    def _end(self, state: RequestState, output: RequestOutput) -> None:
+        """The one place where a request leaves the table, with its one terminal output."""
         now = time.monotonic()
-        delta = with_usage(ticket, delta)
-        self._admission.close(ticket)
-        self._deadlines.remove(delta.request_id)
-        self.metrics.closed(ticket, delta)
-        self.metrics.queued(self._admission)
-        self.metrics.queue_time.observe((ticket.dispatched or now) - ticket.arrived)
-        log_end(ticket, delta, now)
-        ticket.stream.push(delta)
-
-
-log = logging.getLogger(__name__)
-
-
-def with_usage(ticket: RequestState, delta: RequestOutput) -> RequestOutput:
-    """A terminal delta that says what the request cost; one made in the parent does not know it all."""
-    if delta.usage is not None:
-        return delta
-    usage = Usage(prompt_tokens=ticket.request.input_tokens, completion_tokens=ticket.generated)
-    return msgspec.structs.replace(delta, usage=usage)
-
-
-def log_end(ticket: RequestState, delta: RequestOutput, now: float) -> None:
-    """One line per request, with nothing of what was said in it."""
-    assert delta.usage is not None and delta.finish_reason is not None
-    log.info(
-        "request %s: %s%s, %d prompt tokens (%d cached), %d generated, "
-        "queued %.3f s, first token %s, total %.3f s",
-        delta.request_id,
-        delta.finish_reason.value,
-        f" ({delta.error.code})" if delta.error else "",
-        delta.usage.prompt_tokens,
-        delta.usage.cached_tokens,
-        delta.usage.completion_tokens,
-        (ticket.dispatched or now) - ticket.arrived,
-        f"{ticket.first_token - ticket.arrived:.3f} s" if ticket.first_token else "never",
-        now - ticket.arrived,
-    )
+        if output.usage is None:  # made here, where the whole cost is not known
+            usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
+            output = msgspec.structs.replace(output, usage=usage)
+        self._queue.close(state)
+        self._timeouts.remove(output.request_id)
+        self.metrics.ended(state, output, now)
+        assert output.usage is not None and output.finish_reason is not None
+        log.info(
+            "request %s: %s%s, %d prompt tokens (%d cached), %d generated, "
+            "queued %.3f s, first token %s, total %.3f s",
+            output.request_id,
+            output.finish_reason.value,
+            f" ({output.error.code})" if output.error else "",
+            output.usage.prompt_tokens,
+            output.usage.cached_tokens,
+            output.usage.completion_tokens,
+            (state.dispatched or now) - state.arrived,
+            f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never",
+            now - state.arrived,
+        )
+        state.stream.push(output)
 
 
 class PendingCalls:
-    """Open questions by ticket. The engine's lock guards it."""
+    """Calls to the engine that wait for their answer, by id. The client's lock guards it."""
 
     def __init__(self) -> None:
-        self._tickets = itertools.count()
-        self._open: dict[int, Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._futures: dict[int, Future[Any]] = {}
 
-    def ask(self) -> tuple[int, Future[Any]]:
-        """A new ticket, and where its answer will be."""
-        ticket, future = next(self._tickets), Future[Any]()
-        self._open[ticket] = future
-        return ticket, future
+    def open(self) -> tuple[int, Future[Any]]:
+        """A new id, and the future of its answer."""
+        call_id, future = next(self._call_ids), Future[Any]()
+        self._futures[call_id] = future
+        return call_id, future
 
-    def answer(self, ticket: int, answer: object) -> None:
-        """Tell whoever asked: a CllmError is raised there. Nobody may be waiting any more."""
-        future = self._open.pop(ticket, None)
+    def finish(self, call_id: int, answer: object) -> None:
+        """Settle a call: a CllmError is raised there. The caller may have gone."""
+        future = self._futures.pop(call_id, None)
         if future is None or not future.set_running_or_notify_cancel():
             return
         if isinstance(answer, CllmError):
@@ -462,5 +440,5 @@ class PendingCalls:
 
     def fail_all(self, error: CllmError) -> None:
         """The engine that was asked is gone."""
-        for ticket in tuple(self._open):
-            self.answer(ticket, error)
+        for call_id in tuple(self._futures):
+            self.finish(call_id, error)

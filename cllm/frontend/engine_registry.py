@@ -1,7 +1,6 @@
-"""The engine that serves now, and those that only finish what they have begun: a model is changed under load.
+"""Engine registry: the engine that serves, and those that only finish what they have: a reload under load.
 
-A request is answered from its beginning to its end by the engine that served when it came in: its tokens are
-those of that engine's vocabulary.
+A request stays with the engine that served when it came in: its tokens are those of that engine's vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from cllm.frontend.request_queue import RequestState
 from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
-Load = Callable[
-    [str], EngineClient
-]  # the model's name or "" → an engine that was not started; raises CllmError
+Load = Callable[[str], EngineClient]  # a model's name or "" → an engine, not started; raises CllmError
 GRACE_S = 2.0  # for requests that came in before the change and are still being tokenised
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class EngineRegistry:
-    """The engines of this server: `current` serves new requests, the others finish those they have."""
+    """The engines of this server: `current` serves new requests, the others finish those they have.
+
+    A handler reads `current` once and keeps that engine to the end of its request.
+    """
 
     def __init__(self, engine: EngineClient, load: Load | None = None) -> None:
         self.current = engine
@@ -40,21 +40,19 @@ class EngineRegistry:
         """The requests of all engines."""
         return tuple(state for engine in self._engines for state in engine.requests)
 
-    def cancel(self, request_id: str) -> None:
-        for engine in tuple(self._engines):
-            engine.cancel(request_id)
-
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self._tenants = limits
         for engine in tuple(self._engines):
             engine.set_tenants(limits)
 
     def drain(self) -> None:
+        """Accept no new requests; accepted ones go on."""
         self._closing = True
         for engine in tuple(self._engines):
             engine.drain()
 
     def end_all(self) -> None:
+        """The time to drain is over: every request left ends with an error."""
         for engine in tuple(self._engines):
             engine.end_all()
 
@@ -71,20 +69,19 @@ class EngineRegistry:
             raise ReloadFailed("another model is being loaded already; try again when it serves")
         self._reloading = True
         try:
-            new = await self._loaded(await asyncio.to_thread(self._load, model))
+            new = await self._start(await asyncio.to_thread(self._load, model))
         finally:
             self._reloading = False
         old, self.current = self.current, new
-        old.metrics.take_over(new.metrics)
-        new.metrics = old.metrics  # one account for clients, whoever computes
+        new.replace(old)
         task = asyncio.create_task(self._retire(old))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
         log.info("a new engine serves; the old one has %d requests to finish", len(old.requests))
         return new
 
-    async def _loaded(self, new: EngineClient) -> EngineClient:
-        """Start it and wait until it is ready; nothing is left of one that fails."""
+    async def _start(self, new: EngineClient) -> EngineClient:
+        """Start an engine and wait until it is ready; nothing is left of one that fails."""
         new.deliver = asyncio.get_running_loop().call_soon_threadsafe
         new.set_tenants(self._tenants)
         self._engines.append(new)
@@ -107,7 +104,7 @@ class EngineRegistry:
         """End an engine when its last request has ended."""
         await asyncio.sleep(GRACE_S)
         while old.requests:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         await asyncio.to_thread(old.stop)
         self._engines.remove(old)
         log.info("the old engine has ended")

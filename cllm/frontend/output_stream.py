@@ -1,4 +1,4 @@
-"""Where one request's deltas wait for their reader."""
+"""Output stream: where the outputs of one request wait for their reader."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cllm.types import Failure, RequestOutput
 
 
 class OutputStream:
-    """A request's answer as it comes. The producer never blocks; a slow reader gets merged deltas.
+    """A request's outputs as they come. The producer never blocks; a slow reader gets merged outputs.
 
-    Whatever is unread is one delta: so what waits is bounded by the answer itself, not by how many steps
-    it took, and where `unread_limit` is set by that: then the stream is `overfull` and is to be ended.
-    The last delta has a `finish_reason`; after it there is nothing.
+    What is unread is read as one output. So what waits is bounded by the answer itself, not by how many steps
+    it took; beyond `unread_limit` the stream is `overfull` and is to be ended.
+    The terminal output has a `finish_reason`; after it there is nothing.
     """
 
     unread_limit: int | None = None  # bytes, about; None: the answer's own length is limit enough
@@ -22,31 +22,32 @@ class OutputStream:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.queue_position = 0  # when it was accepted; 0: went to the engine at once
-        self._unread_bytes = 0
+        self.finished = False  # the terminal output has been pushed
+        self.overfull = False
         self._unread: list[RequestOutput] = []
-        self.finished = False  # the last delta has been pushed
+        self._unread_bytes = 0
 
-    def push(self, delta: RequestOutput) -> None:
-        """Add a delta and wake the reader. Nothing may follow the last one."""
+    def push(self, output: RequestOutput) -> None:
+        """Add an output and wake the reader. Nothing may follow the terminal one."""
         assert not self.finished, f"request {self.request_id} has ended already"
-        self._unread.append(delta)
-        self._unread_bytes += _size(delta)
-        self.finished = delta.finish_reason is not None
+        self._unread.append(output)
+        self._unread_bytes += len(output.text) + 8 * len(output.tokens)
+        for entry in output.logprobs:
+            self._unread_bytes += 64 * (1 + len(entry.top))
+        self.overfull = self.unread_limit is not None and self._unread_bytes > self.unread_limit
+        self.finished = output.finish_reason is not None
         self._wake()
 
     @property
-    def overfull(self) -> bool:
-        return self.unread_limit is not None and self._unread_bytes > self.unread_limit
-
-    @property
     def failure(self) -> Failure | None:
-        """Why it failed, if it did before anything of it was read or is there to be read."""
+        """Why it failed, if that is the first thing to read."""
         return self._unread[0].error if self._unread else None
 
     def _take(self) -> RequestOutput | None:
-        """Everything unread as one delta, or None. An error comes alone: what was said before it is kept."""
+        """All that is unread as one output, or None. An error comes alone, after the text before it."""
         unread, self._unread = self._unread, []
         self._unread_bytes = 0
+        self.overfull = False
         if len(unread) == 1:
             return unread[0]
         if len(unread) > 1 and unread[-1].error is not None:
@@ -56,26 +57,18 @@ class OutputStream:
         last = unread[-1]
         return RequestOutput(
             request_id=self.request_id,
-            text="".join(delta.text for delta in unread),
-            tokens=tuple(token for delta in unread for token in delta.tokens),
-            logprobs=tuple(entry for delta in unread for entry in delta.logprobs),
+            text="".join(output.text for output in unread),
+            tokens=tuple(token for output in unread for token in output.tokens),
+            logprobs=tuple(entry for output in unread for entry in output.logprobs),
             finish_reason=last.finish_reason,
             usage=last.usage,
             error=last.error,
             stop=last.stop,
-            vectors=last.vectors,
+            embeddings=last.embeddings,
         )
 
     def _wake(self) -> None:
         raise NotImplementedError
-
-
-def _size(delta: RequestOutput) -> int:
-    """About how many bytes a delta waits with."""
-    if not delta.logprobs:
-        return len(delta.text) + 8 * len(delta.tokens)
-    logprobs = sum(1 + len(entry.top) for entry in delta.logprobs)
-    return len(delta.text) + 8 * len(delta.tokens) + 64 * logprobs
 
 
 class AsyncOutputStream(OutputStream):
@@ -93,16 +86,16 @@ class AsyncOutputStream(OutputStream):
             self._waiter.set_result(None)
 
     async def next(self) -> RequestOutput:
-        """Everything unread, or what comes next. Not to be called again after the last delta."""
+        """All that is unread, or what comes next. Not to be called again after the terminal output."""
         while not self._unread:  # as `begun`, without another coroutine: this runs once a token
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        delta = self._take()
-        assert delta is not None
-        return delta
+        output = self._take()
+        assert output is not None
+        return output
 
     async def begun(self) -> None:
         """Return when there is something to read. Takes nothing."""
@@ -115,9 +108,9 @@ class AsyncOutputStream(OutputStream):
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:
-            delta = await self.next()
-            yield delta
-            if delta.finish_reason is not None:
+            output = await self.next()
+            yield output
+            if output.finish_reason is not None:
                 return
 
 
@@ -128,9 +121,9 @@ class BlockingOutputStream(OutputStream):
         super().__init__(request_id)
         self._condition = threading.Condition()
 
-    def push(self, delta: RequestOutput) -> None:
+    def push(self, output: RequestOutput) -> None:
         with self._condition:
-            super().push(delta)
+            super().push(output)
 
     def _wake(self) -> None:
         self._condition.notify_all()
@@ -140,8 +133,8 @@ class BlockingOutputStream(OutputStream):
             with self._condition:
                 while not self._unread:
                     self._condition.wait()
-                delta = self._take()
-            assert delta is not None
-            yield delta
-            if delta.finish_reason is not None:
+                output = self._take()
+            assert output is not None
+            yield output
+            if output.finish_reason is not None:
                 return

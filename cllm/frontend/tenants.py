@@ -1,4 +1,4 @@
-"""Tenants: who a request is counted for, what each may ask for, and what each has had so far."""
+"""Tenants: the limits of each, and the account of what each has had."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cllm.types import Request, TenantLimits
 
 
 class TokenBucket:
-    """Fills at `rate` a second up to one second's worth; may be overdrawn, and is then paid back first."""
+    """Fills at `rate` a second up to one second's worth; may be overdrawn, and then refills from below 0."""
 
     def __init__(self, rate: float, now: float) -> None:
         self.rate = rate
@@ -19,7 +19,7 @@ class TokenBucket:
         self._at = now
 
     def seconds_until(self, level: float, now: float) -> float:
-        """How long until it holds `level`; 0 when it does. No more than fits is waited for."""
+        """How long until it holds `level` (at most what fits); 0 when it does."""
         self._fill(now)
         return max(0.0, (min(level, max(1.0, self.rate)) - self._level) / self.rate)
 
@@ -33,7 +33,7 @@ class TokenBucket:
 
 
 class DrainRate:
-    """Requests and tokens that went by lately: what a refused client's wait is computed from."""
+    """Recent throughput in requests and tokens: gives a refused client its `Retry-After`."""
 
     REMEMBERED_S = 60.0  # older ones say nothing about now
 
@@ -60,7 +60,7 @@ class DrainRate:
 class Tenant:
     """One tenant's account. `virtual` is its virtual time: tokens had, divided by weight."""
 
-    HOLD_S = 2.0  # how long a tenant's places are kept for its next request
+    HOLD_S = 2.0  # how long a tenant's places in the engine are kept for its next request
 
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
@@ -69,18 +69,18 @@ class Tenant:
         self.running = 0
         self.drain_rate = DrainRate()
         self._period = time.monotonic()
-        self._peaks = (0, 0)  # most at once in the engine: of the last period, of this one
+        self._peaks = (0, 0)  # maximum in the engine at once: of the last period, of this one
         self.limit(limits)
 
     def limit(self, limits: TenantLimits) -> None:
-        """Put it under (new) limits."""
+        """Set its limits; the buckets start anew."""
         self.limits = limits
         now = time.monotonic()
-        self._requests = TokenBucket(limits.requests_per_s, now) if limits.requests_per_s else None
-        self._tokens = TokenBucket(limits.tokens_per_s, now) if limits.tokens_per_s else None
+        self.request_bucket = TokenBucket(limits.requests_per_s, now) if limits.requests_per_s else None
+        self.token_bucket = TokenBucket(limits.tokens_per_s, now) if limits.tokens_per_s else None
 
     def check(self, request: Request, now: float) -> None:
-        """Raise why this request may not come now. Changes nothing."""
+        """Raise why this request is refused now. Changes nothing."""
         limits = self.limits
         if request.priority > limits.max_priority:
             raise InvalidRequest(
@@ -91,24 +91,19 @@ class Tenant:
             raise RateLimited(
                 f"{limits.concurrent} requests at the same time", self.drain_rate.seconds_for(1)
             )
-        if self._requests is not None and (wait := self._requests.seconds_until(1.0, now)) > 0:
+        if self.request_bucket is not None and (wait := self.request_bucket.seconds_until(1.0, now)) > 0:
             raise RateLimited(f"{limits.requests_per_s:g} requests a second", wait)
-        if self._tokens is not None and (wait := self._tokens.seconds_until(0.0, now)) > 0:
+        if self.token_bucket is not None and (wait := self.token_bucket.seconds_until(0.0, now)) > 0:
             raise RateLimited(f"{limits.tokens_per_s:g} tokens a second", wait)
 
-    def admitted(self, now: float) -> None:
-        self.waiting += 1
-        if self._requests is not None:
-            self._requests.take(1.0, now)
-
     def charge(self, tokens: int, now: float) -> None:
-        """It has had tokens: they count for its share and against its limit."""
+        """Count tokens, prompt or generated, for its share and against its limit."""
         self.virtual += tokens / self.limits.weight
-        if self._tokens is not None:
-            self._tokens.take(tokens, now)
+        if self.token_bucket is not None:
+            self.token_bucket.take(tokens, now)
 
     def peak(self, now: float) -> int:
-        """Most of its requests in the engine at once, lately."""
+        """The maximum of its requests in the engine at once, lately."""
         elapsed = now - self._period
         if elapsed >= self.HOLD_S:
             self._peaks = (self._peaks[1] if elapsed < 2 * self.HOLD_S else 0, self.running)
@@ -119,17 +114,17 @@ class Tenant:
 
 
 class Tenants:
-    """Every tenant known. Names that are not registered are tenants too, without limits."""
+    """All tenants by name. Names that are not registered are tenants too, without limits."""
 
     MAX_UNKNOWN = 256  # accounts of unregistered names that are kept
 
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
         self._tenants: dict[str, Tenant] = {}
-        self.virtual_time = 0.0  # start tag of whoever was let in last
+        self.virtual_time = 0.0  # start tag of the request that was let in last
 
     def register(self, limits: Mapping[str, TenantLimits]) -> None:
-        """Replace the register. Accounts go on; changed limits count from now."""
+        """Replace all limits. Accounts go on; changed limits count from now."""
         self._limits = dict(limits)
         for tenant in self._tenants.values():
             if (new := self._limits.get(tenant.name, TenantLimits())) != tenant.limits:
@@ -145,15 +140,15 @@ class Tenants:
         return tenant
 
     def active(self, now: float) -> list[Tenant]:
-        """Whoever has something here, or had a moment ago."""
+        """Tenants with requests here, now or a moment ago."""
         return [tenant for tenant in self._tenants.values() if tenant.waiting or tenant.peak(now)]
 
     def start_tag(self, tenant: Tenant) -> float:
-        """Its place in virtual time; whoever was idle starts now, without credit for the past."""
+        """Its place in virtual time; an idle tenant starts now, without credit for the past."""
         return max(self.virtual_time, tenant.virtual)
 
     def settle(self) -> None:
-        """Nobody is here any more: what somebody had while alone is no debt."""
+        """No request is left: what a tenant had while it was alone is no debt."""
         self.virtual_time = max([self.virtual_time, *(each.virtual for each in self._tenants.values())])
 
     def _forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Times at which requests must be done."""
+"""Request timeouts: one thread that ends requests whose time is up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RequestTimeouts:
     """Calls `expired(request_id)`, on a thread of its own, when a request's time is up (monotonic clock).
 
     One thread serves every deadline, so it works with and without an event loop; it starts with the first.
-    `expired` may come for a request that has just ended: the caller looks.
+    `expired` may be called for a request that has just ended: the caller checks.
     """
 
     def __init__(self, expired: Callable[[str], None]) -> None:
@@ -59,9 +59,9 @@ class RequestTimeouts:
             for request_id in due:
                 try:
                     self._expired(request_id)
-                except Exception:  # an event loop that is gone, at the end; the others must still be told
+                except Exception:  # at the end the event loop may be gone; the others must still expire
                     if not self._stopped:
-                        log.exception("the end of request %s could not be told", request_id)
+                        log.exception("request %s could not be ended at its deadline", request_id)
 
     def _next_due(self) -> list[str] | None:
         """Wait for the next ones whose time is up; None when stopped."""

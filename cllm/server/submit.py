@@ -11,7 +11,7 @@ from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.protocol.base import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
-from cllm.workers.tokenizer import CheckConstraint, Text
+from cllm.workers.messages import CheckConstraint, Text
 
 
 def check_model(name: str | None) -> None:

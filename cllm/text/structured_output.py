@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.types import FIELDS, ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
+from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 
 MAX_SOURCE = 256 << 10  # characters
 MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
@@ -112,9 +112,9 @@ class GrammarCompiler:
         if matcher is None:
             matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=_LIMITS)
             if matcher.is_error():
-                field = FIELDS[spec.kind]
+                field = spec.kind.field
                 raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
-            _check_satisfiable(matcher, FIELDS[spec.kind])
+            _check_satisfiable(matcher, spec.kind.field)
             self._compiled[spec] = matcher
             if len(self._compiled) > self.CACHE_SIZE:
                 self._compiled.popitem(last=False)
@@ -124,7 +124,7 @@ class GrammarCompiler:
 
 def to_llguidance(spec: ConstraintSpec) -> str:
     """The grammar in llguidance's own form. Raises InvalidRequest."""
-    field = FIELDS[spec.kind]
+    field = spec.kind.field
     if len(spec.source) > MAX_SOURCE:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
     if _depth(spec.source) > MAX_DEPTH:

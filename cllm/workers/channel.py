@@ -1,4 +1,4 @@
-"""A child process at the other end of a socket pair: frames both ways, and no orphan, ever."""
+"""Channel: frames over a socket pair, and the worker process at its other end. No process is orphaned."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Channel:
         if timeout_s != self._timeout_s:  # a system call each time otherwise
             self._socket.settimeout(timeout_s)
             self._timeout_s = timeout_s
-        header = self._exactly(_LENGTH.size)
-        return None if header is None else self._exactly(_LENGTH.unpack(header)[0])
-
-    def _exactly(self, count: int) -> bytes | None:
-        while len(self._buffer) < count:
+        while True:
+            if len(self._buffer) >= _LENGTH.size:
+                end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+                if len(self._buffer) >= end:
+                    break
             try:
                 chunk = self._socket.recv(1 << 16)
             except ConnectionError:
@@ -47,9 +47,9 @@ class Channel:
             if not chunk:
                 return None
             self._buffer += chunk
-        data = bytes(self._buffer[:count])
-        del self._buffer[:count]
-        return data
+        frame = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return frame
 
     def close(self) -> None:
         # shutdown wakes a reader that blocks in another thread; close alone does not.
@@ -58,8 +58,8 @@ class Channel:
         self._socket.close()
 
 
-class ChildProcess:
-    """`python -m MODULE FD arguments…`, never forked. It ends itself when its end of the pair reads EOF."""
+class WorkerProcess:
+    """`python -m MODULE FD ROLE arguments…`, never forked. It exits when its end of the pair reads EOF."""
 
     def __init__(self, module: str, role: str, *arguments: str, silence_limit_s: float | None = None) -> None:
         ours, theirs = socket.socketpair()
@@ -68,28 +68,19 @@ class ChildProcess:
                 [sys.executable, "-m", module, str(theirs.fileno()), role, *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C is for the parent, which then ends the child in good order.
+                # Ctrl-C is for the parent, which then ends the worker in good order.
                 start_new_session=True,
             )
         self.role = role
-        self._channel = Channel(ours)
-        self.silence_limit_s = silence_limit_s  # None: it may be quiet for ever
+        self.channel = Channel(ours)
+        self.silence_limit_s = silence_limit_s  # None: it may be silent for ever
         self._killed_for: str | None = None
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, frame: bytes) -> None:
-        """Send a frame; to a child that is gone it is dropped: its end is being told by `frames`."""
-        with contextlib.suppress(OSError):
-            self._channel.send(frame)
-
     def frames(self) -> Iterator[bytes]:
-        """What the child says, until it ends. Silence beyond the limit kills it."""
+        """The frames of the process, until it ends. Silence beyond the limit kills it."""
         while True:
             try:
-                frame = self._channel.receive(self.silence_limit_s)
+                frame = self.channel.receive(self.silence_limit_s)
             except TimeoutError:
                 self._killed_for = f"it said nothing for {self.silence_limit_s:.0f} s"
                 self.kill()
@@ -101,33 +92,31 @@ class ChildProcess:
             yield frame
         self.kill()  # EOF without an exit would leave a zombie
         self._process.wait()
-        self._channel.close()
+        self.channel.close()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
+    @property
+    def exit_signal(self) -> int:
+        """The signal that ended it; 0: it exited by itself. Waits for the end."""
+        return max(0, -self._process.wait())
+
     def exit_reason(self) -> str:
-        """How it ended, in a sentence."""
+        """How it ended, in a sentence. Waits for the end."""
         if self._killed_for:
             return f"the {self.role} process was killed: {self._killed_for}"
-        code = self._process.wait()
-        if code < 0:
-            return f"the {self.role} process was ended by {signal.Signals(-code).name}"
-        return f"the {self.role} process exited with code {code}"
-
-    @property
-    def ended_by(self) -> signal.Signals | None:
-        """The signal that ended it, if one did. Waits for the end."""
-        code = self._process.wait()
-        return signal.Signals(-code) if code < 0 else None
+        if number := self.exit_signal:
+            return f"the {self.role} process was ended by {signal.Signals(number).name}"
+        return f"the {self.role} process exited with code {self._process.wait()}"
 
     def close(self) -> None:
-        """End it: EOF first, SIGKILL if that does not do. Returns when it is gone."""
-        self._channel.close()
+        """End it: EOF first, SIGKILL if that is not enough. Returns when it is gone."""
+        self.channel.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            log.warning("the child process did not end by itself: killing it")
+            log.warning("the %s process did not exit by itself: killing it", self.role)
             self.kill()
             self._process.wait()

@@ -1,7 +1,8 @@
-"""Entry point of the child processes: `python -m cllm.workers.engine_worker FD engine|text LOG_LEVEL`.
+"""Engine worker: an EngineCore behind a channel in a process, or in a thread of this process.
 
-Beside the CLI, the only place that names the llama runner. The first frame is the configuration; after
-that commands come in and reports go out. End of input ends the process, whatever it is doing.
+Entry point of both worker processes: `python -m cllm.workers.engine_worker FD engine|tokenizer LOG_LEVEL`.
+The first frame is the configuration; after it commands come in and reports go out. End of input ends the
+process, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
 from cllm.workers.channel import Channel
+from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
+from cllm.workers.tokenizer import LocalTokenizer, serve_tokenizer
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -31,20 +34,20 @@ ServeTokenizer = Callable[[Channel, EngineConfig], None]
 
 
 class EngineWorker:
-    """A step loop wired to a channel: one thread computes, one reads commands, one beats."""
+    """An EngineCore wired to a channel: one thread computes, one reads commands, one sends heartbeats."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._encoder = msgspec.msgpack.Encoder()
-        self._loop: EngineCore | None = None
+        self._core: EngineCore | None = None
 
     def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
-        self._loop = loop = EngineCore(runner, config, self._emit)
-        self._emit(loop.ready)
-        threading.Thread(target=self._read_commands, args=(loop,), name="commands", daemon=True).start()
-        loop.run()
+        self._core = core = EngineCore(runner, config, self._emit)
+        self._emit(core.ready)
+        threading.Thread(target=self._read_commands, args=(core,), name="commands", daemon=True).start()
+        core.run()
         runner.close()
 
     def _emit(self, report: Report) -> None:
@@ -55,18 +58,73 @@ class EngineWorker:
 
     def _beat(self) -> None:
         while True:
-            started = self._loop.step_started if self._loop is not None else None
+            started = self._core.step_started if self._core is not None else None
             self._emit(Heartbeat(time.perf_counter() - started if started is not None else 0.0))
             time.sleep(HEARTBEAT_S)
 
-    def _read_commands(self, loop: EngineCore) -> None:
+    def _read_commands(self, core: EngineCore) -> None:
         decoder = msgspec.msgpack.Decoder(Command)
         while (frame := self._channel.receive()) is not None:
             command = decoder.decode(frame)
-            loop.post(command)
+            core.post(command)
             if isinstance(command, Stop):
                 return
-        os._exit(0)  # EOF: nobody is left to compute for
+        os._exit(0)  # EOF: the parent is gone
+
+
+class ThreadExecutor:
+    """`Executor` in a thread of this process: for the Python API. A native crash ends the process."""
+
+    restartable = False
+
+    def __init__(
+        self, make_runner: Callable[[Callable[[float], None]], ModelRunner], config: EngineConfig
+    ) -> None:
+        """`make_runner` gets a function that takes the progress of loading, 0 to 1."""
+        self._make_runner = make_runner
+        self._config = config
+        self._core: EngineCore | None = None
+        self._tokenizer: LocalTokenizer | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def tokenizer(self) -> TokenizerClient:
+        assert self._tokenizer is not None, "no tokenizer before the model is loaded"
+        return self._tokenizer
+
+    def start(self, receive: Receive) -> None:
+        self._thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, receive: Receive) -> None:
+        try:
+            runner = self._make_runner(lambda fraction: receive(Loading(fraction)))
+            try:
+                self._core = core = EngineCore(runner, self._config, receive)
+                info = runner.info
+                self._tokenizer = LocalTokenizer(
+                    runner.vocabulary, info.chat_template, tool_template=info.tool_template
+                )
+                receive(core.ready)
+                core.run()
+            finally:
+                if self._tokenizer is not None:
+                    self._tokenizer.close()  # first: it reads the runner's vocabulary, from any thread
+                runner.close()
+        except CllmError as error:
+            receive(Died(error.code, error.message))
+        except Exception as error:
+            log.exception("the engine thread failed")
+            receive(Died("engine_died", f"the engine failed: {type(error).__name__}"))
+
+    def send(self, command: Command) -> None:
+        if self._core is not None:
+            self._core.post(command)
+
+    def stop(self) -> None:
+        self.send(Stop())
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
 
 def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
@@ -75,16 +133,10 @@ def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mo
     return LlamaRunner(config, progress=progress)
 
 
-def _llama_tokenizer(channel: Channel, config: EngineConfig) -> None:
-    from cllm.workers.tokenizer_worker import serve_tokenizer
-
-    serve_tokenizer(channel, config)
-
-
 def main(
     arguments: list[str],
     make_runner: MakeRunner = _llama_runner,
-    serve_tokenizer: ServeTokenizer = _llama_tokenizer,
+    serve_tokenizer: ServeTokenizer = serve_tokenizer,
 ) -> int:
     descriptor, role, log_level = arguments
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # or an abort would start a debugger first

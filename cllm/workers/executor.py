@@ -1,162 +1,261 @@
-"""Where the step loop runs: in a thread of this process, or in a supervised child process."""
+"""Executor: where an engine and its tokenizer run. Here, in two supervised processes; for the HTTP process.
+
+Nothing native is imported: hostile input can crash the workers, not the process that holds the queue.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 import msgspec
 
-from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
-from cllm.core.engine_core import EngineCore
-from cllm.errors import CllmError
-from cllm.workers.channel import ChildProcess
-from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
-from cllm.workers.tokenizer_client import LocalTokenizer, ProcessTokenizer, TokenizerClient
+from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
+from cllm.text.chat_template import GUARD_LIMIT_S
+from cllm.workers.messages import (
+    CheckConstraint,
+    Command,
+    Detokenize,
+    Died,
+    Refused,
+    Report,
+    TokenizerAnswer,
+    TokenizerCall,
+    TokenizerReply,
+    TokenizerTask,
+    TokenizeText,
+)
+from cllm.workers.supervisor import WORKER_MODULE, Attempt, Backoff, Supervisor
 
 log = logging.getLogger(__name__)
-
 Receive = Callable[[Report], None]
-MakeRunner = Callable[[Callable[[float], None]], ModelRunner]
 
 
-class Host(Protocol):
-    """Runs one step loop at a time. Its life, as told to `receive`: Loading*, Ready, reports*, Died."""
+class TokenizerClient(Protocol):
+    """Answers tokenizer tasks. The future fails with a CllmError when the task is refused."""
+
+    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]: ...
+
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
+        """Give up on a task, even one that hangs."""
+
+    def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs one engine at a time. Its reports to `receive`: Loading*, Ready, others*, Died."""
 
     restartable: bool
 
     @property
-    def text(self) -> TokenizerClient:
-        """Where this model's text work runs; in the thread host only once it is Ready."""
+    def tokenizer(self) -> TokenizerClient:
+        """The tokenizer of this model; of an engine in a thread only once it is Ready."""
 
     def start(self, receive: Receive) -> None:
         """Begin to load; returns at once. Only after `Died` may it be called again."""
 
     def send(self, command: Command) -> None:
-        """Pass a command on; to a host that is gone it is dropped (its death is being told)."""
+        """Pass a command on. An engine that has ended drops it, and `Died` follows."""
 
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
 
 
-class ThreadExecutor:
-    """The engine in a thread of this process: for the Python API. Native death takes the process along."""
-
-    restartable = False
-
-    def __init__(self, make_runner: MakeRunner, config: EngineConfig) -> None:
-        self._make_runner = make_runner
-        self._config = config
-        self._loop: EngineCore | None = None
-        self._text: LocalTokenizer | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def text(self) -> TokenizerClient:
-        assert self._text is not None, "no text work before the model is loaded"
-        return self._text
-
-    def start(self, receive: Receive) -> None:
-        self._thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
-        self._thread.start()
-
-    def _run(self, receive: Receive) -> None:
-        try:
-            runner = self._make_runner(lambda fraction: receive(Loading(fraction)))
-            try:
-                self._loop = loop = EngineCore(runner, self._config, receive)
-                info = runner.info
-                self._text = LocalTokenizer(
-                    runner.vocabulary, info.chat_template, tool_template=info.tool_template
-                )
-                receive(loop.ready)
-                loop.run()
-            finally:
-                if self._text is not None:
-                    self._text.close()  # first: it reads the runner's vocabulary, from any thread
-                runner.close()
-        except CllmError as error:
-            receive(Died(error.code, error.message))
-        except Exception as error:
-            log.exception("the engine thread died")
-            receive(Died("engine_died", f"the engine failed: {type(error).__name__}"))
-
-    def send(self, command: Command) -> None:
-        if self._loop is not None:
-            self._loop.post(command)
-
-    def stop(self) -> None:
-        self.send(Stop())
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-
 class ProcessExecutor:
-    """The engine in a child process: for the server. A watchdog kills a child that has gone quiet."""
+    """The engine and the tokenizer, each in a worker process of its own."""
 
     restartable = True
 
-    START_LIMIT_S = 120.0  # until the first heartbeat: a new interpreter on a busy machine
-    SILENCE_LIMIT_S = 10.0  # heartbeats come every second from a thread that does nothing else
-    STEP_LIMIT_S = 600.0  # no step of any size that fits a batch takes this long
-
-    def __init__(
-        self, config: EngineConfig, *, log_level: str = "info", module: str = "cllm.workers.engine_worker"
-    ) -> None:
-        self._config = config
-        self._log_level = log_level
-        self._module = module
-        self._decoder = msgspec.msgpack.Decoder(Report)
+    def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
+        self._engine = Supervisor(
+            "engine", config, Report, heartbeats=True, log_level=log_level, module=module
+        )
+        self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
         self._encoder = msgspec.msgpack.Encoder()
-        self._child: ChildProcess | None = None
-        self._text: ProcessTokenizer | None = None
-
-    @property
-    def text(self) -> TokenizerClient:
-        assert self._text is not None, "no text work before start"
-        return self._text
-
-    @property
-    def pid(self) -> int | None:
-        """The child's process id, for operators and tests."""
-        return self._child.pid if self._child is not None else None
 
     def start(self, receive: Receive) -> None:
-        if self._text is None:
-            self._text = ProcessTokenizer(self._config, log_level=self._log_level, module=self._module)
-        child = ChildProcess(self._module, "engine", self._log_level, silence_limit_s=self.START_LIMIT_S)
-        self._child = child
-        child.send(self._encoder.encode(self._config))
-        threading.Thread(
-            target=self._read, args=(child, receive), name="cllm-engine-reports", daemon=True
-        ).start()
-
-    def _read(self, child: ChildProcess, receive: Receive) -> None:
-        """Pass the child's reports on until it ends, then tell why. Runs in a thread of its own."""
-        last_words: Died | None = None
-        for frame in child.frames():
-            report = self._decoder.decode(frame)
-            match report:
-                case Heartbeat(step_age_s):
-                    child.silence_limit_s = self.SILENCE_LIMIT_S
-                    if step_age_s > self.STEP_LIMIT_S:
-                        log.error("the engine has been in one step for %.0f s: killing it", step_age_s)
-                        child.kill()
-                case Died():
-                    last_words = report
-                case _:
-                    receive(report)
-        receive(last_words or Died("engine_died", child.exit_reason()))
+        self.tokenizer.start()
+        self._engine.start(receive)
 
     def send(self, command: Command) -> None:
-        if self._child is not None:
-            self._child.send(self._encoder.encode(command))
+        self._engine.send(self._encoder.encode(command))
 
     def stop(self) -> None:
-        if self._child is not None:
-            self._child.close()
-        if self._text is not None:
-            self._text.close()
+        self._engine.close()
+        self.tokenizer.close()
+
+
+def settle(future: Future[TokenizerAnswer], answer: TokenizerAnswer | CllmError) -> None:
+    """Give a future its answer. A refusal is raised there."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(answer, Refused):
+        error = from_code(answer.code, answer.message)
+        if isinstance(error, InvalidRequest):
+            error.field = answer.field
+        answer = error
+    if isinstance(answer, CllmError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+
+
+class _Call(Attempt):
+    retries_together = 0  # clients wait a few seconds for their text, and each start of a process takes one
+
+    def __init__(self, task: TokenizerTask, frame: bytes) -> None:
+        self.task = task
+        self.frame = frame
+        self.future: Future[TokenizerAnswer] = Future()
+        self.sent = False
+
+    @property
+    def rejection_error(self) -> CllmError:
+        """The answer when the process has crashed on it alone."""
+        if isinstance(self.task, CheckConstraint):
+            field = self.task.spec.kind.field
+            return InvalidRequest(f"{field}: it is too complex to be compiled", field=field)
+        return EngineDied("this text could not be processed: the tokenizer process crashed on it")
+
+    @property
+    def renders(self) -> bool:
+        """True when the model's chat template takes part."""
+        return not isinstance(self.task, TokenizeText | Detokenize | CheckConstraint)
+
+
+class ProcessTokenizer:
+    """Tokenizer in a worker process, restarted after a crash. A task that crashes it alone is refused."""
+
+    def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
+        reports = TokenizerReply | Died
+        self._supervisor = Supervisor(
+            "tokenizer", config, reports, heartbeats=False, log_level=log_level, module=module
+        )
+        self._backoff = Backoff()
+        self._lock = threading.Lock()
+        self._call_ids = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        self._up = False  # a process runs
+        self._restarting = False
+        self._closed = False
+        self._aborted = False  # the process is being killed because of an aborted task: no other is to blame
+
+    def start(self) -> None:
+        """Start the process before the first task comes. Idempotent."""
+        with self._lock:
+            self._start()
+
+    def _start(self) -> None:
+        if not (self._up or self._restarting or self._closed):
+            self._up = True
+            self._supervisor.start(self._receive)
+
+    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
+        call_id = next(self._call_ids)
+        try:
+            frame = msgspec.msgpack.encode(TokenizerCall(call_id, task))
+        except OverflowError:  # free-form parts (tools, template options) may hold what no message can carry
+            raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
+        except UnicodeEncodeError:
+            raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
+        call = _Call(task, frame)
+        with self._lock:
+            if self._closed:
+                raise ShuttingDown("the server is shutting down")
+            self._calls[call_id] = call
+            self._start()
+            self._dispatch()
+        return call.future
+
+    def _dispatch(self) -> None:
+        """Send what may be sent, oldest first."""
+        if not self._up:
+            return
+        running = next((call for call in self._calls.values() if call.sent), None)
+        for call in self._calls.values():
+            if call.sent:
+                continue
+            if running is not None and (call.alone or running.alone):
+                return
+            call.sent = True
+            running = call
+            self._supervisor.send(call.frame)
+
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
+        with self._lock:
+            for call in self._take(lambda call: call.future is future):
+                if call.sent and self._up:
+                    self._aborted = True
+                    self._supervisor.kill()  # it may hang in native code; the other tasks are sent again
+
+    def _receive(self, report: TokenizerReply | Died) -> None:
+        if isinstance(report, Died):
+            self._on_crash(report)
+            return
+        with self._lock:
+            self._backoff.progress()
+            call = self._calls.pop(report.call_id, None)
+            if call is not None and call.crashes:
+                self._dispatch()  # others waited for it to run alone
+        if call is not None:
+            settle(call.future, report.answer)
+
+    def _on_crash(self, died: Died) -> None:
+        with self._lock:
+            self._up = False
+            if self._closed:
+                rejected: list[tuple[_Call, CllmError]] = [
+                    (call, ShuttingDown("the server is shutting down")) for call in self._take(lambda _: True)
+                ]
+            else:
+                log.warning("the tokenizer process ended: %s", died.message)
+                rejected = self._blame(died)
+                # Without a pending task the next one starts it: a process that cannot start must not spin.
+                self._restarting = bool(self._calls) and self._backoff.schedule(self._restart)
+                if not self._restarting:
+                    rejected += [(call, EngineDied(died.message)) for call in self._take(lambda _: True)]
+        for call, error in rejected:
+            settle(call.future, error)
+
+    def _restart(self) -> None:
+        with self._lock:
+            self._restarting = False
+            self._start()
+            self._dispatch()
+
+    def _blame(self, died: Died) -> list[tuple[_Call, CllmError]]:
+        """The tasks to reject, with why. All others are to be sent again."""
+        rejected: list[tuple[_Call, CllmError]] = []
+        if died.signal == signal.SIGPROF:
+            # The template's own guard. Every conversation goes through the template: none is tried again.
+            message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
+            rendering = self._take(lambda call: call.sent and call.renders)
+            rejected = [(call, InvalidRequest(message, field="messages")) for call in rendering]
+        elif not self._aborted:
+            causes = self._take(lambda call: call.sent and call.blame())
+            rejected = [(call, call.rejection_error) for call in causes]
+        if rejected or self._aborted:
+            self._backoff.progress()
+        self._aborted = False
+        for call in self._calls.values():
+            call.sent = False
+        return rejected
+
+    def _take(self, which: Callable[[_Call], bool]) -> list[_Call]:
+        """Remove those calls, and return them."""
+        call_ids = [call_id for call_id, call in self._calls.items() if which(call)]
+        return [self._calls.pop(call_id) for call_id in call_ids]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            rejected = [] if self._up else self._take(lambda _: True)
+        for call in rejected:
+            settle(call.future, ShuttingDown("the server is shutting down"))
+        self._supervisor.close()

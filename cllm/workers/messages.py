@@ -1,13 +1,18 @@
-"""What crosses between the parent and the engine, in either host: commands down, reports up.
+"""Messages between processes: commands and reports of the engine, tasks and answers of the tokenizer.
 
-The same objects travel through a queue (thread) or, as MessagePack, through a socket (child process).
+The same objects travel through a queue (engine in a thread) or, as MessagePack, through a socket (process).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from cllm.types import Failure, Limits, ModelInfo, Request, RequestOutput, Snapshot
+from cllm.text.prompt import Gap
+from cllm.types import ConstraintSpec, Failure, Limits, ModelInfo, Request, RequestOutput, Snapshot
+
+# To the engine --------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -19,25 +24,32 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    ticket: int
+    """Take a snapshot between two steps; answered with Inspection."""
+
+    call_id: int
 
 
 class SavePrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Write the RAM tier to a state file."""
+    """Write the prefix cache in RAM to a state file; answered with StateFileDone."""
 
-    ticket: int
+    call_id: int
     name: str
 
 
 class RestorePrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Read a state file into the RAM tier."""
+    """Read a state file into the prefix cache in RAM; answered with StateFileDone."""
 
-    ticket: int
+    call_id: int
     name: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
+
+
+Command = Submit | Cancel | Inspect | SavePrefixes | RestorePrefixes | Stop
+
+# From the engine ------------------------------------------------------------------------------------
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,37 +67,37 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     leases: int = 0
     cells_used: int = 0
     integrity_failures: int = 0
-    interrupted: int = 0  # steps ended early since the start, because somebody in them had gone
-    prefix_hits: int = 0  # requests that began with something computed before
+    interrupted: int = 0  # steps ended early since the start, because a client in them left
+    prefix_hits: int = 0  # requests that began with a cached prefix
     prefix_tokens: int = 0  # tokens they did not have to compute
     prefix_saves: int = 0  # states put into RAM
-    prefix_evictions: int = 0  # states pushed out of it
+    prefix_evictions: int = 0  # states evicted from it
     prefix_bytes: int = 0
     swapped_bytes: int = 0
-    preemptions: int = 0  # requests that made room for others
-    swap_ins: int = 0  # and went on from what was saved of them
+    preemptions: int = 0  # requests preempted because KV was full
+    swap_ins: int = 0  # preempted requests that went on from their saved state
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """Everything one step brought, for all requests together."""
+    """The outputs of one step, for all requests together."""
 
-    deltas: tuple[RequestOutput, ...]
+    outputs: tuple[RequestOutput, ...]
     stats: StepStats
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):
-    ticket: int
+    call_id: int
     snapshot: Snapshot
 
 
 class StateFileDone(msgspec.Struct, frozen=True, tag=True):
-    """What became of a SavePrefixes or RestorePrefixes."""
+    """The result of a SavePrefixes or RestorePrefixes."""
 
-    ticket: int
+    call_id: int
     entries: int = 0
     tokens: int = 0
     size: int = 0  # bytes of RAM
-    skipped: int = 0  # known already, or no room
+    skipped: int = 0  # known already, or too large for what is free
     failure: Failure | None = None
 
 
@@ -100,15 +112,135 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    step_age_s: float  # how long the step now running has run; 0 between steps
+    step_age_s: float  # how long the running step has run; 0 between steps
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
-    """The engine ended. From the engine itself while it can still speak, else made up by its host."""
+    """A worker ended. It says so itself while it can, else its supervisor does."""
 
     code: str
     message: str
+    signal: int = 0  # the one that ended the process
 
 
-Command = Submit | Cancel | Inspect | SavePrefixes | RestorePrefixes | Stop
 Report = StepReport | Inspection | StateFileDone | Loading | Ready | Heartbeat | Died
+
+# To the tokenizer. A prompt of more than `max_tokens` tokens is refused there (0: no limit): tokens that are
+# refused anyway need not cross to the parent.
+
+
+class TokenizeText(msgspec.Struct, frozen=True, tag=True):
+    """A raw prompt; answered with Tokens."""
+
+    text: str
+    max_tokens: int = 0
+    add_special: bool = True
+    parse_special: bool = False  # True only where the client is trusted to write control tokens
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation as the chat template takes it; see `PromptBuilder.from_messages`."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    options: dict[str, Any] = {}
+    opening: str = ""
+    prefill: str = ""
+    think: bool = True
+
+
+class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
+    """A conversation through the chat template; answered with Tokens."""
+
+    chat: Chat
+    max_tokens: int = 0
+
+
+class TokenizeInfill(msgspec.Struct, frozen=True, tag=True):
+    """A text with a gap; answered with Tokens. With `cut_to`, the text is cut at its far ends to so many."""
+
+    gap: Gap
+    max_tokens: int = 0
+    cut_to: int = 0
+
+
+class TokenizeTexts(msgspec.Struct, frozen=True, tag=True):
+    """Texts to embed; answered with TokenLists."""
+
+    texts: tuple[str, ...]
+    max_tokens: int = 0
+    field: str = "input"  # names them in a refusal
+
+
+class TokenizePairs(msgspec.Struct, frozen=True, tag=True):
+    """A query with each document, as a reranker reads them; answered with TokenLists."""
+
+    query: str
+    documents: tuple[str, ...]
+    max_tokens: int = 0
+
+
+class RenderChat(msgspec.Struct, frozen=True, tag=True):
+    """A conversation as its template writes it; answered with Text."""
+
+    chat: Chat
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag=True):
+    """Token ids back to text; answered with Text."""
+
+    tokens: tuple[int, ...]
+
+
+class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
+    """Does this grammar compile? Answered with Text (empty)."""
+
+    spec: ConstraintSpec
+
+
+TokenizerTask = (
+    TokenizeText
+    | TokenizeChat
+    | TokenizeInfill
+    | TokenizeTexts
+    | TokenizePairs
+    | RenderChat
+    | Detokenize
+    | CheckConstraint
+)
+
+# From the tokenizer ---------------------------------------------------------------------------------
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    tokens: tuple[int, ...]
+    thinking: bool = False  # they end inside the model's reasoning
+
+
+class TokenLists(msgspec.Struct, frozen=True, tag=True):
+    lists: tuple[tuple[int, ...], ...]
+
+
+class Text(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    code: str
+    message: str
+    field: str | None = None
+
+
+TokenizerAnswer = Tokens | TokenLists | Text | Refused
+
+
+class TokenizerCall(msgspec.Struct, frozen=True):
+    """A task on its way to the tokenizer worker."""
+
+    call_id: int
+    task: TokenizerTask
+
+
+class TokenizerReply(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    answer: TokenizerAnswer

@@ -1,137 +1,55 @@
-"""Native text work as messages, so that it can run where it may be killed (law 8)."""
+"""Tokenizer worker: tokenising, chat templates and grammar checks for one model, without weights or KV.
+
+It runs in a process of its own: hostile text may crash native code (invariant: survives native death).
+"""
 
 from __future__ import annotations
 
+import logging
+import resource
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from pathlib import Path
 
 import msgspec
 
-from cllm.errors import CllmError, ContextLengthExceeded
-from cllm.text.chat_template import ChatTemplate, Guard
-from cllm.text.prompt import Gap, PromptBuilder, infill_prompt
+from cllm.config import EngineConfig
+from cllm.errors import CllmError, ContextLengthExceeded, ShuttingDown
+from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
+from cllm.text.prompt import PromptBuilder, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import ConstraintSpec, Vocabulary
-
-
-class TokenizeText(msgspec.Struct, frozen=True, tag=True):
-    """A raw prompt; answered with Tokens. One of more than `most` tokens is refused here (0: no limit)."""
-
-    text: str
-    most: int = 0
-    add_special: bool = True
-    parse_special: bool = False  # True only where the client is trusted to write control tokens
-
-
-class Chat(msgspec.Struct, frozen=True):
-    """A conversation as the chat template takes it; see `PromptBuilder.from_messages`."""
-
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    options: dict[str, Any] = {}
-    opening: str = ""
-    prefill: str = ""
-    think: bool = True
-
-
-class TokenizeChat(msgspec.Struct, frozen=True, tag=True):
-    """A conversation through the chat template; answered with Tokens, as above."""
-
-    chat: Chat
-    most: int = 0
-
-
-class TokenizeInfill(msgspec.Struct, frozen=True, tag=True):
-    """A text with a gap; answered with Tokens, as above. With `room`, what does not fit there is cut away."""
-
-    gap: Gap
-    most: int = 0
-    room: int = 0
-
-
-class RenderChat(msgspec.Struct, frozen=True, tag=True):
-    """What the chat template makes of a conversation; answered with Text."""
-
-    chat: Chat
-
-
-class Detokenize(msgspec.Struct, frozen=True, tag=True):
-    """Token ids back to text; answered with Text."""
-
-    tokens: tuple[int, ...]
-
-
-class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
-    """Does this grammar compile? Answered with Text (empty)."""
-
-    spec: ConstraintSpec
-
-
-class TokenizeTexts(msgspec.Struct, frozen=True, tag=True):
-    """Texts to embed; answered with TokenLists. One of more than `most` tokens is refused (0: no limit)."""
-
-    texts: tuple[str, ...]
-    most: int = 0
-    field: str = "input"  # where they came from, for a refusal
-
-
-class TokenizePairs(msgspec.Struct, frozen=True, tag=True):
-    """A query with each document, as a reranker reads them; answered with TokenLists, as above."""
-
-    query: str
-    documents: tuple[str, ...]
-    most: int = 0
-
-
-class Tokens(msgspec.Struct, frozen=True, tag=True):
-    tokens: tuple[int, ...]
-    thinking: bool = False  # they end inside the model's thoughts
-
-
-class TokenLists(msgspec.Struct, frozen=True, tag=True):
-    lists: tuple[tuple[int, ...], ...]
-
-
-class Text(msgspec.Struct, frozen=True, tag=True):
-    text: str
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    code: str
-    message: str
-    field: str | None = None
-
-
-TokenizerTask = (
-    TokenizeText
-    | TokenizeChat
-    | TokenizeInfill
-    | TokenizeTexts
-    | TokenizePairs
-    | RenderChat
-    | Detokenize
-    | CheckConstraint
+from cllm.types import Vocabulary
+from cllm.workers.channel import Channel
+from cllm.workers.executor import settle
+from cllm.workers.messages import (
+    CheckConstraint,
+    Detokenize,
+    Refused,
+    RenderChat,
+    Text,
+    TokenizeChat,
+    TokenizeInfill,
+    TokenizePairs,
+    TokenizerAnswer,
+    TokenizerCall,
+    TokenizerReply,
+    TokenizerTask,
+    TokenizeText,
+    TokenizeTexts,
+    TokenLists,
+    Tokens,
 )
-TokenizerAnswer = Tokens | TokenLists | Text | Refused
 
-
-class Numbered(msgspec.Struct, frozen=True):
-    """A task on its way to the text process."""
-
-    number: int
-    task: TokenizerTask
-
-
-class NumberedAnswer(msgspec.Struct, frozen=True, tag=True):
-    number: int
-    answer: TokenizerAnswer
+log = logging.getLogger(__name__)
+THREADS = 2  # a long prompt must not hold up the short ones behind it
+MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
 
 
 class TokenizerWorker:
-    """Does text tasks for one model. Safe from several threads."""
+    """Does tokenizer tasks for one model. Safe from several threads."""
 
     def __init__(
         self,
@@ -152,17 +70,16 @@ class TokenizerWorker:
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
+        vocabulary = self._vocabulary
         try:
             match task:
-                case TokenizeText(text, most, add_special, parse_special):
-                    tokens = self._vocabulary.tokenize(
-                        text, add_special=add_special, parse_special=parse_special
-                    )
-                    return _within(tokens, most)
+                case TokenizeText(text, max_tokens, add_special, parse_special):
+                    tokens = vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+                    return _limited(tokens, max_tokens)
                 case RenderChat(chat):
                     rendered = self._prompts.render(chat.messages, tools=chat.tools, options=chat.options)
                     return Text(rendered + chat.opening + chat.prefill)
-                case TokenizeChat(chat, most):
+                case TokenizeChat(chat, max_tokens):
                     prompt = self._prompts.from_messages(
                         chat.messages,
                         tools=chat.tools,
@@ -171,19 +88,17 @@ class TokenizerWorker:
                         prefill=chat.prefill,
                         think=chat.think,
                     )
-                    return _within(prompt.tokens, most, thinking=prompt.thinking)
-                case TokenizeInfill(gap, most, room):
-                    return _within(infill_prompt(self._vocabulary, gap, room), most)
-                case TokenizeTexts(texts, most, field):
-                    tokenize = self._vocabulary.tokenize
-                    inputs = (tokenize(text, add_special=True, parse_special=False) for text in texts)
-                    return _all_within(inputs, most, field)
-                case TokenizePairs(query, documents, most):
-                    pairs = (self._vocabulary.tokenize_pair(query, document) for document in documents)
-                    return _all_within(pairs, most, "documents")
+                    return _limited(prompt.tokens, max_tokens, thinking=prompt.thinking)
+                case TokenizeInfill(gap, max_tokens, cut_to):
+                    return _limited(infill_prompt(vocabulary, gap, cut_to), max_tokens)
+                case TokenizeTexts(texts, max_tokens, field):
+                    tokenize = partial(vocabulary.tokenize, add_special=True, parse_special=False)
+                    return _all_limited(map(tokenize, texts), max_tokens, field)
+                case TokenizePairs(query, documents, max_tokens):
+                    pairs = (vocabulary.tokenize_pair(query, document) for document in documents)
+                    return _all_limited(pairs, max_tokens, "documents")
                 case Detokenize(tokens):
-                    pieces = map(self._vocabulary.piece, tokens)
-                    return Text(b"".join(pieces).decode("utf-8", "replace"))
+                    return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case CheckConstraint(spec):
                     with self._lock:
                         self._constraints.compile(spec).mask()
@@ -192,17 +107,79 @@ class TokenizerWorker:
             return Refused(error.code, error.message, getattr(error, "field", None))
 
 
-def _within(tokens: list[int], most: int, *, thinking: bool = False) -> Tokens:
-    """Millions of tokens that are refused anyway need not cross to the parent."""
-    if most and len(tokens) > most:
-        raise ContextLengthExceeded(len(tokens), most)
+def _limited(tokens: list[int], max_tokens: int, *, thinking: bool = False) -> Tokens:
+    if max_tokens and len(tokens) > max_tokens:
+        raise ContextLengthExceeded(len(tokens), max_tokens)
     return Tokens(tuple(tokens), thinking)
 
 
-def _all_within(inputs: Iterable[list[int]], most: int, field: str) -> TokenLists:
+def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> TokenLists:
     lists: list[tuple[int, ...]] = []
     for index, tokens in enumerate(inputs):
-        if most and len(tokens) > most:
-            raise ContextLengthExceeded.of_input(index, len(tokens), most, field)
+        if max_tokens and len(tokens) > max_tokens:
+            raise ContextLengthExceeded.of_input(index, len(tokens), max_tokens, field)
         lists.append(tuple(tokens))
     return TokenLists(tuple(lists))
+
+
+class LocalTokenizer:
+    """`TokenizerClient` in the caller's thread: for the Python API."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, template: str | None, *, tool_template: str | None = None
+    ) -> None:
+        self._worker = TokenizerWorker(vocabulary, template, tool_template=tool_template)
+        self._lock = threading.Lock()  # the vocabulary must not be freed while a task reads it
+        self._closed = False
+
+    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
+        future: Future[TokenizerAnswer] = Future()
+        with self._lock:
+            if self._closed:
+                raise ShuttingDown("the model is closed")
+            answer = self._worker.perform(task)
+        settle(future, answer)
+        return future
+
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
+        pass
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+
+
+def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
+    """Answer tokenizer tasks until the parent closes its end."""
+    from cllm.backend.llama.library import DeferredFrees, load
+    from cllm.backend.llama.model import LlamaModel
+
+    model = LlamaModel(load(), Path(config.model), DeferredFrees(), vocabulary_only=True)
+    info = model.info(config.chat_template)
+    worker = TokenizerWorker(
+        model.vocabulary, info.chat_template, deadly_guard, tool_template=info.tool_template
+    )
+    try:  # hostile input may end this process, but not take all of the machine's memory
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MAX_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    except (OSError, ValueError):
+        pass  # the system does not support it
+    answer_tasks(channel, worker)
+
+
+def answer_tasks(channel: Channel, worker: TokenizerWorker) -> None:
+    """Do what comes in, several tasks at a time, until the parent closes its end."""
+    decoder = msgspec.msgpack.Decoder(TokenizerCall)
+
+    def answer(call: TokenizerCall) -> None:
+        try:
+            answer = worker.perform(call.task)
+        except Exception as error:  # every task gets an answer; the log names no text
+            log.error("a tokenizer task failed: %s in %s", type(error).__name__, type(call.task).__name__)
+            answer = Refused("engine_error", "this text could not be processed")
+        channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        while (frame := channel.receive()) is not None:
+            pool.submit(answer, decoder.decode(frame))

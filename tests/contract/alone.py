@@ -112,7 +112,7 @@ def run_alone(runner: ModelRunner, prompt: Sequence[int], max_tokens: int, *, en
     near: list[frozenset[int]] = []
     pending = prompt
     while len(tokens) < max_tokens:
-        result = runner.forward(Batch((Row(0, runner.next_position(0), pending, 1, sampler, logprobs=8),)))
+        result = runner.run(Batch((Row(0, runner.next_position(0), pending, 1, sampler, logprobs=8),)))
         assert result.status is StepStatus.DONE
         (found,) = result.rows[0].logprobs
         if runner.vocabulary.is_end(found.token):

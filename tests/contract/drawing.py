@@ -34,7 +34,7 @@ def probabilities(logits: Logits) -> npt.NDArray[np.float64]:
 
 def choose(runner: LlamaRunner, sampler: LlamaSampler, logits: Logits) -> int:
     """The token a step with this one output would give."""
-    (result,) = runner.batch_sampler.choose((Row(0, 0, (0,), 1, sampler),), logits[None].copy())
+    (result,) = runner.batch_sampler.sample((Row(0, 0, (0,), 1, sampler),), logits[None].copy())
     assert result.error is None, result.error
     return result.tokens[0]
 

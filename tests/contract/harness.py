@@ -14,8 +14,7 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.core.kv_cache.transfer import BandwidthEstimate
-from cllm.core.step_cost import GuessClock, StepCost, StepCostModel, StepShape
+from cllm.core.step_cost import StepCostModel
 from cllm.testing import FakeSampler
 from cllm.types import (
     FinishReason,
@@ -29,6 +28,7 @@ from cllm.types import (
     Vocabulary,
 )
 from cllm.workers.messages import Report, StepReport
+from tests.unit.core.engine_sim import eager_drafts
 
 GREEDY = SamplingParams(temperature=0)
 Tokens = tuple[int, ...]
@@ -59,15 +59,20 @@ class CheckedRunner(ModelRunner):
     def vocabulary(self) -> Vocabulary:
         return self.inner.vocabulary
 
-    def forward(self, batch: Batch) -> StepResult:
+    def submit(self, batch: Batch) -> None:
+        self.failed: StepResult | None = None
         ids = [row.seq_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
         assert batch.token_count <= self.limits.batch_tokens
         for row in batch.rows if batch.kind is BatchKind.GENERATE else ():
             assert row.position == self.inner.next_position(row.seq_id), "law 3"
         self.batches.append(batch)
-        failed = self.fail(len(self.batches) - 1, batch)
-        return self.inner.forward(batch) if failed is None else failed
+        self.failed = self.fail(len(self.batches) - 1, batch)
+        if self.failed is None:
+            self.inner.submit(batch)
+
+    def collect(self) -> StepResult:
+        return self.inner.collect() if self.failed is None else self.failed
 
     def interrupt(self, stop: bool) -> None:
         self.inner.interrupt(stop)
@@ -150,31 +155,6 @@ class Answer:
         return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
 
 
-class StoppedClock(StepCostModel):
-    """Costs that no measurement changes, so that the same is decided every time."""
-
-    def __init__(self, cost: StepCost | None) -> None:
-        super().__init__()
-        self._cost = cost
-
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        pass
-
-
-class StoppedSpeed(BandwidthEstimate):
-    """Moving memory to RAM and back costs what was guessed, whatever else the machine does meanwhile."""
-
-    def observe(self, size: int, seconds: float) -> None:
-        pass
-
-
-class StoppedGuessClock(GuessClock):
-    """Knows no price."""
-
-    def price(self, rows: int) -> None:
-        return None
-
-
 class StepDriver:
     """A step loop on the test's own thread, one step at a time, and what it answered."""
 
@@ -185,25 +165,25 @@ class StepDriver:
         swap_space_mb: int = 64,
         cache_mb: int = 0,
         new_drafter: Callable[[], Drafter] | None = None,
+        cost: StepCostModel | None = None,
         **settings: Any,
     ) -> None:
+        """`cost` frozen: no measurement decides what pays, or how much is computed at once."""
         self.runner = runner if isinstance(runner, CheckedRunner) else CheckedRunner(runner)
         config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
-        self.loop = EngineCore(self.runner, config, self._take, new_drafter=new_drafter)
+        policy = eager_drafts(new_drafter, config.draft_tokens) if new_drafter is not None else None
+        self.loop = EngineCore(self.runner, config, self._take, cost=cost, spec_decode=policy)
         self.scheduler = self.loop.scheduler
         self.answers: dict[str, Answer] = {}
 
-    def stop_clocks(self) -> Self:
-        """From now on no measurement decides, of what pays or of how much is done at once."""
-        self.scheduler.budget.clock = StoppedClock(None)
-        self.scheduler.budget.guesses = StoppedGuessClock(0, 0, split=False)
-        self.scheduler.moves.saving = StoppedSpeed()
-        self.scheduler.moves.restoring = StoppedSpeed()
+    def freeze_cost(self) -> Self:
+        """From now on no measurement decides what pays, or how much is computed at once."""
+        self.scheduler.budget.cost.frozen = True
         return self
 
     def _take(self, report: Report) -> None:
         if isinstance(report, StepReport):
-            for delta in report.deltas:
+            for delta in report.outputs:
                 self.answers[delta.request_id].take(delta)
 
     def submit(self, *requests: Request) -> None:
@@ -275,7 +255,7 @@ def feed(runner: ModelRunner, seq_id: int, tokens: Sequence[int], logprobs: int 
         last = begin + size >= len(tokens)
         position = runner.next_position(seq_id)
         outputs = 1 if last and logprobs else 0
-        result = runner.forward(
+        result = runner.run(
             Batch((Row(seq_id, position, chunk, outputs, sampler, logprobs=logprobs * outputs),))
         )
         assert result.status is StepStatus.DONE

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from cllm.backend.base import Row
-from cllm.backend.llama.batch_sampler import WORTH_A_THREAD, BatchSampler
+from cllm.backend.llama.batch_sampler import MIN_THREADED_LOGITS, BatchSampler
 from cllm.backend.llama.candidates import BatchCandidates, Candidates, TopKPrefilter, best
 from cllm.backend.llama.library import load
 from cllm.backend.llama.runner import LlamaRunner
@@ -60,8 +60,8 @@ def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, mask
     candidates = Candidates(api, SIZE)
     for number, logits in enumerate(rows(7, 12, spread)):
         mask = mask_of(masked, number)
-        expected = candidates.choose(without, logits.copy(), nothing_cut, mask)
-        assert candidates.choose(with_cut, logits, cut, mask) == expected
+        expected = candidates.sample(without, logits.copy(), nothing_cut, mask)
+        assert candidates.sample(with_cut, logits, cut, mask) == expected
     api.llama_sampler_free(with_cut)
     api.llama_sampler_free(without)
 
@@ -79,12 +79,12 @@ def test_rows_that_are_cut_together_choose_what_each_chooses_alone(spread: float
     for seed in range(5):
         logits = rows(seed, len(params), spread)
         logits[:, [0, 5, SIZE - 1]] = -np.inf  # as excluded ones are
-        if not together.cut(logits, cuts):
+        if not together.fill(logits, cuts):
             assert spread < 1  # where all are alike, nearly all reach any threshold
             return
         for number, (one, other) in enumerate(chains):
-            expected = alone.choose(one, logits[number].copy(), nothing_cut)
-            assert together.choose(other, number) == expected
+            expected = alone.sample(one, logits[number].copy(), nothing_cut)
+            assert together.sample(other, number) == expected
     for pair in chains:
         for chain in pair:
             api.llama_sampler_free(chain)
@@ -114,14 +114,14 @@ def test_the_best_allowed_token_is_found_and_ties_go_to_the_lowest() -> None:
 
 
 def test_threads_choose_what_one_thread_chooses(runner: LlamaRunner) -> None:
-    count = 2 * WORTH_A_THREAD // SIZE
+    count = 2 * MIN_THREADED_LOGITS // SIZE
     logits = rows(1, count, 3.0)
     found = []
     for threads in (1, 3):
         batch_sampler = BatchSampler(load().api, SIZE, threads)
         samplers = [runner.create_sampler(SamplingParams(seed=seed)) for seed in range(count)]
         batch = [Row(index, 0, (0,), 1, sampler) for index, sampler in enumerate(samplers)]
-        found.append([[batch_sampler.choose(batch, logits.copy()) for _ in range(3)]])
+        found.append([[batch_sampler.sample(batch, logits.copy()) for _ in range(3)]])
         for sampler in samplers:
             sampler.close()
         batch_sampler.close()
@@ -134,13 +134,13 @@ def test_drafts_are_taken_as_long_as_they_are_what_would_be_chosen(runner: Llama
         batch_sampler = BatchSampler(load().api, SIZE, 1)
         alone = runner.create_sampler(params)
         expected = [
-            batch_sampler.choose((Row(0, 0, (0,), 1, alone),), line[None].copy())[0].tokens[0]
+            batch_sampler.sample((Row(0, 0, (0,), 1, alone),), line[None].copy())[0].tokens[0]
             for line in logits
         ]
         for right in range(4):
             sampler = runner.create_sampler(params)
             drafts = [token if place < right else token + 1 for place, token in enumerate(expected[:3])]
-            (result,) = batch_sampler.choose((Row(0, 0, (9, *drafts), 4, sampler),), logits.copy())
+            (result,) = batch_sampler.sample((Row(0, 0, (9, *drafts), 4, sampler),), logits.copy())
             assert list(result.tokens) == expected[: right + 1]
             sampler.close()
         alone.close()

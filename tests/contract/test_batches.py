@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
-from cllm.backend.llama.context import status_of
+from cllm.backend.llama.context import get_status
 from tests.contract.alone import Reference, assert_alike
 from tests.contract.harness import GREEDY, feed, native, row, says, words
 from tests.contract.kinds import DENSE, KINDS, NATIVE, Kind, Opened
@@ -19,7 +19,7 @@ def test_rows_together_say_what_they_say_apart(kind: Kind, opened: Opened, refer
     runner = opened(kind)
     prompts = {0: words(0, 9), 1: words(1, 30), 2: words(2, 9)}
     rows = tuple(row(runner, i, prompt, 1)._replace(logprobs=8) for i, prompt in prompts.items())
-    result = runner.forward(Batch(rows))
+    result = runner.run(Batch(rows))
     assert result.status is StepStatus.DONE and len(result.rows) == 3
     for i, prompt in prompts.items():
         assert_alike(kind, dict(result.rows[i].logprobs[0].top), reference.says(kind, prompt))
@@ -29,7 +29,7 @@ def test_rows_together_say_what_they_say_apart(kind: Kind, opened: Opened, refer
 def test_a_row_that_wants_no_output_gets_none(kind: Kind, opened: Opened) -> None:
     runner = opened(kind)
     rows = (row(runner, 0, (65, 66), 0), row(runner, 1, (65, 66), 1), row(runner, 2, (65,), 0))
-    result = runner.forward(Batch(rows))
+    result = runner.run(Batch(rows))
     assert [len(outcome.tokens) for outcome in result.rows] == [0, 1, 0]
     assert all(outcome.logprobs == () for outcome in result.rows)
 
@@ -39,11 +39,11 @@ def test_a_batch_over_the_limit_raises_and_nothing_is_computed(kind: Kind, opene
     runner = opened(kind, batch_tokens=32)
     assert runner.limits.batch_tokens == 32
     with pytest.raises((ValueError, AssertionError)):
-        runner.forward(Batch((row(runner, 0, words(0, 33)),)))
+        runner.run(Batch((row(runner, 0, words(0, 33)),)))
     with pytest.raises((ValueError, AssertionError)):
-        runner.forward(Batch((row(runner, 0, words(0, 16)), row(runner, 1, words(1, 17)))))
+        runner.run(Batch((row(runner, 0, words(0, 16)), row(runner, 1, words(1, 17)))))
     assert [runner.next_position(i) for i in range(3)] == [0, 0, 0]
-    assert runner.forward(Batch((row(runner, 0, words(0, 32)),))).status is StepStatus.DONE
+    assert runner.run(Batch((row(runner, 0, words(0, 32)),))).status is StepStatus.DONE
 
 
 # Was (llama): neither order nor repetition nor range of ids is checked. Repeated ids get each other's
@@ -56,7 +56,7 @@ def test_rows_out_of_order_repeated_or_out_of_range_are_the_callers_bug(
     runner = opened(kind)
     sampler = runner.create_sampler(GREEDY)
     with pytest.raises((ValueError, AssertionError, IndexError)):
-        runner.forward(Batch(tuple(Row(i, 0, (65,), 1, sampler) for i in ids)))
+        runner.run(Batch(tuple(Row(i, 0, (65,), 1, sampler) for i in ids)))
     assert [runner.next_position(i) for i in range(3)] == [0, 0, 0]
 
 
@@ -78,7 +78,7 @@ def test_a_refused_batch_leaves_the_memory_as_it_was(
             bad = bad._replace(position=bad.position + 1)
         case _:
             bad = bad._replace(position=bad.position - 1)
-    result = runner.forward(Batch((good, bad)))
+    result = runner.run(Batch((good, bad)))
     assert result.status is StepStatus.BAD_BATCH and result.rows == ()
     assert result.status.memory_intact
     for i in range(2):
@@ -92,7 +92,7 @@ def test_no_room_leaves_the_memory_as_it_was(kind: Kind, opened: Opened, referen
     prompts = {0: words(0, 150), 1: words(1, 90)}
     for i, prompt in prompts.items():
         feed(runner, i, prompt)
-    result = runner.forward(Batch((row(runner, 0, (65,), 1), row(runner, 2, words(2, 16), 1))))
+    result = runner.run(Batch((row(runner, 0, (65,), 1), row(runner, 2, words(2, 16), 1))))
     assert result.status is StepStatus.NO_ROOM and result.code == 1 and result.rows == ()
     assert result.status.memory_intact
     assert [runner.next_position(i) for i in range(3)] == [150, 90, 0]
@@ -107,7 +107,7 @@ def test_one_stream_that_is_full_says_no_room_and_the_others_go_on(
     runner = opened(kind, sequences=2, cells=512)
     feed(runner, 0, words(0, 256))
     feed(runner, 1, words(1, 20))
-    result = runner.forward(Batch((row(runner, 0, (65,), 1), row(runner, 1, (65,), 1))))
+    result = runner.run(Batch((row(runner, 0, (65,), 1), row(runner, 1, (65,), 1))))
     assert result.status is StepStatus.NO_ROOM
     assert [runner.next_position(i) for i in range(2)] == [256, 20]
     assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*words(1, 20), 65)))
@@ -126,7 +126,7 @@ def test_one_stream_that_is_full_says_no_room_and_the_others_go_on(
     ],
 )
 def test_every_return_code_has_its_status(code: int, status: StepStatus, intact: bool) -> None:
-    assert status_of(code) is status
+    assert get_status(code) is status
     assert status.memory_intact is intact
 
 

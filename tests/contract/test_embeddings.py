@@ -125,21 +125,21 @@ def cosine(a: Vector, b: Vector) -> float:
 def embed(runner: LlamaRunner, *inputs: Sequence[int]) -> list[Vector]:
     """All inputs in one batch; the memory is empty afterwards."""
     rows = tuple(Row(number, 0, tuple(tokens), 1, None) for number, tokens in enumerate(inputs))
-    result = runner.forward(Batch(rows, BatchKind.EMBED))
+    result = runner.run(Batch(rows, BatchKind.EMBED))
     assert result.status is StepStatus.DONE
     assert cells(runner) == 0
-    return [np.frombuffer(outcome.vector, np.float32) for outcome in result.rows]
+    return [np.frombuffer(outcome.embedding, np.float32) for outcome in result.rows]
 
 
 def in_chunks(runner: LlamaRunner, tokens: Sequence[int], *ends: int) -> Vector:
     begin = 0
     for end in (*ends, len(tokens)):
         row = Row(0, begin, tuple(tokens[begin:end]), int(end == len(tokens)), None)
-        result = runner.forward(Batch((row,), BatchKind.EMBED))
+        result = runner.run(Batch((row,), BatchKind.EMBED))
         assert result.status is StepStatus.DONE
         begin = end
     assert cells(runner) == 0
-    return np.frombuffer(result.rows[0].vector, np.float32)
+    return np.frombuffer(result.rows[0].embedding, np.float32)
 
 
 def cells(runner: LlamaRunner) -> int:
@@ -261,7 +261,7 @@ def test_a_refused_batch_leaves_the_memory_empty_and_the_next_right(
     before = embed(runner, good)[0]
     bad = (*other[:-1], runner.vocabulary.size if fault == "no such token" else -1)
     rows = (Row(0, 0, good, 1, None), Row(1, 0, bad, 1, None))
-    result = runner.forward(Batch(rows, BatchKind.EMBED))
+    result = runner.run(Batch(rows, BatchKind.EMBED))
     assert result.status is StepStatus.BAD_BATCH and result.rows == ()
     assert cells(runner) == 0
     assert cosine(embed(runner, good)[0], before) > SAME
@@ -278,7 +278,7 @@ def test_an_aborted_batch_leaves_the_memory_empty_and_the_next_right(name: str, 
     stop = api.ggml_abort_callback(lambda _: next(nodes) >= 20)
     api.llama_set_abort_callback(pointer, stop, None)
     rows = (Row(0, 0, good, 1, None), Row(1, 0, other, 1, None))
-    result = runner.forward(Batch(rows, BatchKind.EMBED))
+    result = runner.run(Batch(rows, BatchKind.EMBED))
     api.llama_set_abort_callback(pointer, api.ggml_abort_callback(), None)
     assert result.status is StepStatus.ABORTED
     assert cells(runner) == 0
@@ -291,7 +291,7 @@ def test_a_forgotten_half_leaves_nothing_behind(name: str, opened_for: Open) -> 
     (tokens,) = inputs_for(name, 100)
     before = embed(runner, tokens)[0]
     half = Row(0, 0, tokens[:50], 0, None)
-    assert runner.forward(Batch((half,), BatchKind.EMBED)).rows[0].vector == b""
+    assert runner.run(Batch((half,), BatchKind.EMBED)).rows[0].embedding == b""
     assert cells(runner) > 0
     runner.reset_embedding()
     assert cells(runner) == 0
@@ -344,7 +344,7 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
     take = drive.loop._emit
 
     def watch(report: Any) -> None:
-        vectors.update((delta.request_id, delta.vectors) for delta in report.deltas if delta.vectors)
+        vectors.update((delta.request_id, delta.embeddings) for delta in report.outputs if delta.embeddings)
         take(report)
 
     drive.loop._emit = watch

@@ -32,7 +32,7 @@ def computing(part: str, runner: CheckedRunner, batch: Batch) -> None:
             rows = rows[: (len(rows) + 1) // 2]
             rows[-1] = rows[-1]._replace(tokens=rows[-1].tokens[: (len(rows[-1].tokens) + 1) // 2])
     if rows:
-        assert runner.inner.forward(Batch(tuple(rows))).status is StepStatus.DONE
+        assert runner.inner.run(Batch(tuple(rows))).status is StepStatus.DONE
 
 
 def failing(
@@ -113,7 +113,7 @@ def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         aborts.at = 0 if number == 1 else None
-        return drive.runner.inner.forward(batch)
+        return drive.runner.inner.run(batch)
 
     drive.runner.fail = fail
     with aborts.watching():
@@ -139,7 +139,7 @@ def test_a_decode_that_llama_aborts_at_any_node_leaves_every_text_right(
         aborts.nodes = 0
         # not for ever: a recurrent model starts anew each time
         aborts.at = source.randrange(60) if number % 3 and len(aborted) < 12 else None
-        result = drive.runner.inner.forward(batch)
+        result = drive.runner.inner.run(batch)
         if result.status is not StepStatus.DONE:
             assert result.status is StepStatus.ABORTED and result.code == 2 and result.rows == ()
             aborted.append(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, StoppedClock, ask, words
+from tests.contract.harness import StepDriver, ask, words
 from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
 
 
@@ -33,7 +33,7 @@ def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, ref
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 def test_identical_crowds_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
     drive = StepDriver(opened(kind, sequences=3))
-    drive.scheduler.budget.clock = StoppedClock(None)  # no measurement decides on chunks or holes
+    drive.freeze_cost()  # no measurement decides on chunks or padding
     lengths = {"a": 9, "b": 3, "c": 14, "d": 5, "e": 1}
 
     def crowd(number: int) -> list[object]:

@@ -29,7 +29,7 @@ class Watching:
     def _forward(self, number: int, batch: Batch) -> StepResult:
         if (name := self.leaving.get(number)) is not None:
             self.drive.loop.post(Cancel(name))
-        result = self.drive.runner.inner.forward(batch)
+        result = self.drive.runner.inner.run(batch)
         self.results.append(result.status)
         return result
 
@@ -97,7 +97,7 @@ def test_a_native_decode_is_stopped_while_it_runs(opened: Opened, command: Cance
 
     def forward(number: int, batch: Batch) -> StepResult:
         entered.set()
-        statuses.append(drive.runner.inner.forward(batch))
+        statuses.append(drive.runner.inner.run(batch))
         return statuses[-1]
 
     drive.runner.fail = forward

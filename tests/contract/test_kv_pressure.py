@@ -1,4 +1,4 @@
-"""Law 5 when KV is full: one is parked and resumed later, token for token; nobody fails."""
+"""Law 5 when KV is full: one is preempted and resumed later, token for token; nobody fails."""
 
 from __future__ import annotations
 
@@ -41,19 +41,24 @@ def check_texts(kind: Kind, reference: Reference, answers: dict[str, Answer]) ->
         reference.check(kind, words(seed, length), GENERATED, answers[f"r{seed}"], endless=True)
 
 
+def swap_room(drive: StepDriver) -> int:
+    host = drive.scheduler.prefix_cache.host
+    return host.swap_limit - host.swapped_bytes
+
+
 def recomputed(answers: dict[str, Answer]) -> int:
     return sum(answer.recomputed for answer in answers.values())
 
 
-def test_the_parked_are_resumed_from_ram_token_for_token(
+def test_preempted_requests_are_swapped_in_token_for_token(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     drive = crowd(kind, opened, swap_space_mb=64)
-    budget = drive.scheduler.swap.bytes_left
+    budget = swap_room(drive)
     answers = drive.finish()
-    assert drive.runner.saves > 0, "nobody was parked: this proves nothing"
+    assert drive.runner.saves > 0, "none was preempted: this proves nothing"
     assert recomputed(answers) == 0, "what was saved is not computed again"
-    assert drive.scheduler.swap.bytes_left == budget
+    assert swap_room(drive) == budget
     check_texts(kind, reference, answers)
     drive.submit(*(ask(f"later{seed}", words(seed, 30), 6) for seed in range(6)))
     drive.finish()
@@ -61,28 +66,28 @@ def test_the_parked_are_resumed_from_ram_token_for_token(
         reference.check(kind, words(seed, 30), 6, answers[f"later{seed}"])
 
 
-def test_without_ram_to_park_in_they_are_recomputed(kind: Kind, opened: Opened, reference: Reference) -> None:
+def test_without_swap_space_they_are_recomputed(kind: Kind, opened: Opened, reference: Reference) -> None:
     drive = crowd(kind, opened, swap_space_mb=0)
     answers = drive.finish()
     assert recomputed(answers) > 0
-    assert drive.scheduler.swap.bytes_left == 0
+    assert swap_room(drive) == 0
     check_texts(kind, reference, answers)
     oldest = answers["r1"]
-    assert oldest.ids == {0} and oldest.recomputed == 0, "it is never parked"
+    assert oldest.ids == {0} and oldest.recomputed == 0, "it is never preempted"
 
 
-def test_a_parked_request_can_be_cancelled_and_gives_its_ram_back(
+def test_a_preempted_request_can_be_cancelled_and_gives_its_ram_back(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     drive = crowd(kind, opened, swap_space_mb=64)
-    budget = drive.scheduler.swap.bytes_left
-    while drive.scheduler.swap.bytes_left == budget and not drive.scheduler.idle:
+    budget = swap_room(drive)
+    while swap_room(drive) == budget and not drive.scheduler.idle:
         drive.step()
-    parked = drive.scheduler.snapshot().waiting[0]  # it is older than who has not begun
-    drive.scheduler.cancel(parked)
-    assert drive.scheduler.swap.bytes_left == budget
+    preempted = drive.scheduler.snapshot().waiting[0]  # it is older than who has not begun
+    drive.scheduler.cancel(preempted)
+    assert swap_room(drive) == budget
     answers = drive.finish()
-    assert answers.pop(parked).finish_reason is FinishReason.CANCELLED
+    assert answers.pop(preempted).finish_reason is FinishReason.CANCELLED
     for seed, length in LENGTHS.items():
         if f"r{seed}" in answers:
             reference.check(kind, words(seed, length), GENERATED, answers[f"r{seed}"], endless=True)

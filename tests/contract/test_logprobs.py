@@ -33,14 +33,14 @@ def told(
     """What a step tells of its rows, and log-softmaxes of the raw logits of the same step."""
     greedy = runner.create_sampler(SamplingParams(temperature=0))
     rows = tuple(Row(i, 0, prompt, 1, greedy) for i, prompt in prompts.items())
-    assert runner.forward(Batch(rows)).status is StepStatus.DONE
+    assert runner.run(Batch(rows)).status is StepStatus.DONE
     raw = runner._context.logits(len(rows)).astype(np.float64)  # greedy leaves them as they are
     softmax = raw - np.log(np.exp(raw - raw.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
     softmax -= raw.max(axis=1, keepdims=True)
     for i in prompts:
         runner.truncate(i, 0)
     sampler = runner.create_sampler(SamplingParams(**sampling))
-    result = runner.forward(Batch(tuple(row._replace(sampler=sampler, logprobs=count) for row in rows)))
+    result = runner.run(Batch(tuple(row._replace(sampler=sampler, logprobs=count) for row in rows)))
     sampler.close()
     for i in prompts:
         runner.truncate(i, 0)
@@ -94,7 +94,7 @@ def test_samplers_choose_but_do_not_change_logprobs(runner: LlamaRunner, samplin
 def test_no_logprobs_are_told_unless_asked_for(runner: LlamaRunner) -> None:
     sampler = runner.create_sampler(SamplingParams(temperature=0))
     rows = (Row(0, 0, (65,), 1, sampler, logprobs=0), Row(1, 0, (65,), 1, sampler, logprobs=3))
-    result = runner.forward(Batch(rows))
+    result = runner.run(Batch(rows))
     runner.truncate(0, 0)
     runner.truncate(1, 0)
     assert result.rows[0].logprobs == () and len(result.rows[1].logprobs[0].top) == 3

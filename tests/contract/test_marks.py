@@ -14,7 +14,8 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.text.prompt import Gap, Snippet
 from cllm.types import InfillTokens, Request
-from cllm.workers.tokenizer import Chat, Detokenize, RenderChat, Text, TokenizeInfill, TokenizerWorker, Tokens
+from cllm.workers.messages import Chat, Detokenize, RenderChat, Text, TokenizeInfill, Tokens
+from cllm.workers.tokenizer import TokenizerWorker
 from tests.contract.harness import StepDriver, ask, native, words
 from tests.contract.kinds import DENSE, open_runner
 from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense

@@ -262,7 +262,7 @@ def test_after_any_life_every_sequence_says_what_its_tokens_say(
             case "together":
                 rows = [row(runner, j, words(j, 1 + count % (5 + 7 * j))) for j in range(3)]
                 if all(r.position + len(r.tokens) <= 450 for r in rows):
-                    assert runner.forward(Batch(tuple(rows))).status is StepStatus.DONE
+                    assert runner.run(Batch(tuple(rows))).status is StepStatus.DONE
                     held = [tokens + tuple(r.tokens) for tokens, r in zip(held, rows, strict=True)]
             case "cut":
                 held[i] = held[i][: runner.truncate(i, max(0, len(held[i]) - count))]

@@ -126,7 +126,7 @@ def test_a_sampler_may_be_closed_twice_but_not_used_again(opened: Opened) -> Non
     with pytest.raises(AssertionError, match="freed"):
         sampler.clone()
     with pytest.raises(AssertionError, match="freed"):
-        runner.forward(Batch((Row(0, 0, (65,), 1, sampler),)))
+        runner.run(Batch((Row(0, 0, (65,), 1, sampler),)))
 
 
 @pytest.mark.parametrize("kind", [DENSE, SLIDING, RECURRENT], ids=lambda kind: kind.label)
@@ -137,7 +137,7 @@ def test_a_closed_backend_may_be_closed_again_but_not_used(kind: Kind, models: d
     runner.close()
     runner.close()
     with pytest.raises(AssertionError, match="freed"):
-        runner.forward(Batch((Row(0, 10, (65,), 1, sampler),)))
+        runner.run(Batch((Row(0, 10, (65,), 1, sampler),)))
     with pytest.raises(AssertionError, match="freed"):
         runner.save(0)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.core.step_cost import StepCost
+from cllm.core.step_cost import StepCost, StepCostModel
 from tests.contract.alone import Reference, assert_alike
 from tests.contract.harness import (
     Aborts,
     CheckedRunner,
     StepDriver,
-    StoppedClock,
     ask,
     feed,
     native,
@@ -37,9 +36,9 @@ def test_a_filler_makes_one_pass_of_two_and_is_gone_afterwards(
         feed(runner, seq_id, words(seq_id, 30 + seq_id))
     rows = tuple(row(runner, seq_id, (65,), outputs=1)._replace(logprobs=8) for seq_id in (0, 2, 3))
     with Aborts(native(runner)).watching() as aborts:
-        result = runner.forward(Batch(rows, padding=(1,)))
+        result = runner.run(Batch(rows, padding=(1,)))
         filled, aborts.nodes = aborts.nodes, 0
-        cut = runner.forward(Batch(tuple(row(runner, i, (66,), outputs=1) for i in (0, 2, 3))))
+        cut = runner.run(Batch(tuple(row(runner, i, (66,), outputs=1) for i in (0, 2, 3))))
         assert (result.ubatches, cut.ubatches) == (1, 2)
         assert aborts.nodes == 2 * filled
     assert positions(runner) == [32, 0, 34, 35]
@@ -58,12 +57,12 @@ def test_a_filler_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -
         for stop in (0, 5):
             aborts.nodes, aborts.at = 0, stop
             rows = tuple(row(runner, seq_id, (65,), outputs=1) for seq_id in (0, 2))
-            assert runner.forward(Batch(rows, padding=(1,))).status is StepStatus.ABORTED
+            assert runner.run(Batch(rows, padding=(1,))).status is StepStatus.ABORTED
             assert runner.next_position(1) == 0
             for seq_id in (0, 2):
                 assert runner.truncate(seq_id, 30) == 30
     refused = tuple(row(runner, seq_id, (10_000,)) for seq_id in (0, 2))
-    assert runner.forward(Batch(refused, padding=(1,))).status is StepStatus.BAD_BATCH
+    assert runner.run(Batch(refused, padding=(1,))).status is StepStatus.BAD_BATCH
     assert positions(runner) == [30, 0, 30]
 
 
@@ -79,7 +78,7 @@ def test_a_filler_in_an_id_that_was_just_given_up_spoils_no_copy(
     assert runner.copy(1, 2, 80) == 80
     runner.truncate(1, 0)
     rows = (row(runner, 0, (65,), outputs=1), row(runner, 2, (66,), outputs=1)._replace(logprobs=8))
-    result = runner.forward(Batch(rows, padding=(1,)))
+    result = runner.run(Batch(rows, padding=(1,)))
     assert positions(runner) == [21, 0, 81]
     assert_alike(kind, dict(result.rows[1].logprobs[0].top), reference.says(kind, (*prompt, 66)))
 
@@ -96,7 +95,7 @@ def test_a_crowd_with_holes_says_the_same_in_fewer_passes(
     passes = {}
     for filling in (False, True):
         drive = StepDriver(opened(kind, sequences=5), cache_mb=64)
-        drive.scheduler.budget.clock = StoppedClock(DEAR_PASS if filling else FREE_PASS)
+        drive.scheduler.budget.cost = StepCostModel(known=DEAR_PASS if filling else FREE_PASS, frozen=True)
         for number, count in lengths.items():
             drive.submit(ask(f"r{number}", words(number, 9 + number % 3), count, ignore_eos=True))
             drive.step(number % 4)
@@ -110,14 +109,14 @@ def test_a_crowd_with_holes_says_the_same_in_fewer_passes(
 
 def test_a_failed_step_with_fillers_is_undone_whole(opened: Opened, reference: Reference) -> None:
     drive = StepDriver(opened(DENSE, sequences=4))
-    drive.scheduler.budget.clock = StoppedClock(DEAR_PASS)
+    drive.scheduler.budget.cost = StepCostModel(known=DEAR_PASS, frozen=True)
     failed: list[int] = []
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if not batch.padding or len(failed) > 3 or number % 2:
             return None
         failed.append(number)
-        drive.runner.inner.forward(batch)
+        drive.runner.inner.run(batch)
         return StepResult(StepStatus.FAILED, code=-3)
 
     drive.runner.fail = fail

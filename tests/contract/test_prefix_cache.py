@@ -31,7 +31,7 @@ def cached(drive: StepDriver, request: Request) -> int:
 def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     assert cached(drive, ask("first", SYSTEM, 12, ignore_eos=True)) == 0
     again = cached(drive, ask("again", SYSTEM, 12, ignore_eos=True))
     assert again == (149 if cuttable(kind) else 0)
@@ -41,7 +41,7 @@ def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
 
 @every_layout
 def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).freeze_cost()
     history: Tokens = SYSTEM
     known = 0
     for turn in range(4):
@@ -56,7 +56,7 @@ def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, referen
 
 @every_layout
 def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     prompts = {f"r{n}": SYSTEM + words(n, 20 + 30 * n) for n in range(6)}
     for number, (name, prompt) in enumerate(prompts.items()):
         found = cached(drive, ask(name, prompt, 10))
@@ -70,7 +70,7 @@ def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference
 def test_a_crowd_with_and_without_the_cache_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=3), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3), cache_mb=64).freeze_cost()
     asked: dict[str, tuple[Tokens, int]] = {}
     for number in range(30):
         begin = (SYSTEM, words(78, 90), SYSTEM[:100] + words(79, 60))[number % 3]
@@ -92,10 +92,10 @@ def test_a_crowd_with_and_without_the_cache_says_the_same(
 def test_states_that_do_not_fit_in_ram_are_pushed_out(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     drive.submit(ask("measure", words(99, 120), 2))
     drive.finish()
-    tier = drive.scheduler.prefixes.tier
+    tier = drive.scheduler.prefix_cache.host
     tier.cached_limit = tier.limit = int(2.5 * tier.cached_bytes)
     for number in range(8):
         prompt = words(number % 4, 120)
@@ -109,8 +109,8 @@ def test_states_that_do_not_fit_in_ram_are_pushed_out(
     "kind", [Kind("fake", unified=True), Kind("dense", unified=True), Kind("sliding", unified=True)]
 )
 def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).stop_clocks()
-    tier = drive.scheduler.prefixes.tier
+    drive = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).freeze_cost()
+    tier = drive.scheduler.prefix_cache.host
     lengths = {1: 70, 2: 40, 3: 64, 4: 90}
     for round_ in range(2):
         names = {f"{round_}.{seed}": words(seed, length) for seed, length in lengths.items()}
@@ -127,14 +127,14 @@ def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Re
 def test_a_failed_step_leaves_no_wrong_state_behind(
     kind: Kind, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     codes = {StepStatus.FAILED: -3, StepStatus.ABORTED: 2, StepStatus.BAD_BATCH: -1}
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if number not in (1, 5, 9):
             return None
         if not status.memory_intact:
-            drive.runner.inner.forward(batch)  # what it computed stays in memory
+            drive.runner.inner.run(batch)  # what it computed stays in memory
         return StepResult(status, code=codes[status])
 
     drive.runner.fail = fail
@@ -154,7 +154,7 @@ def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: 
     kind = Kind("dense", unified=unified)
     texts = []
     for cache_mb in (64, 0):
-        drive = StepDriver(opened(kind), cache_mb=cache_mb).stop_clocks()
+        drive = StepDriver(opened(kind), cache_mb=cache_mb).freeze_cost()
         # 64 tokens are a step: the rest of the second prompt begins at the same place either way.
         drive.submit(ask("first", SYSTEM[:128], 1, logprobs=8))
         drive.finish()
@@ -166,7 +166,7 @@ def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: 
 
 
 def test_tenants_do_not_share(opened: Opened) -> None:
-    drive = StepDriver(opened(DENSE), cache_mb=64).stop_clocks()
+    drive = StepDriver(opened(DENSE), cache_mb=64).freeze_cost()
 
     def asked_by(tenant: str, name: str) -> int:
         plain = ask(name, SYSTEM, 4)

@@ -21,7 +21,7 @@ def shares(kind: Kind) -> bool:
 def test_identical_long_prompts_that_arrive_together_are_computed_once(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=4)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=4)).freeze_cost()
     drive.submit(*(ask(f"r{n}", SYSTEM, 12, ignore_eos=True) for n in range(4)))
     answers = drive.finish()
     for answer in answers.values():
@@ -34,7 +34,7 @@ def test_identical_long_prompts_that_arrive_together_are_computed_once(
 def test_a_common_beginning_is_shared_and_the_rest_is_not(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=3)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3)).freeze_cost()
     prompts = {f"r{n}": (*SYSTEM, *words(n, 20 + n)) for n in range(9)}
     for number, (name, prompt) in enumerate(prompts.items()):
         drive.submit(ask(name, prompt, 4 + number % 5))
@@ -50,11 +50,11 @@ def test_a_common_beginning_is_shared_and_the_rest_is_not(
 def test_a_donor_that_is_cancelled_takes_nothing_along(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=3)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3)).freeze_cost()
     drive.submit(ask("donor", SYSTEM, 50, ignore_eos=True))
     drive.step(3)
     drive.submit(ask("heir", (*SYSTEM, 65), 10), ask("other", words(3, 80), 10))
-    drive.scheduler.plan()  # the heir has its copy, no decode has carried it out
+    drive.scheduler.schedule()  # the heir has its copy, no decode has carried it out
     drive.scheduler.cancel("donor")
     drive.submit(ask("newcomer", words(4, 90), 10))  # it gets the donor's id at once
     answers = drive.finish()
@@ -68,7 +68,7 @@ def test_a_donor_that_is_cancelled_takes_nothing_along(
 def test_a_prefix_of_what_somebody_is_generating_is_shared_too(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=3)).stop_clocks()
+    drive = StepDriver(opened(kind, sequences=3)).freeze_cost()
     drive.submit(ask("donor", SYSTEM, 60, ignore_eos=True))
     drive.step(30)
     history = SYSTEM + drive.answers["donor"].tokens[:20]

@@ -182,7 +182,7 @@ def test_the_loop_run_in_a_thread_answers_through_its_inbox(
     while any(answer.finish_reason is None for answer in answers.values()):
         report = reports.get(timeout=30)
         assert isinstance(report, StepReport)
-        for delta in report.deltas:
+        for delta in report.outputs:
             answers[delta.request_id].take(delta)
     loop.inbox.put(Stop())
     thread.join(30)
@@ -201,6 +201,6 @@ def test_a_stopped_loop_gives_everybody_a_last_delta(kind: Kind, opened: Opened)
     loop.run()
     (report,) = reports
     assert isinstance(report, StepReport)
-    ends = {delta.request_id: delta.error.code for delta in report.deltas if delta.error is not None}
+    ends = {delta.request_id: delta.error.code for delta in report.outputs if delta.error is not None}
     assert ends == {f"r{seed}": "engine_died" for seed in range(5)}
     loop.scheduler.check_idle()

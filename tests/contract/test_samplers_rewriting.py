@@ -129,7 +129,7 @@ def test_dry_penalises_what_would_go_on_with_a_repetition(
     assert draws(runner, row, 1, history=history, temperature=0, dry_multiplier=multiplier) == [expected]
 
 
-def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_look_back(runner: LlamaRunner) -> None:
+def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_get_lookback(runner: LlamaRunner) -> None:
     row, history = row_of(C=2.0, D=1.5), (A, B, C, A, B)
 
     def chosen(**dry: Any) -> int:
@@ -146,13 +146,13 @@ def resident_mib() -> float:
 
 
 # llama.cpp allocates what it is asked to look back on; the route allows 2³¹ − 1: 8 GiB, for DRY 16.
-@pytest.mark.parametrize("look_back", [{"penalty_last_n": 2**25}, {"dry_penalty_last_n": 2**24}])
+@pytest.mark.parametrize("get_lookback", [{"penalty_last_n": 2**25}, {"dry_penalty_last_n": 2**24}])
 def test_no_request_can_make_a_sampler_that_is_larger_than_the_context(
-    runner: LlamaRunner, look_back: dict[str, int]
+    runner: LlamaRunner, get_lookback: dict[str, int]
 ) -> None:
     before = resident_mib()
     sampler = runner.create_sampler(
-        SamplingParams(repetition_penalty=1.1, dry_multiplier=0.5, **look_back)  # type: ignore[arg-type]
+        SamplingParams(repetition_penalty=1.1, dry_multiplier=0.5, **get_lookback)  # type: ignore[arg-type]
     )
     grown = resident_mib() - before
     sampler.close()

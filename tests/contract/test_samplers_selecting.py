@@ -53,7 +53,7 @@ def test_a_mask_leaves_only_what_it_allows(runner: LlamaRunner) -> None:
     for seed in range(40):
         for params in (SamplingParams(temperature=0), SamplingParams(**OFF, seed=seed)):
             sampler = runner.create_sampler(params)
-            result = runner.forward(Batch((Row(0, 0, words(seed, 3), 1, sampler, mask),)))
+            result = runner.run(Batch((Row(0, 0, words(seed, 3), 1, sampler, mask),)))
             chosen.update(result.rows[0].tokens)
             sampler.close()
             runner.truncate(0, 0)

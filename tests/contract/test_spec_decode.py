@@ -85,7 +85,7 @@ def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
     begin = words(3, 20)
     said = reference.alone(kind, begin, 40, endless=True).tokens
     prompt = begin + said + words(4, 3) + begin
-    drive = StepDriver(opened(kind)).stop_clocks()
+    drive = StepDriver(opened(kind)).freeze_cost()
     drive.submit(ask("r", prompt, 60, ignore_eos=True))
     answer = drive.finish()["r"]
     reference.check(kind, prompt, 60, answer, endless=True)
@@ -146,7 +146,7 @@ def test_a_stop_string_inside_right_guesses_ends_there(
         stop = free.text[at : at + 2]
     request = msgspec.structs.replace(plain, stop=(stop,))
     (without,) = answered(runner, [request], draft_tokens=0).values()
-    drive = StepDriver(runner, cache_mb=64, new_drafter=drafter).stop_clocks()
+    drive = StepDriver(runner, cache_mb=64, new_drafter=drafter).freeze_cost()
     drive.submit(request)
     (guessed,) = drive.finish().values()
     assert guessed.text == without.text and guessed.tokens == without.tokens
@@ -209,8 +209,8 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
     texts: list[Tokens] = []
     drive = StepDriver(
         runner, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1))
-    ).stop_clocks()
-    drive.stop_clocks()
+    ).freeze_cost()
+    drive.freeze_cost()
     for turn in range(3):
         history += words(turn, 40)
         texts.append(history + reference.alone(kind, history, 40, endless=True).tokens)
@@ -232,7 +232,7 @@ def test_memory_after_wrong_guesses_says_what_it_said_before(kind: Kind, opened:
 
     def forward(position: int, tokens: Sequence[int], outputs: int) -> Row:
         row = Row(0, position, tokens, outputs, sampler, logprobs=4)
-        result = runner.forward(Batch((row,)))
+        result = runner.run(Batch((row,)))
         assert result.status is StepStatus.DONE
         results.append(result.rows[0])
         return row

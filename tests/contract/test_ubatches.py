@@ -67,7 +67,7 @@ def computed(aborts: Aborts, lengths: dict[int, int]) -> tuple[int, int]:
     runner = aborts.runner
     sampler = runner.create_sampler(GREEDY)
     aborts.nodes = 0
-    result = runner.forward(Batch(tuple(row._replace(outputs=1, sampler=sampler) for row in rows(lengths))))
+    result = runner.run(Batch(tuple(row._replace(outputs=1, sampler=sampler) for row in rows(lengths))))
     assert result.status is StepStatus.DONE
     for seq_id in lengths:
         runner.truncate(seq_id, 0)

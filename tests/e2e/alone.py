@@ -45,7 +45,7 @@ class Soloist:
         tokens = vocabulary.tokenize(prompt, add_special=True, parse_special=False)
         position, pieces, certain = 0, list[bytes](), None
         while len(pieces) < max_tokens:
-            result = self.runner.forward(Batch((Row(0, position, tokens, 1, sampler, logprobs=2),)))
+            result = self.runner.run(Batch((Row(0, position, tokens, 1, sampler, logprobs=2),)))
             assert result.status is StepStatus.DONE
             position += len(tokens)
             (token,) = result.rows[0].tokens

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         model = make_dense(folder / "dense.gguf")
         settings = ("--parallel", "4", "--ctx-size", "1024", "--threads", "1")
         with Server(folder / "log", str(model), *settings) as server:
-            before = {role: server.child(role) for role in ("engine", "text")}
+            before = {role: server.child(role) for role in ("engine", "tokenizer")}
             done = fuzz(server.url, folder, options.examples, options.seed)
             print(done.stdout)
             died = [role for role, pid in before.items() if server.child(role) != pid]

@@ -163,8 +163,8 @@ class Server:
         self.process.wait()
 
     def child(self, role: str) -> int:
-        """The process id of the engine or text child."""
-        pattern = re.compile(rf"cllm\.(child|cli\.fake) \d+ {role}\b")
+        """The process id of the engine or tokenizer worker."""
+        pattern = re.compile(rf"cllm\.(workers\.engine_worker|cli\.fake) \d+ {role}\b")
         found = [pid for pid, line in children_of(self.process.pid).items() if pattern.search(line)]
         assert len(found) == 1, f"{len(found)} {role} children"
         return found[0]

@@ -1,11 +1,15 @@
-"""`cllm bench` to its end: a workload from a file, on the tiny model, beside a server that runs already."""
+"""`cllm bench` in a checkout: a workload from a file, on the tiny model, beside a running server."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.e2e.server import Server, cllm
+import cllm as package
+from tests.e2e.server import PATIENCE_S, Server, cllm
 
 FILE = """
 name = "visit"
@@ -60,3 +64,16 @@ def test_what_cannot_be_measured_is_said_at_once(tmp_path: Path) -> None:
         done = cllm("bench", *arguments)
         assert done.returncode != 0 and "Traceback" not in done.stderr
         assert "fastest" in done.stderr or "127.0.0.1:9" in done.stderr
+
+
+def test_an_installed_package_names_the_repository(tmp_path: Path) -> None:
+    shutil.copytree(Path(package.__file__).parent, tmp_path / "cllm", ignore=shutil.ignore_patterns("__pyc*"))
+    done = subprocess.run(
+        [sys.executable, "-m", "cllm", "bench"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 2 and "in the repository" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

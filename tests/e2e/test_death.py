@@ -34,11 +34,11 @@ def test_death_of_the_engine_while_idle(start: StartServer, tiny_model: Path) ->
 def test_death_of_the_text_process(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
     expected = server.generate("before and after", 8)["text"]
-    old = server.child("text")
+    old = server.child("tokenizer")
     os.kill(old, signal.SIGKILL)
     assert server.generate("before and after", 8)["text"] == expected
     wait_for(lambda: not alive(old))
-    assert server.child("text") != old
+    assert server.child("tokenizer") != old
     assert server.metrics()["cllm_engine_restarts_total"] == 0
     server.stop()
 
@@ -50,7 +50,7 @@ def test_a_text_process_that_cannot_start_is_no_end(
     model = Path(shutil.copy(tiny_model, tmp_path / "mine.gguf"))
     server = start(str(model), "--parallel", "2", "--threads", "1")
     away = model.rename(tmp_path / "away.gguf")
-    os.kill(server.child("text"), signal.SIGKILL)
+    os.kill(server.child("tokenizer"), signal.SIGKILL)
     body = {"prompt": "x", "max_tokens": 4, "temperature": 0}
     answer = server.post("/generate", body)
     assert answer.status_code >= 500 and answer.json()["error"]

@@ -17,10 +17,12 @@ EXAMPLES = 12
 
 def test_no_request_makes_it_fail(tmp_path: Path) -> None:
     with scripted_server(tmp_path / "log", "--parallel", "4", "--ctx-size", "1024") as server:
-        before = {role: server.child(role) for role in ("engine", "text")}
+        before = {role: server.child(role) for role in ("engine", "tokenizer")}
         done = fuzz(server.url, tmp_path, EXAMPLES, phases="examples,fuzzing")
         assert done.returncode == 0, done.stdout[-6000:]
         assert "0 selected" not in done.stdout
         wait_for(server.idle)
-        assert {role: server.child(role) for role in ("engine", "text")} == before, "a process died of it"
+        assert {role: server.child(role) for role in ("engine", "tokenizer")} == before, (
+            "a process died of it"
+        )
         assert "Traceback" not in server.log_text

@@ -21,12 +21,12 @@ from tests.tiny_models import CHAT_TEMPLATE, make_dense
 def constrained(server: Server, limit_s: float, **fields: Any) -> httpx.Response:
     """An answer that costs the text process and the parent no more than that."""
     server.post("/generate", {"prompt": "x", "max_tokens": 1, "choice": ["warm"]})  # builds the compiler
-    pids = (server.child("text"), server.process.pid)
+    pids = (server.child("tokenizer"), server.process.pid)
     before = sum(map(cpu_s, pids))
     answer = server.post(
         "/generate", {"prompt": "x", "max_tokens": 64, "temperature": 1, "seed": 1, **fields}
     )
-    assert server.child("text") == pids[0], "the text process died of it"
+    assert server.child("tokenizer") == pids[0], "the text process died of it"
     assert sum(map(cpu_s, pids)) - before < limit_s
     return answer
 
@@ -208,12 +208,12 @@ def chat(server: Server, content: str) -> httpx.Response:
 def test_fault_26_hostile_template_is_stopped(hostile: Server, kind: str) -> None:
     """Within a second of computing, told what it was, and the process goes on."""
     chat(hostile, "hello")
-    pid = hostile.child("text")
+    pid = hostile.child("tokenizer")
     before = cpu_s(pid)
     answer = chat(hostile, kind)
     assert refusal(answer).startswith("the model's chat template ")
     assert answer.json()["error"]["param"] == "messages"
-    assert hostile.child("text") == pid
+    assert hostile.child("tokenizer") == pid
     assert cpu_s(pid) - before < 1.1
 
 

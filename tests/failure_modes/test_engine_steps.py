@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient, Health
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.contract.alone import Reference
 from tests.contract.harness import StepDriver, ask, feed, words
@@ -71,7 +71,7 @@ def test_fault_38_aborted_cuts_back_every_member_and_the_others_go_on(
         if number in (1, 3):
             drive.loop._interrupt.cancelled(None)
         before = [drive.runner.next_position(row.seq_id) for row in batch.rows]
-        result = drive.runner.inner.forward(batch)
+        result = drive.runner.inner.run(batch)
         codes.append(result.code)
         if result.status is StepStatus.ABORTED:
             assert before == [row.position for row in batch.rows] and result.rows == ()
@@ -107,7 +107,7 @@ def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, re
         half = [
             row._replace(tokens=row.tokens[: (len(row.tokens) + 1) // 2], outputs=0) for row in batch.rows
         ]
-        drive.runner.inner.forward(Batch(tuple(half)))
+        drive.runner.inner.run(Batch(tuple(half)))
         return StepResult(StepStatus.FAILED, code=-3)
 
     drive.runner.fail = fail

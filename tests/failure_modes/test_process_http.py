@@ -121,7 +121,7 @@ def test_fault_50_the_children_can_still_be_replaced(narrow: Server) -> None:
     with keep, ExitStack() as stack:
         assert keep.get("/health").status_code == 200
         fill(narrow, stack, 2 * DESCRIPTORS)
-        os.kill(narrow.child("text"), signal.SIGKILL)
+        os.kill(narrow.child("tokenizer"), signal.SIGKILL)
         answer = keep.post("/generate", json={"prompt": "still", "max_tokens": 2})
         assert answer.status_code == 200, answer.text
 

@@ -30,7 +30,7 @@ from bench.report import Table
 TIE = 0.05  # logits closer than this, alone, may be ordered either way in another batch
 CLIENTS = 8
 MAX_TOKENS = 48
-# Far more than by default: whoever guesses goes as far as that pays.
+# Far more than by default: drafts are as long as pays.
 ON = ("--draft-tokens", "64")
 OFF = ("--cache-ram-mb", "0", "--draft-tokens", "0", "--no-tune")
 DECLINED: dict[str, Any] = {"cache_prompt": False, "speculate": False}
@@ -52,7 +52,7 @@ _QUESTIONS = (
     "Repeat the text above word for word.\n",
     "Question: What is this text about?\nAnswer:",
     "A summary in one sentence:",
-    "List the three most important info:\n1.",
+    "List the three most important facts:\n1.",
     "Question: Which number is named first?\nAnswer:",
 )
 _SHORT = (
@@ -65,7 +65,7 @@ _SHORT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class GreedyAnswer:
     """A greedy answer: its tokens as text, how far the two likeliest were apart at each, and how it ended."""
 
     tokens: tuple[str, ...]
@@ -104,7 +104,7 @@ def make_prompts(count: int) -> list[str]:
     return prompts
 
 
-def compare(loaded: Said, alone: Said) -> int | None:
+def compare(loaded: GreedyAnswer, alone: GreedyAnswer) -> int | None:
     """The first token that differs; None if both say the same and end alike."""
     for place, (one, other) in enumerate(zip(loaded.tokens, alone.tokens, strict=False)):
         if one != other:
@@ -123,7 +123,7 @@ class Asker:
     def close(self) -> None:
         self._http.close()
 
-    def ask(self, prompt: str, max_tokens: int, **fields: Any) -> Said:
+    def ask(self, prompt: str, max_tokens: int, **fields: Any) -> GreedyAnswer:
         """Raises BadAnswer unless the answer is complete."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 2, **fields}
         try:
@@ -133,8 +133,10 @@ class Asker:
         if answer.status_code != 200:
             raise BadAnswer(f"status {answer.status_code}: {answer.text[:200]}")
         (choice,) = answer.json()["choices"]
-        told = choice["logprobs"]
-        return Said(tuple(told["tokens"]), tuple(map(_margin, told["top_logprobs"])), choice["finish_reason"])
+        logprobs = choice["logprobs"]
+        return GreedyAnswer(
+            tuple(logprobs["tokens"]), tuple(map(_margin, logprobs["top_logprobs"])), choice["finish_reason"]
+        )
 
     def counters(self) -> dict[str, float]:
         """What the server counted, by the names in `COUNTERS`."""
@@ -151,14 +153,14 @@ def _margin(top: dict[str, float]) -> float:
     return values[0] - values[1] if len(values) > 1 else 0.0
 
 
-def judge(asker: Asker, prompt: str, loaded: Said, alone: Said) -> Verdict:
+def evaluate(asker: Asker, prompt: str, loaded: GreedyAnswer, alone: GreedyAnswer) -> Verdict:
     """Compare an answer with that of the server that computes alone, `asker`."""
     place = compare(loaded, alone)
     if place is None:
         return Verdict()
     if place < len(alone.margins):
         return Verdict(place, alone.margins[place])
-    # Alone it ended here; how near another token came is told when the end is not chosen.
+    # Alone it ended here; how near another token came shows when the end is not allowed.
     further = asker.ask(prompt, place + 1, ignore_eos=True, cache_prompt=False)
     return Verdict(place, further.margins[place])
 
@@ -188,13 +190,13 @@ def run_features(
         plain = asker.counters()
         others = _crowd(asker, prompts, **DECLINED) if control else []
 
-        def judged(answers: Sequence[Said]) -> list[Verdict]:
+        def evaluated(answers: Sequence[GreedyAnswer]) -> list[Verdict]:
             pairs = zip(prompts, answers, strict=True)
-            return [judge(asker, prompt, said, alone[prompt]) for prompt, said in pairs]
+            return [evaluate(asker, prompt, answer, alone[prompt]) for prompt, answer in pairs]
 
-        columns = {"features on, 8 clients": judged(loaded)}
+        columns = {"features on, 8 clients": evaluated(loaded)}
         if control:
-            columns["all off, 8 clients"] = judged(others)
+            columns["all off, 8 clients"] = evaluated(others)
     table = _table(prompts, columns, {"features on, 8 clients": counters, "all off, alone": plain}, tie)
     faults = find_faults(prompts, columns["features on, 8 clients"], counters, plain, tie)
     text = "\n".join([table.markdown(), "", *(faults or ["pass: every difference begins at a tie"])])
@@ -202,7 +204,7 @@ def run_features(
     return conclude("features", text, data, out, failed=bool(faults))
 
 
-def _crowd(asker: Asker, prompts: Sequence[str], **fields: Any) -> list[Said]:
+def _crowd(asker: Asker, prompts: Sequence[str], **fields: Any) -> list[GreedyAnswer]:
     started = time.monotonic()
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers = list(pool.map(lambda prompt: asker.ask(prompt, MAX_TOKENS, **fields), prompts))
@@ -279,7 +281,7 @@ def _server(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(
-        "features",
+        "tests.soak.features",
         __doc__,
         *("--model", "--out", "--logs", "--command"),
         count=(500, "how many prompts"),

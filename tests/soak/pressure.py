@@ -1,8 +1,8 @@
-"""`python -m tests.soak.pressure --tiny MODEL`: far too little KV, and everybody is answered all the same.
+"""`python -m tests.soak.pressure --tiny MODEL`: far too little KV, and every request is answered.
 
-One pool of cells for a quarter of what the requests need that run together, so that they park each other
-all the time. First every prompt is asked alone, then all of them at once. Greedy text under load is the text
-alone, and leaves it only at a step whose two likeliest tokens (alone) are nearly as good.
+One pool of cells for a quarter of what the requests need that run together, so that they preempt each
+other all the time. First every prompt is asked alone, then all of them at once. Greedy text under load is the
+text alone, and leaves it only at a step whose two likeliest tokens (alone) are nearly as good.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTPUT_TOKENS = 160
 NEED = 256  # cells of one request, rounded up as llama.cpp does
 CELLS = PARALLEL * NEED // 4
 CLIENTS = 4 * PARALLEL
-TIE = 0.05  # logits closer than this (alone) may be chosen either way under load
+TIE = 0.05  # logits closer than this (alone) may be sampled either way under load
 PATIENCE_S = 600.0
 COUNTERS = ("cllm_parks_total", "cllm_resumes_total")
 
@@ -73,7 +73,7 @@ def compare(alone: Sequence[Answer], crowded: Sequence[Answer]) -> Verdict:
 def run_pressure(
     tiny: Path, requests: int = 500, command: Sequence[str] | None = None, logs: Path | None = None
 ) -> int:
-    """Ask, compare, print; 0 if every request was answered with the right text and some were parked."""
+    """Ask, compare, print; 0 if every request was answered with the right text and some were preempted."""
     settings = ServerSettings(model=tiny, parallel=PARALLEL, ctx_size=CELLS)
     flags = ("--unified-kv", "--max-request-tokens", str(NEED), "--cache-ram-mb", "0", "--no-tune")
     with serving("pressure", settings, command, logs, flags) as server:
@@ -92,7 +92,7 @@ def run_pressure(
         f"met a tie, {verdict.parted} of them went the other way, {len(verdict.faults)} wrong; "
         f"{verdict.compared} tokens compared"
     )
-    faults = list(verdict.faults) + ([] if preemptions else ["nobody was parked: this proves nothing"])
+    faults = list(verdict.faults) + ([] if preemptions else ["nothing was preempted: this proves nothing"])
     for fault in faults[:10]:
         print(f"FAIL: {fault}")
     return 1 if faults else 0
@@ -114,13 +114,13 @@ def _ask(server: RunningPeer, prompt: list[int]) -> Answer:
         "ignore_eos": True,
     }
     # Token ids: texts of different tokens can be alike.
-    told = _call(server, "POST", "/completion", body)
-    steps = told["completion_probabilities"]
+    answer = _call(server, "POST", "/completion", body)
+    steps = answer["completion_probabilities"]
     gaps = []
     for step in steps:
         best, second = sorted((found["logprob"] for found in step["top_logprobs"]), reverse=True)
         gaps.append(best - second)
-    return Answer(tuple(step["id"] for step in steps), tuple(gaps), told["stop_type"])
+    return Answer(tuple(step["id"] for step in steps), tuple(gaps), answer["stop_type"])
 
 
 def _counters(server: RunningPeer) -> list[float]:
@@ -152,7 +152,7 @@ def _fetch(server: RunningPeer, method: str, path: str, body: Any = None) -> byt
 
 def main(arguments: Sequence[str] | None = None) -> int:
     shared = ("--tiny", "--logs", "--command")
-    parser = make_parser("pressure", __doc__, *shared, requests=(500, "how many"))
+    parser = make_parser("tests.soak.pressure", __doc__, *shared, requests=(500, "how many"))
     return run_command(parser, arguments, run_pressure)
 
 

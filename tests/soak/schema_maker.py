@@ -80,12 +80,12 @@ class SchemaMaker:
         return schema
 
     def _array(self, depth: int) -> Schema:
-        least = self._random.randint(0, 2)
+        low = self._random.randint(0, 2)
         return {
             "type": "array",
             "items": self._any(depth + 1),
-            "minItems": least,
-            "maxItems": least + self._random.randint(0, 2),
+            "minItems": low,
+            "maxItems": low + self._random.randint(0, 2),
         }
 
     def _tuple(self, depth: int) -> Schema:

@@ -7,9 +7,10 @@ printed as a table; the exit code is 0 only if all of it does.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +19,99 @@ from statistics import median
 
 from bench.client import Answer, BadAnswer, CllmClient
 from bench.command import conclude, make_parser, run_command
-from bench.decode_bench import BareDecode
+from bench.decode_bench import DecodeBench
 from bench.peers import ServerSettings, cllm_peer, embedded_model, log_folder, running
 from bench.report import Table
-from tests.soak.drift import Drift, raw_ratio
-from tests.soak.drift import ratio as drift_ratio
-from tests.soak.lease_log import LeaseLog
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Requests and probes, one probe taken just before each request; seconds."""
+
+    requests_s: tuple[float, ...]
+    probes_s: tuple[float, ...]
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Each request in units of the probe before it: the machine's own pace divided out."""
+        return tuple(request / probe for request, probe in zip(self.requests_s, self.probes_s, strict=True))
+
+
+def drift_ratio(series: Sequence[Drift]) -> float:
+    """Cost at the end of a series over that at its beginning; several series are pooled.
+
+    The end is the last tenth, but at least three requests: of one short series a hiccup would decide.
+    """
+    return _last_over_first([drift.costs for drift in series])
+
+
+def raw_ratio(series: Sequence[Drift]) -> float:
+    """The same in plain seconds, the machine's own drift included."""
+    return _last_over_first([drift.requests_s for drift in series])
+
+
+def _last_over_first(series: Sequence[Sequence[float]]) -> float:
+    first: list[float] = []
+    last: list[float] = []
+    for values in series:
+        window = min(max(len(values) // 10, 3), max(len(values) // 2, 1))
+        first += values[:window]
+        last += values[-window:]
+    return median(last) / median(first)
+
+
+_LEASED = re.compile(r"leased seq (\d+) for request (\S+)")
+_CLEARED = re.compile(r"cleared KV of seq (\d+) \((\d+) cells\)")
+_BAD_POSITION = re.compile(
+    r"inconsistent (sequence )?position|position[_ ]mismatch|PositionMismatch|positions remain consecutive",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLog:
+    """The audit of one log. `cleared` holds, per request, the cells removed when its lease ended."""
+
+    leases: dict[str, int]  # by request id: how many it had
+    cleared: dict[str, int]
+    problems: tuple[str, ...]  # an id leased again before it was cleared, cleared without a lease, …
+
+    @classmethod
+    def read(cls, lines: Iterable[str]) -> LeaseLog:
+        leases: dict[str, int] = {}
+        cleared: dict[str, int] = {}
+        holders: dict[str, str] = {}
+        problems = []
+        for line in lines:
+            if _BAD_POSITION.search(line):
+                problems.append(f"position error: {line.strip()[:160]}")
+            if found := _LEASED.search(line):
+                sequence, request = found.groups()
+                if sequence in holders:
+                    problems.append(f"seq {sequence} leased to {request} while {holders[sequence]} held it")
+                holders[sequence] = request
+                leases[request] = leases.get(request, 0) + 1
+            elif found := _CLEARED.search(line):
+                sequence, cells = found.groups()
+                owner = holders.pop(sequence, None)
+                if owner is None:
+                    problems.append(f"seq {sequence} cleared, but no request held it")
+                else:
+                    cleared[owner] = cleared.get(owner, 0) + int(cells)
+        problems.extend(f"seq {sequence} of {request} never cleared" for sequence, request in holders.items())
+        return cls(leases, cleared, tuple(problems))
+
+    def faults(self, request_ids: Iterable[str]) -> list[str]:
+        """Everything wrong: its own problems, and requests without exactly one lease and one clearing."""
+        faults = list(self.problems)
+        for request in request_ids:
+            count = self.leases.get(request, 0)
+            if count != 1:
+                faults.append(f"request {request} has {count} lease lines")
+            elif request not in self.cleared:
+                faults.append(f"request {request} has no cleared line")
+        return faults
+
 
 SUMS = ("1+1=", "2+2=", "3+3=")
 QUESTIONS = ("Hello, how are you?", "What is AI?", "Tell me a joke.")
@@ -75,7 +163,7 @@ class Seeds:
         self._check("b", f"{len(prompts)} concurrent requests", run)
         self.idle()
 
-    def identical(self, count: int, max_tokens: int, series: int, most_drift: float) -> None:
+    def identical(self, count: int, max_tokens: int, series: int, max_drift: float) -> None:
         """Case c: the same request again and again: no slower, no more work, the same words.
 
         Where a series is short it is run several times, and their beginnings and ends are pooled.
@@ -86,7 +174,7 @@ class Seeds:
 
         def run() -> tuple[bool, str]:
             self._generate(QUESTIONS[0], max_tokens)  # warm-up
-            with BareDecode(self.path) as probe:
+            with DecodeBench(self.path) as probe:
                 probe(1, 6, max_tokens)  # warm-up
                 for _ in range(series):
                     drift, more = self._series(probe, count, max_tokens)
@@ -95,9 +183,9 @@ class Seeds:
             ratio, raw = drift_ratio(drifts), raw_ratio(drifts)
             took = 1000 * median(drifts[-1].requests_s)
             detail = f"{ratio:.3f} ({raw:.3f} with the machine's own), {took:.1f} ms a request"
-            return ratio <= most_drift, detail + (f", {series} series pooled" if series > 1 else "")
+            return ratio <= max_drift, detail + (f", {series} series pooled" if series > 1 else "")
 
-        self._check("c", f"{what}: drift ≤ {most_drift:.2f}", run)
+        self._check("c", f"{what}: drift ≤ {max_drift:.2f}", run)
         self._check("c", f"{what}: work counters exactly flat", lambda: _flat(answers))
         self.idle()
 
@@ -122,7 +210,7 @@ class Seeds:
         self.request_ids.append(answer.id)
         return answer
 
-    def _series(self, probe: BareDecode, count: int, max_tokens: int) -> tuple[Drift, list[Answer]]:
+    def _series(self, probe: DecodeBench, count: int, max_tokens: int) -> tuple[Drift, list[Answer]]:
         probes, answers = [], []
         for _ in range(count):
             probes.append(probe(1, 6, max_tokens).total_s)
@@ -167,12 +255,12 @@ def run_seeds(
             for prompts in (SUMS, QUESTIONS, FIVE):
                 embedded.in_a_row(prompts)
             embedded.concurrent(FIVE)
-            embedded.identical(10, 16, series=20, most_drift=MAX_DRIFT_TEN)
-            embedded.identical(10, 1, series=20, most_drift=MAX_DRIFT_TEN)
+            embedded.identical(10, 16, series=20, max_drift=MAX_DRIFT_TEN)
+            embedded.identical(10, 1, series=20, max_drift=MAX_DRIFT_TEN)
         with _server(tiny, folder / "tiny.log", command) as small:
             small.in_a_row(SUMS)
             small.concurrent(FIVE)
-            small.identical(1000, 16, series=1, most_drift=MAX_DRIFT_THOUSAND)
+            small.identical(1000, 16, series=1, max_drift=MAX_DRIFT_THOUSAND)
     checks = [*embedded.checks, *small.checks]
     table = Table(
         ("case", "what must hold", "", "measured"),
@@ -212,7 +300,7 @@ def _quoted(answers: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser("seeds", __doc__, "--tiny", "--out", "--logs", "--command")
+    parser = make_parser("tests.soak.seeds", __doc__, "--tiny", "--out", "--logs", "--command")
     return run_command(parser, arguments, run_seeds)
 
 

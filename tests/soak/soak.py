@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import footprint
 from bench.command import conclude, make_parser, run_command, serving
+from bench.footprint import Footprint
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings
 from bench.report import Table
 from bench.workloads import Definition, Group, make_plan
-from tests.soak import footprint
-from tests.soak.footprint import Footprint
 
 TENTHS = 10
 CLIENTS = 16
@@ -76,7 +76,7 @@ def find_faults(samples: Sequence[Sample]) -> list[str]:
 def _tenth(server: RunningPeer, number: int, count: int) -> Sample:
     group = Group(count=count, prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
     workload = Definition(name="soak", about="short requests of mixed sizes", groups=(group,))
-    load = run_load(server.address, server.peer.tool_format, make_plan(workload, number))
+    load = run_load(server.address, server.peer.api, make_plan(workload, number))
     time.sleep(SETTLE_S)
     done = (number + 1) * count
     rate = count / load.wall_s
@@ -113,7 +113,7 @@ def _verdict(samples: Sequence[Sample]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     shared = ("--tiny", "--out", "--logs", "--command")
-    parser = make_parser("soak", __doc__, *shared, requests=(10_000, "how many in all"))
+    parser = make_parser("tests.soak.soak", __doc__, *shared, requests=(10_000, "how many in all"))
     return run_command(parser, arguments, run_soak)
 
 

@@ -1,9 +1,12 @@
-"""The scripted model: it says what it is told, and stop strings cut it as plain text would be cut."""
+"""The scripted model: it answers by its script, and stop strings cut it as plain text would be cut."""
 
 from __future__ import annotations
 
+import doctest
+
 from hypothesis import given, settings
 
+from cllm import testing
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, say
@@ -25,7 +28,7 @@ def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]
     while not loop.scheduler.idle:
         loop.step()
     loop.scheduler.check_idle()
-    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.deltas]
+    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.outputs]
     assert "".join(delta.text for delta in deltas if delta.request_id == "1") == "something else"
     return [delta for delta in deltas if delta.request_id == "0"]
 
@@ -55,3 +58,8 @@ def test_a_failing_script_fails_alone_after_its_text() -> None:
     deltas = answer(list(say("so far", fails=True).encode()))
     assert "".join(delta.text for delta in deltas) == "so far"
     assert deltas[-1].finish_reason is FinishReason.ERROR and deltas[-1].error is not None
+
+
+def test_the_documented_example_works() -> None:
+    result = doctest.testmod(testing)
+    assert result.attempted == 3 and result.failed == 0

@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: every row that wants output gets some, or an error of its own."""
+"""Batch sampling: from a step's logits to its tokens. A row that cannot be sampled gets its own error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cllm.backend.llama.candidates import BatchCandidates, Candidates, Logits, T
 from cllm.backend.llama.sampler import LlamaSampler, log_probabilities
 from cllm.types import TokenLogprob
 
-WORTH_A_THREAD = 1 << 22  # logits that chains look at in a step; for fewer, handing them over costs more
+MIN_THREADED_LOGITS = 1 << 22  # for fewer in a step, handing them to threads costs more than it saves
 _NOTHING = RowResult()
 
 
@@ -23,98 +23,102 @@ class _Work(NamedTuple):
 
     row: Row
     sampler: LlamaSampler
-    first: int  # which line of the step's logits is that of its first output
+    first: int  # the line of the step's logits of its first output
     logits: Logits
-    original: Logits  # before tokens that must not be chosen were taken out
+    original: Logits  # before excluded tokens were taken out
 
 
 class SamplerScratch:
-    """What a thread needs to work with sampler chains."""
+    """What one thread needs to run sampler chains."""
 
     def __init__(self, api: Any, vocabulary_size: int) -> None:
-        self._alone = Candidates(api, vocabulary_size)
-        self._common = BatchCandidates(api)
+        self._single = Candidates(api, vocabulary_size)
+        self._batched = BatchCandidates(api)
 
-    def choose(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
-        """Rows whose chains begin with a cut are cut together; the others are looked at one by one."""
+    def sample(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
+        """Rows whose chains start with a prefilter are filtered together; the others run one by one."""
         places: dict[int, int] = {}  # first line of a row -> where its candidates are
-        cuts: list[TopKPrefilter] = []
+        prefilters: list[TopKPrefilter] = []
         for one in work:
-            if one.row.mask is None and one.sampler.cut.narrows(logits.shape[1]):
-                places[one.first] = len(cuts)
-                cuts += [one.sampler.cut] * one.row.outputs
-        if cuts and len(cuts) < len(logits):
+            if one.row.mask is None and one.sampler.prefilter.narrows(logits.shape[1]):
+                places[one.first] = len(prefilters)
+                prefilters += [one.sampler.prefilter] * one.row.outputs
+        if prefilters and len(prefilters) < len(logits):
             lines = [
                 one.first + place for one in work if one.first in places for place in range(one.row.outputs)
             ]
             logits = logits[lines]
-        if not cuts or not self._common.cut(logits, cuts):
+        if not prefilters or not self._batched.fill(logits, prefilters):
             places = {}
         return [
-            self._from_common(one, places[one.first]) if one.first in places else self._on_its_own(one)
+            self._sample_batched(one, places[one.first]) if one.first in places else self._sample_single(one)
             for one in work
         ]
 
-    def _from_common(self, work: _Work, first: int) -> RowResult:
+    def _sample_batched(self, work: _Work, first: int) -> RowResult:
         assert work.sampler.chain is not None
-        chain = work.sampler.chain.pointer  # one that looks back on nothing, so it need not be told the token
-        return _verified(work, lambda place: self._common.choose(chain, first + place))
+        chain = work.sampler.chain.pointer  # without penalties, so it need not accept the token
+        return _verify(work, lambda place: self._batched.sample(chain, first + place))
 
-    def _on_its_own(self, work: _Work) -> RowResult:
+    def _sample_single(self, work: _Work) -> RowResult:
         sampler, mask = work.sampler, work.row.mask
         if sampler.chain is None:
-            return _verified(work, lambda place: best(work.logits[place], mask))
-        return _verified(work, lambda place: sampler.sample(work.logits[place], self._alone, mask))
+            return _verify(work, lambda place: best(work.logits[place], mask))
+        return _verify(work, lambda place: sampler.sample(work.logits[place], self._single, mask))
 
 
 class BatchSampler:
-    """Samples rows; those with chains on several threads where that pays: native code runs beside Python."""
+    """Samples all rows of a step; chains on several threads where that pays, since they release the GIL."""
 
     def __init__(self, api: Any, vocabulary_size: int, threads: int) -> None:
-        self._benches = [SamplerScratch(api, vocabulary_size) for _ in range(threads)]
+        self._scratches = [SamplerScratch(api, vocabulary_size) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def choose(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
+    def sample(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
         """The tokens of each row; `logits` holds one line per output, in the order of the rows.
 
         Tokens that a sampler excludes are taken out of its lines.
         """
-        work = _work_of(rows, logits)
+        work = _make_work(rows, logits)
         plain = [one for one in work if one.row.mask is None and one.sampler.chain is None]
         found: dict[int, RowResult] = {}
         if 2 * len(plain) > len(work):  # in one go over all lines, unless most of them are others'
             likeliest = logits.argmax(axis=1).tolist()
             for one in plain:
-                found[one.first] = _verified(one, likeliest[one.first :].__getitem__)
+                found[one.first] = _verify(one, likeliest[one.first :].__getitem__)
         others = [one for one in work if one.first not in found]
         if others:
-            results = self._with_chains(others, logits)
+            results = self._run_chains(others, logits)
             found.update((one.first, result) for one, result in zip(others, results, strict=True))
         if len(work) == len(rows):
             return tuple(found[one.first] for one in work)
         by_sequence = {one.row.seq_id: found[one.first] for one in work}
         return tuple(by_sequence.get(row.seq_id, _NOTHING) for row in rows)
 
-    def _with_chains(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
-        threads = len(self._benches)
-        if self._pool is None or len(work) < threads or sum(one.logits.size for one in work) < WORTH_A_THREAD:
-            return self._benches[0].choose(work, logits)
+    def _run_chains(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
+        threads = len(self._scratches)
+        if (
+            self._pool is None
+            or len(work) < threads
+            or sum(one.logits.size for one in work) < MIN_THREADED_LOGITS
+        ):
+            return self._scratches[0].sample(work, logits)
         size = -(-len(work) // threads)
 
         def share(number: int) -> list[RowResult]:
             part = work[number * size : (number + 1) * size]
-            return self._benches[number].choose(part, logits) if part else []
+            return self._scratches[number].sample(part, logits) if part else []
 
         others = [self._pool.submit(share, number) for number in range(1, threads)]
         return sum((other.result() for other in others), share(0))
 
 
-def _work_of(rows: Sequence[Row], logits: Logits) -> list[_Work]:
-    """Who wants output. What must not be chosen is taken out: of all lines at once, as it is mostly alike."""
+def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
+    """The rows that want output. Excluded tokens are taken out of all lines at once: most exclude alike."""
     work = []
     excluding: dict[int, tuple[npt.NDArray[np.int32], list[int]]] = {}  # by identity: tokens, and lines
     first = 0
@@ -136,24 +140,24 @@ def _work_of(rows: Sequence[Row], logits: Logits) -> list[_Work]:
     return work
 
 
-def _verified(work: _Work, choose: Callable[[int], int]) -> RowResult:
-    """Choose token after token, as long as the next draft is what was chosen.
+def _verify(work: _Work, sample: Callable[[int], int]) -> RowResult:
+    """Sample token after token, as long as the next draft is what was sampled.
 
-    The last `outputs` tokens of a row are the newest one and the drafts behind it: each choice is made as it
-    would be without them, so the text is the same; only how many are made in one step differs.
+    The last `outputs` tokens of a row are the newest one and the drafts behind it. Each token is sampled as
+    it would be without drafts; only how many are sampled in one step differs.
     """
     row = work.row
     if row.outputs == 1 and not row.logprobs:
         try:
-            return RowResult((choose(0),))
-        except ValueError as error:  # law 5: the others of this step have their tokens
+            return RowResult((sample(0),))
+        except ValueError as error:  # isolation: the other rows have their tokens
             return RowResult(error=str(error))
     drafts = row.tokens[len(row.tokens) - row.outputs + 1 :]
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     for place in range(row.outputs):
         try:
-            token = choose(place)
+            token = sample(place)
         except ValueError as error:
             return RowResult(tuple(tokens), tuple(logprobs), error=str(error))
         tokens.append(token)

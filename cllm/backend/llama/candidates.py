@@ -15,8 +15,8 @@ from cllm.types import SamplingParams, TokenMask
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
 GROUP = 64  # tokens that are looked at by their maximum first
-MAX_REACHING = 4096  # of a row: with more, the cut was hardly one
-NOTHING_LEFT = "the samplers left no token to choose from"
+MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
+NOTHING_LEFT = "the samplers left no token to sample from"
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _CANDIDATE_ARRAY = np.dtype(
     [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.uint64)]
@@ -24,27 +24,27 @@ _CANDIDATE_ARRAY = np.dtype(
 
 
 class TopKPrefilter:
-    """What a chain does first to its candidates, if it is something that a threshold can do before it.
+    """What a chain's first sampler keeps, if a threshold can do that before it, for all rows at once.
 
-    `least`: it keeps the `least` likeliest. `gap`: it keeps what lies within `gap` of the best logit. Neither
-    is set where the first sampler looks at every token, so that none may be left out.
+    `top_k`: the `top_k` likeliest tokens. `gap`: those within `gap` of the best logit. Neither is set where
+    the first sampler looks at every token, so that none may be left out.
     """
 
     def __init__(self, params: SamplingParams) -> None:
-        self.least = 0
+        self.top_k = 0
         self.gap = 0.0
         self.exists = False
         if params.temperature <= 0 or params.mirostat or params.adjusts_logits or params.top_n_sigma >= 0:
             return
         if params.top_k > 0:
-            self.least = params.top_k
+            self.top_k = params.top_k
         elif params.typical_p >= 1 and params.top_p >= 1 and params.min_p > 0:
-            self.gap = -math.log(params.min_p) + 1e-3  # the sampler itself cuts to the last bit
-        self.exists = bool(self.least or self.gap)
+            self.gap = -math.log(params.min_p) + 1e-3  # the sampler itself prefilters to the last bit
+        self.exists = bool(self.top_k or self.gap)
 
     def narrows(self, vocabulary_size: int) -> bool:
         """It leaves out most of such a vocabulary, if not all tokens are alike."""
-        return self.exists and self.least < vocabulary_size // GROUP // 2
+        return self.exists and self.top_k < vocabulary_size // GROUP // 2
 
 
 class Candidates:
@@ -58,9 +58,11 @@ class Candidates:
         self._data = np.zeros(vocabulary_size, _CANDIDATE)
         self._pointer = self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
 
-    def choose(self, chain: Any, logits: Logits, cut: TopKPrefilter, mask: TokenMask | None = None) -> int:
+    def sample(
+        self, chain: Any, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None = None
+    ) -> int:
         """Run a chain over a row of logits; returns the token it selected. The row is left as it is."""
-        ids = self._that_matter(logits, cut, mask)
+        ids = self._prefiltered(logits, prefilter, mask)
         if ids is None:
             count = len(self._ids)
             self._data["id"] = self._ids  # the samplers of the row before have moved things about
@@ -76,15 +78,15 @@ class Candidates:
             raise ValueError(NOTHING_LEFT)
         return int(array.data[array.selected].id)
 
-    def _that_matter(self, logits: Logits, cut: TopKPrefilter, mask: TokenMask | None) -> Ids | None:
-        """A superset of what survives the chain's first cut, in order of id; None: all of them."""
-        if mask is not None and cut.exists and np.count_nonzero(mask) <= self.NARROW:
+    def _prefiltered(self, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None) -> Ids | None:
+        """A superset of what survives the chain's first sampler, in order of id; None: all of them."""
+        if mask is not None and prefilter.exists and np.count_nonzero(mask) <= self.NARROW:
             return np.flatnonzero(mask)
-        if not cut.narrows(len(logits)):
+        if not prefilter.narrows(len(logits)):
             return None
         if mask is not None:
             logits = np.where(mask, logits, np.float32(-np.inf))
-        found = reaching(logits[None], (cut,))
+        found = reaching(logits[None], (prefilter,))
         return found.ids if found is not None else None
 
 
@@ -96,8 +98,8 @@ class Reaching(NamedTuple):
     bounds: Ids  # where each row begins, and the end
 
 
-def reaching(logits: Logits, cuts: Sequence[TopKPrefilter]) -> Reaching | None:
-    """What can survive cuts that narrow each row, and a few more; None where that may be most of it.
+def reaching(logits: Logits, prefilters: Sequence[TopKPrefilter]) -> Reaching | None:
+    """What can survive prefilters that narrow each row, and a few more; None where that may be most of it.
 
     A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that at
     least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it. All rows together:
@@ -107,9 +109,9 @@ def reaching(logits: Logits, cuts: Sequence[TopKPrefilter]) -> Reaching | None:
     groups = size // GROUP
     maxima = logits[:, : groups * GROUP].reshape(rows, GROUP, groups).max(axis=1)
     rest = logits[:, groups * GROUP :]
-    thresholds = _thresholds(maxima, rest, cuts)
+    thresholds = _thresholds(maxima, rest, prefilters)
     reached, group = np.nonzero(maxima >= thresholds[:, None])
-    if len(reached) * GROUP > max(size, rows * MAX_REACHING):
+    if len(reached) * GROUP > max(size, rows * MAX_CANDIDATES):
         return None
     members = (reached * size + group)[:, None] + np.arange(0, groups * GROUP, groups)
     flat = logits.ravel()
@@ -122,21 +124,21 @@ def reaching(logits: Logits, cuts: Sequence[TopKPrefilter]) -> Reaching | None:
     return Reaching(places % size, flat[places], bounds)
 
 
-def _thresholds(maxima: Logits, rest: Logits, cuts: Sequence[TopKPrefilter]) -> Logits:
+def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[TopKPrefilter]) -> Logits:
     """What the logits of each row must reach."""
     groups = maxima.shape[1]
-    kept = [groups - (cut.least or 1) for cut in cuts]
+    kept = [groups - (prefilter.top_k or 1) for prefilter in prefilters]
     ordered = np.partition(maxima, sorted(set(kept)), axis=1)
-    thresholds: Logits = ordered[np.arange(len(cuts)), kept]
-    if any(cut.gap for cut in cuts):
+    thresholds: Logits = ordered[np.arange(len(prefilters)), kept]
+    if any(prefilter.gap for prefilter in prefilters):
         best = maxima.max(axis=1) if not rest.shape[1] else np.maximum(maxima.max(axis=1), rest.max(axis=1))
-        gaps = np.array([cut.gap for cut in cuts], np.float32)
+        gaps = np.array([prefilter.gap for prefilter in prefilters], np.float32)
         thresholds = np.where(gaps > 0, best - gaps, thresholds)
     return thresholds
 
 
 class BatchCandidates:
-    """Room for the candidates of many rows at once, cut together. Each thread that samples has its own."""
+    """Room for the candidates of many rows, prefiltered together. Each thread that samples has its own."""
 
     def __init__(self, api: Any) -> None:
         self._api = api
@@ -144,17 +146,17 @@ class BatchCandidates:
         self._arrays: Any = ()
         self._view = np.zeros(0, _CANDIDATE_ARRAY)
 
-    def cut(self, logits: Logits, cuts: Sequence[TopKPrefilter]) -> bool:
-        """Make `choose` ready for these rows; False where they are to be looked at one by one."""
-        found = reaching(logits, cuts)
+    def fill(self, logits: Logits, prefilters: Sequence[TopKPrefilter]) -> bool:
+        """Prepare `sample` for these rows; False where they are to be sampled one by one."""
+        found = reaching(logits, prefilters)
         if found is None:
             return False
-        if len(self._arrays) < len(cuts):
-            self._arrays = (self._api.llama_token_data_array * len(cuts))()
+        if len(self._arrays) < len(prefilters):
+            self._arrays = (self._api.llama_token_data_array * len(prefilters))()
             self._view = np.frombuffer(self._arrays, _CANDIDATE_ARRAY)
         if len(self._data) < len(found.ids):
             self._data = np.zeros(2 * len(found.ids), _CANDIDATE)
-        data, view = self._data[: len(found.ids)], self._view[: len(cuts)]
+        data, view = self._data[: len(found.ids)], self._view[: len(prefilters)]
         data["id"] = found.ids
         data["logit"] = found.logits
         view["data"] = self._data.ctypes.data + _CANDIDATE.itemsize * found.bounds[:-1]
@@ -163,7 +165,7 @@ class BatchCandidates:
         view["sorted"] = 0
         return True
 
-    def choose(self, chain: Any, row: int) -> int:
+    def sample(self, chain: Any, row: int) -> int:
         """Run a chain over the candidates of a row, once; returns the token it selected."""
         array = self._arrays[row]
         self._api.llama_sampler_apply(chain, ctypes.byref(array))

@@ -30,7 +30,7 @@ def _padded(cells: int) -> int:
     return -(-cells // CELL_BLOCK) * CELL_BLOCK
 
 
-def status_of(code: int) -> StepStatus:
+def get_status(code: int) -> StepStatus:
     """The class of a return code of `llama_decode`."""
     match code:
         case 0:
@@ -125,13 +125,11 @@ class LlamaContext(Owned):
         self.workers.close()  # after the context: they work for it to the end
 
     def decode(self, batch: Any) -> int:
-        """llama_decode, waited for. Returns its code."""
+        """llama_decode; its code. On a GPU it returns before the device is done."""
         self.workers.work_for(self.pointer)
         code = int(self.api.llama_decode(self.pointer, batch))
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
-        if code == 0:
-            self.api.llama_synchronize(self.pointer)
         return code
 
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:

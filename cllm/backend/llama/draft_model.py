@@ -100,15 +100,15 @@ class DraftModel:
         self._sampler.close()
         self._runner.close()
 
-    def propose(self, drafter: ModelDrafter, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, drafter: ModelDrafter, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """What the small model would say next; nothing while it has not caught up with a long prompt."""
-        if len(tokens) + most > self.limits.request_tokens:
+        if len(tokens) + max_tokens > self.limits.request_tokens:
             return []
         slot = self._slot_of(drafter, tokens)
         if slot is None:
             return []
         try:
-            return self._guess(slot, tokens, most)
+            return self._guess(slot, tokens, max_tokens)
         except Exception:
             log.exception("the draft model failed; its memory is made anew")
             self._empty(slot)
@@ -125,7 +125,7 @@ class DraftModel:
         slot.owner, slot.settled = weakref.ref(drafter), 0
         return slot
 
-    def _guess(self, slot: _Slot, tokens: Sequence[int], most: int) -> list[int]:
+    def _guess(self, slot: _Slot, tokens: Sequence[int], max_tokens: int) -> list[int]:
         # The last token is always computed: what comes after it is wanted.
         common = min(_common(slot.held, tokens, slot.settled), len(tokens) - 1)
         if common < len(slot.held):
@@ -135,9 +135,9 @@ class DraftModel:
         pending = list(tokens[common : common + self.limits.batch_tokens])
         wanted = common + len(pending) == len(tokens)
         guesses: list[int] = []
-        while pending and len(guesses) < most:
+        while pending and len(guesses) < max_tokens:
             row = Row(slot.number, len(slot.held), pending, int(wanted), self._sampler)
-            result = self._runner.forward(Batch((row,)))
+            result = self._runner.run(Batch((row,)))
             if result.status is not StepStatus.DONE:
                 self._empty(slot)
                 return guesses
@@ -157,8 +157,8 @@ class ModelDrafter:
     def __init__(self, model: DraftModel) -> None:
         self._model = model
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        return self._model.propose(self, tokens, most)
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        return self._model.propose(self, tokens, max_tokens)
 
 
 def _common(held: Sequence[int], tokens: Sequence[int], begin: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Batch, Row, RowResult, StepResult, StepStatus
-from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, NativeBatch, status_of
+from cllm.backend.llama.context import DEFAULT_REQUEST_CELLS, NativeBatch, get_status
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.memory import EmbeddingMemory
@@ -92,7 +92,7 @@ class EmbeddingContext(Owned):
         # The same workers as generation's: the two never compute at the same time.
         self._workers = workers
 
-    def forward(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch) -> StepResult:
         """Compute the rows; unless a chunk is to be continued, the memory is empty afterwards."""
         keep = False
         try:
@@ -103,7 +103,7 @@ class EmbeddingContext(Owned):
             if code == 0:
                 self._api.llama_synchronize(self.pointer)
             compute_s = time.perf_counter() - started
-            status = status_of(code)
+            status = get_status(code)
             if status is not StepStatus.DONE:
                 return StepResult(status, code=code, compute_s=compute_s)
             results = tuple(map(self._result, batch.rows))
@@ -135,7 +135,7 @@ class EmbeddingContext(Owned):
             return RowResult()
         if not np.isfinite(pooled).all():
             return RowResult(error="the model's vector is not finite")
-        return RowResult(vector=pooled.tobytes())
+        return RowResult(embedding=pooled.tobytes())
 
     def _joined(self, row: Row, pooled: Vector) -> Vector:
         """The pooled vector of a long input up to this chunk, from that of the chunk alone."""

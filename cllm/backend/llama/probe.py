@@ -123,7 +123,7 @@ def _main() -> int:
     if not runner.info.generates:
         row = Row(0, 0, (0,) * PROBE_TOKENS, 1, None)
         started = time.perf_counter()
-        result = runner.forward(Batch((row,), BatchKind.EMBED))
+        result = runner.run(Batch((row,), BatchKind.EMBED))
         if result.status is not StepStatus.DONE:
             print(f"llama_decode returned {result.code}", file=sys.stderr)
             return 1
@@ -136,7 +136,7 @@ def _main() -> int:
     )
     position, started = 0, time.perf_counter()
     for _ in range(PROBE_TOKENS):
-        result = runner.forward(Batch((Row(0, position, tokens, 1, sampler),)))
+        result = runner.run(Batch((Row(0, position, tokens, 1, sampler),)))
         if result.status is not StepStatus.DONE:
             print(f"llama_decode returned {result.code}", file=sys.stderr)
             return 1

@@ -1,9 +1,9 @@
-"""The real runner: a GGUF on llama.cpp behind the engine's seam."""
+"""The llama.cpp runner: a GGUF model with its contexts, behind `ModelRunner`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,9 @@ from cllm.backend.base import (
     StepStatus,
     count_ubatches,
 )
-from cllm.backend.llama import fingerprint as identity
+from cllm.backend.llama import fingerprint
 from cllm.backend.llama.batch_sampler import BatchSampler
-from cllm.backend.llama.context import LlamaContext, NativeBatch, status_of
+from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
 from cllm.backend.llama.draft_model import DraftModel, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
@@ -38,9 +38,7 @@ MAX_SAMPLER_THREADS = 8
 _NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 
-def _with_fillers(batch: Batch) -> tuple[Row, ...]:
-    if not batch.padding:
-        return batch.rows
+def _with_padding(batch: Batch) -> tuple[Row, ...]:
     padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
     return tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
 
@@ -86,6 +84,9 @@ class LlamaRunner(ModelRunner):
         self._vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
         self._info = self._model.info(config.chat_template, generates=self._context.generates)
+        self._submitted: Batch | None = None
+        self._rows: tuple[Row, ...] = ()
+        self._code, self._submitted_at = 0, 0.0
         self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
         threads = min(MAX_SAMPLER_THREADS, config.threads or default_threads())
         self.batch_sampler = BatchSampler(self._api, self._vocabulary.size, threads)
@@ -102,7 +103,7 @@ class LlamaRunner(ModelRunner):
                 raise
 
     def _open_draft_model(self) -> DraftModel:
-        """Raises SetupError where it cannot guess for this model."""
+        """Raises SetupError where it cannot draft for this model."""
         check_cuttable(self._info, "served")
         config = draft_config(self._config, self._limits.request_tokens)
         return DraftModel(LlamaRunner(config, library=self._library), self._vocabulary)
@@ -110,7 +111,7 @@ class LlamaRunner(ModelRunner):
     def _warm_up(self) -> None:
         """A token or two through the model: the first request must not pay for reading the weights."""
         if self._embedding is not None:
-            self._embedding.forward(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
+            self._embedding.run(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
             return
         self._batch.fill((Row(0, 0, (0, 0), 0, None),))
         self._context.decode(self._batch.struct)
@@ -144,40 +145,45 @@ class LlamaRunner(ModelRunner):
     def vocabulary(self) -> LlamaVocabulary:
         return self._vocabulary
 
-    def forward(self, batch: Batch) -> StepResult:
+    def submit(self, batch: Batch) -> None:
         self._deferred_frees.free_all()
+        self._submitted = batch
+        if batch.kind is BatchKind.EMBED:
+            return  # computed when it is collected, in a context of its own
+        self._rows = _with_padding(batch) if batch.padding else batch.rows
+        self._batch.fill(self._rows)
+        self._submitted_at = time.perf_counter()
+        self._code = self._context.decode(self._batch.struct)
+
+    def collect(self) -> StepResult:
+        batch, self._submitted = self._submitted, None
+        assert batch is not None, "nothing was submitted"
         if batch.kind is BatchKind.EMBED:
             assert self._embedding is not None, "open_embedding comes first"
-            return self._embedding.forward(batch)
-        rows = _with_fillers(batch)
-        self._batch.fill(rows)
-        started = time.perf_counter()
-        code = self._context.decode(self._batch.struct)
+            return self._embedding.run(batch)
+        code = self._code
+        if code == 0:
+            self._api.llama_synchronize(self._context.pointer)
         for seq_id in batch.padding:
             self._context.remove(seq_id)
         decoded = time.perf_counter()
-        status = status_of(code)
+        status = get_status(code)
         if status is not StepStatus.DONE:
-            return StepResult(status, code=code, compute_s=decoded - started)
-        results = self._sample(batch.rows)
+            return StepResult(status, code=code, compute_s=decoded - self._submitted_at)
+        outputs = sum(row.outputs for row in batch.rows)
+        if outputs:
+            results = self.batch_sampler.sample(batch.rows, self._context.logits(outputs))
+        else:
+            results = (RowResult(),) * len(batch.rows)
+        # A recurrent memory is split by sequence in either layout.
+        unified = self._context.unified and not self._context.recurrent
         return StepResult(
             status,
             results,
-            ubatches=count_ubatches(
-                rows,
-                self._context.ubatch_tokens,
-                # a recurrent memory cuts by sequence in either layout
-                unified=self._context.unified and not self._context.recurrent,
-            ),
-            compute_s=decoded - started,
+            ubatches=count_ubatches(self._rows, self._context.ubatch_tokens, unified=unified),
+            compute_s=decoded - self._submitted_at,
             sample_s=time.perf_counter() - decoded,
         )
-
-    def _sample(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
-        outputs = sum(row.outputs for row in rows)
-        if outputs == 0:
-            return (RowResult(),) * len(rows)
-        return self.batch_sampler.choose(rows, self._context.logits(outputs))
 
     def interrupt(self, stop: bool) -> None:
         self._context.abort_switch.set(stop)
@@ -226,8 +232,8 @@ class LlamaRunner(ModelRunner):
             "grammars_limit": fit.grammars,
         }
 
-    def state_identity(self) -> str:
-        return identity.state_identity(self._config, unified=self._context.unified)
+    def state_fingerprint(self) -> str:
+        return fingerprint.state_identity(self._config, unified=self._context.unified)
 
     def open_embedding(self) -> None:
         if self._embedding is None:

@@ -1,4 +1,4 @@
-"""Choosing tokens: argmax where that is all, llama.cpp's sampler chain otherwise."""
+"""The sampler of a sequence: argmax where that is enough, llama.cpp's sampler chain otherwise."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class LlamaSampler:
         self._api = api
         self.params = params
         self.chain = chain
-        self.cut = TopKPrefilter(params)
+        self.prefilter = TopKPrefilter(params)
         self._deferred_frees = deferred_frees
-        self.excluded = excluded  # tokens never chosen (ends, when they are to be ignored)
+        self.excluded = excluded  # tokens never sampled (end tokens, with `ignore_eos`)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Let penalties look back on these; costs nothing where nothing looks back."""
+        """Add tokens to the history of penalties; free where there are none."""
         if self.chain is None or not (self.params.penalises or self.params.dry_multiplier > 0):
             return
         for token in tokens:
             self._api.llama_sampler_accept(self.chain.pointer, token)
 
     def sample(self, logits: Logits, candidates: Candidates, mask: TokenMask | None = None) -> int:
-        """Choose an allowed token from a row and remember it. The row is left as it is."""
+        """Sample an allowed token from a row and accept it. The row is left as it is."""
         assert self.chain is not None
-        token = candidates.choose(self.chain.pointer, logits, self.cut, mask)
+        token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask)
         self._api.llama_sampler_accept(self.chain.pointer, token)
         return token
 
@@ -78,7 +78,7 @@ class DryPrototypes:
             params.dry_multiplier,
             params.dry_base,
             params.dry_allowed_length,
-            look_back(params.dry_penalty_last_n, self._context),
+            get_lookback(params.dry_penalty_last_n, self._context),
             params.dry_sequence_breakers,
         )
         prototype = self._made.get(key)
@@ -96,7 +96,7 @@ class DryPrototypes:
             prototype.close()
 
 
-def look_back(count: int, context: int) -> int:
+def get_lookback(count: int, context: int) -> int:
     """How many tokens a penalty looks back: -1 is the whole context, and no more than that is kept."""
     return context if count < 0 else min(count, context)
 
@@ -117,7 +117,7 @@ def build_chain(
         add(
             api.llama_sampler_init_penalties(
                 vocabulary_size,
-                look_back(params.penalty_last_n, context),
+                get_lookback(params.penalty_last_n, context),
                 params.repetition_penalty,
                 params.frequency_penalty,
                 params.presence_penalty,

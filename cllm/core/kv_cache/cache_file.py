@@ -1,6 +1,6 @@
-"""Computed prefixes in a file: what a server knew can be put back after a restart.
+"""Prefix cache files: the host cache written to disk, and read back after a restart.
 
-    magic · version · identity of model, library and KV layout · number of entries · checksum
+    magic · version · fingerprint of model, library and KV layout · number of entries · checksum
     for each entry: lengths · tenant · tokens · state · checksum
 
 Every checksum continues the one before it, so that nothing can be cut out, swapped or added. The first entry
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache
+from cllm.core.kv_cache.host_cache import MIB, TOKEN_BYTES, Entry, HostKVCache
 from cllm.errors import (
     CllmError,
     EngineError,
@@ -39,15 +39,17 @@ from cllm.errors import (
 from cllm.types import Failure
 from cllm.workers.messages import Report, RestorePrefixes, SavePrefixes, StateFileDone
 
-SLICE_BYTES = 4 << 20  # about ten milliseconds of hashing and copying
+log = logging.getLogger(__name__)
+
+MAX_JOBS = 8
+SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SUFFIX = ".prefixes"
 _MAGIC = b"cllmpfx\n"
 _VERSION = 1
 _DIGEST = 32
-_HEAD = struct.Struct(f"<8sI{_DIGEST}sI")  # magic, version, identity, entries
+_HEAD = struct.Struct(f"<8sI{_DIGEST}sI")  # magic, version, fingerprint, entries
 _ENTRY = struct.Struct("<HIQ")  # bytes of the tenant's name, tokens, bytes of the state
-_TOKEN_BYTES = 4
 
 
 class Moved(NamedTuple):
@@ -67,7 +69,7 @@ class Moved(NamedTuple):
 Work = Generator[bool, None, Moved]
 
 
-def path_of(folder: str, name: str) -> Path:
+def get_path(folder: str, name: str) -> Path:
     """Where a file of this name lies. Raises Forbidden without a folder, InvalidRequest for a path."""
     if not folder:
         raise Forbidden("no state files are kept: start the server with --state-dir FOLDER")
@@ -86,20 +88,20 @@ def _digest(*parts: bytes) -> bytes:
 # Saving --------------------------------------------------------------------------------------------
 
 
-def save(tier: HostKVCache, path: Path, identity: str) -> Work:
-    """Write everything the tier holds, atomically: the old file stays until the new one is on the disk.
+def save(host: HostKVCache, path: Path, fingerprint: str) -> Work:
+    """Write everything the cache holds, atomically: the old file stays until the new one is on the disk.
 
     Raises StorageFailed; then nothing is left of the new one.
     """
     # Weakly: what is pushed out of RAM meanwhile must not be kept there by us.
-    entries = [weakref.ref(entry) for entry in reversed(tuple(tier.entries))]
+    entries = [weakref.ref(entry) for entry in reversed(tuple(host.entries))]
     temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # 0600: it tells what users asked.
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            moved = yield from _write(file, entries, identity)
+            moved = yield from _write(file, entries, fingerprint)
             yield from _in_thread(file)
         temporary.replace(path)
     except OSError as error:
@@ -110,11 +112,11 @@ def save(tier: HostKVCache, path: Path, identity: str) -> Work:
     return moved
 
 
-def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], identity: str) -> Work:
-    """The entries, then the head that counts them; the chain of checksums begins with the identity."""
-    who = _digest(identity.encode())
+def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: str) -> Work:
+    """The entries, then the head that counts them; the chain of checksums begins with the fingerprint."""
+    owner = _digest(fingerprint.encode())
     file.write(bytes(_HEAD.size + _DIGEST))
-    moved, last = Moved(), who
+    moved, last = Moved(), owner
     for reference in entries:
         entry = reference()
         if entry is None:
@@ -133,7 +135,7 @@ def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], identity: str)
         file.write(last)
         moved = moved.plus(entry)
         del entry, state
-    head = _HEAD.pack(_MAGIC, _VERSION, who, moved.entries)
+    head = _HEAD.pack(_MAGIC, _VERSION, owner, moved.entries)
     file.seek(0)
     file.write(head + _digest(head))
     return moved
@@ -161,24 +163,24 @@ def _in_thread(file: BinaryIO) -> Generator[bool, None, None]:
 # Restoring -----------------------------------------------------------------------------------------
 
 
-def restore(tier: HostKVCache, path: Path, identity: str) -> Work:
-    """Put a file's entries behind what the tier holds, as far as there is room; nobody has to go for them.
+def restore(host: HostKVCache, path: Path, fingerprint: str) -> Work:
+    """Put a file's entries behind what the cache holds, as far as there is room; none is evicted for them.
 
     The whole file is checked before the first of them. Raises StateFileError, NotFound or StorageFailed:
     then nothing has changed.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            reader = _Reader(file, identity)
+            reader = _Reader(file, fingerprint)
             for _ in range(reader.entries):
                 yield from reader.check()
             reader.expect_end()
             reader.rewind()
             moved = Moved()
             for _ in range(reader.entries):
-                # Checked once more: whoever writes into a file that is read must not get past the check.
-                entry = yield from reader.read(most=tier.cache_room)
-                if entry is not None and tier.put_last(entry):
+                # Checked once more: the file may have been written to since the check.
+                entry = yield from reader.read(max_bytes=host.room)
+                if entry is not None and host.put_last(entry):
                     moved = moved.plus(entry)
                 else:
                     moved = moved._replace(skipped=moved.skipped + 1)
@@ -192,27 +194,27 @@ def restore(tier: HostKVCache, path: Path, identity: str) -> Work:
 class _Reader:
     """A state file, entry by entry. Believes no length before it has seen that the file is that long."""
 
-    def __init__(self, file: BinaryIO, identity: str) -> None:
+    def __init__(self, file: BinaryIO, fingerprint: str) -> None:
         self._file = file
         self._left = os.fstat(file.fileno()).st_size
         head = self._take(_HEAD.size)
-        magic, version, self._who, self.entries = _HEAD.unpack(head)
+        magic, version, self._owner, self.entries = _HEAD.unpack(head)
         if magic != _MAGIC:
             raise StateFileError("this is not a state file of cllm")
         if version != _VERSION:
             raise StateFileError(f"the state file is of version {version}; this cllm reads {_VERSION}")
         if self._take(_DIGEST) != _digest(head):
             raise StateFileError("the state file is corrupt: its head does not match its checksum")
-        if self._who != _digest(identity.encode()):
+        if self._owner != _digest(fingerprint.encode()):
             raise StateFileError("the state file is of another model, library or KV layout than this one")
         if self.entries * (_ENTRY.size + _DIGEST) > self._left:
             raise StateFileError(f"the state file is truncated: it is too short for {self.entries} entries")
         self._body = self._left
-        self._last = self._who
+        self._last = self._owner
 
     def rewind(self) -> None:
         self._file.seek(_HEAD.size + _DIGEST)
-        self._left, self._last = self._body, self._who
+        self._left, self._last = self._body, self._owner
 
     def expect_end(self) -> None:
         if self._left:
@@ -222,21 +224,21 @@ class _Reader:
         """Go past the next entry, comparing its checksum; keeps a slice of it at a time."""
         yield from self._next(keep=False)
 
-    def read(self, most: int) -> Generator[bool, None, Entry | None]:
-        """The next entry; None if it would take more than `most` bytes."""
-        return (yield from self._next(keep=True, most=most))
+    def read(self, max_bytes: int) -> Generator[bool, None, Entry | None]:
+        """The next entry; None if it would take more than `max_bytes` bytes."""
+        return (yield from self._next(keep=True, max_bytes=max_bytes))
 
-    def _next(self, *, keep: bool, most: int = 0) -> Generator[bool, None, Entry | None]:
+    def _next(self, *, keep: bool, max_bytes: int = 0) -> Generator[bool, None, Entry | None]:
         lengths = self._take(_ENTRY.size)
         name_bytes, token_count, state_bytes = _ENTRY.unpack(lengths)
-        if name_bytes + token_count * _TOKEN_BYTES + state_bytes + _DIGEST > self._left:
+        if name_bytes + token_count * TOKEN_BYTES + state_bytes + _DIGEST > self._left:
             raise StateFileError("the state file is truncated, or corrupt: an entry is longer than the file")
         if not token_count or not state_bytes:
             raise StateFileError("the state file is corrupt: an entry is empty")
         checksum = hashlib.blake2b(self._last + lengths, digest_size=_DIGEST)
-        keep = keep and state_bytes + token_count * _TOKEN_BYTES <= most
+        keep = keep and state_bytes + token_count * TOKEN_BYTES <= max_bytes
         name = self._take(name_bytes)
-        tokens = self._take(token_count * _TOKEN_BYTES)
+        tokens = self._take(token_count * TOKEN_BYTES)
         checksum.update(name + tokens)
         state = bytearray()
         for start in range(0, state_bytes, SLICE_BYTES):
@@ -275,46 +277,51 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
 
 
-log = logging.getLogger(__name__)
-MAX_WAITING = 8
-
-
 class _Job(NamedTuple):
-    ticket: int
+    call_id: int
     what: str
     work: Work
 
 
 class CacheFileJobs:
-    """Does one job at a time, in the order they came; each ends with exactly one report."""
+    """Saves and restores the prefix cache, a slice between two steps; each job ends with one report.
+
+    One job at a time, in the order they came.
+    """
 
     def __init__(
-        self, runner: ModelRunner, tier: HostKVCache, folder: str, emit: Callable[[Report], None]
+        self, runner: ModelRunner, host: HostKVCache, folder: str, emit: Callable[[Report], None]
     ) -> None:
         self._runner = runner
-        self._tier = tier
+        self._host = host
         self._folder = folder
         self._emit = emit
         self._jobs: deque[_Job] = deque()
-        self._identity = ""  # found when it is first needed: that reads from the model's file
-        self.waits = False  # for the disk: nothing to do at once
+        self._fingerprint = ""  # computed when it is first needed: that reads the model's file
+        self._waits = False  # for the disk: nothing to do at once
 
     @property
     def idle(self) -> bool:
         return not self._jobs
 
+    @property
+    def has_work(self) -> bool:
+        """There is a job that does not wait for the disk."""
+        return bool(self._jobs) and not self._waits
+
     def add(self, command: SavePrefixes | RestorePrefixes) -> None:
         """Begin a job, or report at once why not."""
         try:
-            path = path_of(self._folder, command.name)
-            if len(self._jobs) >= MAX_WAITING:
-                raise EngineError(f"{MAX_WAITING} state files are being written or read already")
-            self._identity = self._identity or self._runner.state_identity()
+            path = get_path(self._folder, command.name)
+            if len(self._jobs) >= MAX_JOBS:
+                raise EngineError(f"{MAX_JOBS} state files are being written or read already")
+            self._fingerprint = self._fingerprint or self._runner.state_fingerprint()
             saving = isinstance(command, SavePrefixes)
-            work = (save if saving else restore)(self._tier, path, self._identity)
-            self._jobs.append(_Job(command.ticket, f"{'save' if saving else 'restore'} {command.name}", work))
+            work = (save if saving else restore)(self._host, path, self._fingerprint)
+            label = f"{'save' if saving else 'restore'} {command.name}"
+            self._jobs.append(_Job(command.call_id, label, work))
         except Exception as error:
-            self._fail(command.ticket, error)
+            self._fail(command.call_id, error)
 
     def slice(self) -> None:
         """Go on with the job at hand, a few milliseconds of it."""
@@ -322,23 +329,23 @@ class CacheFileJobs:
             return
         job = self._jobs[0]
         try:
-            self.waits = next(job.work)
+            self._waits = next(job.work)
             return
         except StopIteration as end:
             moved = end.value
             log.info("%s: %d entries, %d tokens", job.what, moved.entries, moved.tokens)
-            self._emit(StateFileDone(job.ticket, moved.entries, moved.tokens, moved.size, moved.skipped))
+            self._emit(StateFileDone(job.call_id, moved.entries, moved.tokens, moved.size, moved.skipped))
         except Exception as error:
             log.warning("%s failed: %s", job.what, error)
-            self._fail(job.ticket, error)
-        self.waits = False
+            self._fail(job.call_id, error)
+        self._waits = False
         self._jobs.popleft()
 
-    def _fail(self, ticket: int, error: Exception) -> None:
+    def _fail(self, call_id: int, error: Exception) -> None:
         if not isinstance(error, CllmError):
             log.exception("a state file failed", exc_info=error)
-            error = EngineError("the state file could not be dealt with; the log has the details")
-        self._emit(StateFileDone(ticket, failure=Failure(error.code, error.message)))
+            error = EngineError("the state file could not be processed; the log has the details")
+        self._emit(StateFileDone(call_id, failure=Failure(error.code, error.message)))
 
     def close(self) -> None:
         """Give up what is left; half-written files are removed."""

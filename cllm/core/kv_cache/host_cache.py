@@ -1,6 +1,6 @@
-"""KV states in RAM, outside the pool of cells: of parked requests, and of prefixes that may come again.
+"""KV cache offload: states in host RAM, of cached prefixes and of preempted requests, in one byte budget.
 
-One account of bytes for both. Parked requests go first: they push cached prefixes out, never the reverse.
+Preempted requests go first: they push cached prefixes out, never the reverse.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, KeysView, Sequence
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-KEY_BYTES = 8  # of a token: four in the entry, four in the index
+MIB = 1 << 20
+TOKEN_BYTES = array("i").itemsize
 
 
 class Entry:
-    """The memory of a sequence that held exactly `tokens`."""
+    """The KV state of a sequence that held exactly `tokens`."""
 
     __slots__ = ("__weakref__", "size", "state", "tenant", "tokens")
 
@@ -24,19 +26,19 @@ class Entry:
         self.tenant = tenant
         self.tokens = array("i", tokens)
         self.state = state
-        self.size = size_of(len(tokens), len(state))
+        self.size = get_entry_size(len(tokens), len(state))
 
 
-def size_of(tokens: int, state_bytes: int) -> int:
-    """What an entry counts for: its state and its tokens."""
-    return state_bytes + tokens * KEY_BYTES
+def get_entry_size(tokens: int, state_bytes: int) -> int:
+    """What an entry counts for: its state and its tokens, in the entry and in the index."""
+    return state_bytes + tokens * 2 * TOKEN_BYTES
 
 
 class HostKVCache:
     """Cached prefixes by tenant and tokens, least recently used out first.
 
-    Never more than `cached_limit` bytes of them, nor more than `swap_limit` reserved for the parked, nor
-    more than the larger of the two together.
+    Never more than `cached_limit` bytes of them, nor more than `swap_limit` bytes of swap space, nor more
+    than the larger of the two together.
     """
 
     def __init__(self, *, cached_limit: int, swap_limit: int = 0) -> None:
@@ -58,16 +60,16 @@ class HostKVCache:
         return self._entries.keys()
 
     @property
-    def cache_room(self) -> int:
+    def room(self) -> int:
         """Bytes that can be cached without pushing anything out."""
         return min(self.cached_limit - self.cached_bytes, self.limit - self.swapped_bytes - self.cached_bytes)
 
     # Cached ----------------------------------------------------------------------------------------
 
-    def matches(self, tenant: str, tokens: Sequence[int], at_least: int) -> list[Match[Entry]]:
-        """Every entry of this tenant that begins with at least so many of these tokens."""
+    def matches(self, tenant: str, tokens: Sequence[int], min_length: int) -> list[Match[Entry]]:
+        """Every entry of this tenant that shares a prefix of at least so many of these tokens."""
         index = self._indexes.get(tenant)
-        return index.matches(tokens, at_least) if index is not None else []
+        return index.matches(tokens, min_length) if index is not None else []
 
     def could_hold(self, size: int) -> bool:
         """Whether an entry of this size fits if everything else is pushed out."""
@@ -80,7 +82,7 @@ class HostKVCache:
         for match in self.matches(entry.tenant, entry.tokens, len(entry.tokens)):
             if len(match.value.tokens) == len(entry.tokens):
                 self.drop(match.value)
-        while entry.size > self.cache_room:
+        while entry.size > self.room:
             self._evict()
         self._entries[entry] = None
         self._indexes.setdefault(entry.tenant, RadixIndex()).insert(entry.tokens, entry)
@@ -91,7 +93,7 @@ class HostKVCache:
         """Cache an entry as the first to go; False (nothing changed) if it is known or there is no room."""
         length = len(entry.tokens)
         known = self.matches(entry.tenant, entry.tokens, length)
-        if entry.size > self.cache_room or any(len(match.value.tokens) == length for match in known):
+        if entry.size > self.room or any(len(match.value.tokens) == length for match in known):
             return False
         kept = self.put(entry)
         self._entries.move_to_end(entry, last=False)
@@ -117,10 +119,10 @@ class HostKVCache:
         self.drop(next(iter(self._entries)))
         self.evictions += 1
 
-    # Parked ----------------------------------------------------------------------------------------
+    # Swap space ------------------------------------------------------------------------------------
 
     def reserve(self, size: int) -> bool:
-        """Take bytes for a parked request, from cached prefixes if need be; False if there are too few."""
+        """Take bytes for a preempted request, from cached prefixes if need be; False if there are too few."""
         if self.swapped_bytes + size > self.swap_limit:
             return False
         while self.swapped_bytes + size + self.cached_bytes > self.limit:
@@ -134,8 +136,6 @@ class HostKVCache:
 
 
 Value = TypeVar("Value")
-
-_WIDTH = 4  # bytes of a token
 
 
 class Match(NamedTuple, Generic[Value]):
@@ -166,7 +166,7 @@ class _Node(Generic[Value]):
 
 
 class RadixIndex(Generic[Value]):
-    """Values (never None) by token sequences; sequences that begin alike share the path of what is alike.
+    """Values (never None) by token sequences; sequences with a common prefix share its path.
 
     Tokens are kept as packed 32-bit integers: four bytes each, compared by the thousand at once.
     """
@@ -182,10 +182,10 @@ class RadixIndex(Generic[Value]):
         key = _pack(tokens)
         node, depth = self._root, 0
         while depth < len(key):
-            child = node.children.get(key[depth : depth + _WIDTH])
+            child = node.children.get(key[depth : depth + TOKEN_BYTES])
             if child is None:
                 child = _Node(key[depth:])
-                node.children[child.edge[:_WIDTH]] = child
+                node.children[child.edge[:TOKEN_BYTES]] = child
             elif (shared := _shared(child.edge, key, depth)) < len(child.edge):
                 child = _split(node, child, shared)
             node, depth = child, depth + len(child.edge)
@@ -197,31 +197,33 @@ class RadixIndex(Generic[Value]):
         path = [self._root]
         depth = 0
         while depth < len(key):
-            child = path[-1].children.get(key[depth : depth + _WIDTH])
+            child = path[-1].children.get(key[depth : depth + TOKEN_BYTES])
             if child is None or not key.startswith(child.edge, depth):
                 return
             path.append(child)
             depth += len(child.edge)
         path[-1].value = None
-        for parent, node in zip(path[-2::-1], path[:0:-1], strict=True):
+        for node, parent in pairwise(reversed(path)):
             _tidy(parent, node)
 
-    def matches(self, tokens: Sequence[int], at_least: int = 1) -> list[Match[Value]]:
-        """Every value whose tokens have their first `at_least` or more in common with these."""
+    def matches(self, tokens: Sequence[int], min_length: int = 1) -> list[Match[Value]]:
+        """Every value whose tokens share a prefix of `min_length` or more with these."""
         key = _pack(tokens)
         found: list[Match[Value]] = []
         node, depth = self._root, 0
         while True:
-            child = node.children.get(key[depth : depth + _WIDTH])
-            if depth >= at_least * _WIDTH:  # whoever does not go on with us parts from us here
-                found.extend(Match(depth // _WIDTH, value) for value in node.values(without=child))
+            child = node.children.get(key[depth : depth + TOKEN_BYTES])
+            if (
+                depth >= min_length * TOKEN_BYTES
+            ):  # what does not continue with these tokens ends its match here
+                found.extend(Match(depth // TOKEN_BYTES, value) for value in node.values(without=child))
             if child is None:
                 return found
             shared = _shared(child.edge, key, depth)
             depth += shared
             if shared < len(child.edge):
-                if depth >= at_least * _WIDTH:
-                    found.extend(Match(depth // _WIDTH, value) for value in child.values())
+                if depth >= min_length * TOKEN_BYTES:
+                    found.extend(Match(depth // TOKEN_BYTES, value) for value in child.values())
                 return found
             node = child
 
@@ -235,18 +237,18 @@ def _shared(edge: bytes, key: bytes, depth: int) -> int:
     if key.startswith(edge, depth):
         return len(edge)
     size = min(len(edge), len(key) - depth)
-    mine = np.frombuffer(edge, np.int32, size // _WIDTH)
-    theirs = np.frombuffer(key, np.int32, size // _WIDTH, depth)
+    mine = np.frombuffer(edge, np.int32, size // TOKEN_BYTES)
+    theirs = np.frombuffer(key, np.int32, size // TOKEN_BYTES, depth)
     different = mine != theirs
-    return int(different.argmax()) * _WIDTH if different.any() else size
+    return int(different.argmax()) * TOKEN_BYTES if different.any() else size
 
 
 def _split(parent: _Node[Value], node: _Node[Value], at: int) -> _Node[Value]:
     """Put a node where `node`'s edge is cut, and return it."""
     upper: _Node[Value] = _Node(node.edge[:at])
     node.edge = node.edge[at:]
-    upper.children[node.edge[:_WIDTH]] = node
-    parent.children[upper.edge[:_WIDTH]] = upper
+    upper.children[node.edge[:TOKEN_BYTES]] = node
+    parent.children[upper.edge[:TOKEN_BYTES]] = upper
     return upper
 
 
@@ -257,6 +259,6 @@ def _tidy(parent: _Node[Value], node: _Node[Value]) -> None:
     if node.children:
         (child,) = node.children.values()
         child.edge = node.edge + child.edge
-        parent.children[child.edge[:_WIDTH]] = child
+        parent.children[child.edge[:TOKEN_BYTES]] = child
     else:
-        del parent.children[node.edge[:_WIDTH]]
+        del parent.children[node.edge[:TOKEN_BYTES]]

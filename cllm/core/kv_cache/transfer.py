@@ -1,56 +1,39 @@
-"""KV memory moved to RAM and back, and how fast that is."""
+"""KV memory copied to host RAM and back, and from one slot to another: timed, for the cost model."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.sequence import Sequence
+from cllm.core.step_cost import StepCostModel
 
-
-class BandwidthEstimate:
-    """Seconds for a byte moved between KV memory and RAM: the median of the last moves.
-
-    It begins with a guess, and falls back to it bit by bit while nothing is moved: one bad moment of the
-    machine must not switch the cache off for good.
-    """
-
-    GUESS = 1 / 4e9
-
-    def __init__(self) -> None:
-        self._seen: deque[float] = deque([self.GUESS] * 3, maxlen=7)
-
-    def observe(self, size: int, seconds: float) -> None:
-        self._seen.append(seconds / max(1, size))
-
-    def doubt(self) -> None:
-        self._seen.append(self.GUESS)
-
-    def seconds(self, size: int) -> float:
-        return median(self._seen) * size
+log = logging.getLogger(__name__)
 
 
 class KVTransfer:
-    """The one way for KV memory into RAM, back, and from one sequence to another: all of it is timed."""
+    """The one path for KV memory between slots and host RAM; preempted sequences are swapped through it.
 
-    def __init__(self, runner: ModelRunner) -> None:
+    Swap space is part of the host cache's byte budget. What does not fit, or cannot be saved, is recomputed.
+    """
+
+    def __init__(self, runner: ModelRunner, cost: StepCostModel, host: HostKVCache) -> None:
         self._runner = runner
-        self.saving = BandwidthEstimate()
-        self.restoring = BandwidthEstimate()
+        self._cost = cost
+        self._host = host
         self.seconds = 0.0  # in all
+        self.swap_outs = self.swap_ins = 0  # in all
 
     def save(self, seq_id: int) -> bytes | None:
         """As `ModelRunner.save`."""
         with self._timed() as started:
             state = self._runner.save(seq_id)
         if state is not None:
-            self.saving.observe(len(state), time.perf_counter() - started)
+            self._cost.observe_transfer(len(state), time.perf_counter() - started, restore=False)
         return state
 
     def restore(self, seq_id: int, state: bytes) -> bool:
@@ -58,11 +41,11 @@ class KVTransfer:
         with self._timed() as started:
             restored = self._runner.restore(seq_id, state)
         if restored:
-            self.restoring.observe(len(state), time.perf_counter() - started)
+            self._cost.observe_transfer(len(state), time.perf_counter() - started, restore=True)
         return restored
 
     def copy(self, source: int, target: int, length: int) -> int:
-        """As `ModelRunner.copy`. Between streams, the work itself is part of the next step."""
+        """As `ModelRunner.copy`. Between KV streams, the work itself is part of the next step."""
         with self._timed():
             return self._runner.copy(source, target, length)
 
@@ -74,59 +57,36 @@ class KVTransfer:
         finally:
             self.seconds += time.perf_counter() - started
 
-
-log = logging.getLogger(__name__)
-
-
-class SwapSpace:
-    """Saves and restores KV. What does not fit the budget, or cannot be saved, is recomputed instead."""
-
-    def __init__(self, runner: ModelRunner, moves: KVTransfer, tier: HostKVCache) -> None:
-        self._runner = runner
-        self._moves = moves
-        self._tier = tier
-        self._preemptions = self._swap_ins = 0  # since they were taken last
-
-    @property
-    def bytes_left(self) -> int:
-        return self._tier.swap_limit - self._tier.swapped_bytes
-
-    def save(self, sequence: Sequence) -> None:
-        """Keep the KV of a sequence that is about to lose its lease."""
-        self._preemptions += 1
+    def swap_out(self, sequence: Sequence) -> None:
+        """Keep the KV of a sequence that is about to lose its slot."""
+        self.swap_outs += 1
         state = None
         try:
-            state = self._moves.save(sequence.seq_id)
+            state = self.save(sequence.seq_id)
         except Exception:
-            log.exception("the state of request %s could not be saved; it will be recomputed", sequence.id)
-        if state is not None and self._tier.reserve(len(state)):
-            sequence.saved = state
+            log.exception("the KV of request %s could not be saved; it will be recomputed", sequence.id)
+        if state is not None and self._host.reserve(len(state)):
+            sequence.swapped = state
         else:
             sequence.num_computed = 0
 
-    def restore(self, sequence: Sequence) -> None:
-        """Put what was kept back under the sequence's new lease."""
-        state = sequence.saved
+    def swap_in(self, sequence: Sequence) -> None:
+        """Put what was kept into the sequence's new slot."""
+        state = sequence.swapped
         assert state is not None
-        self.forget(sequence)
+        self.discard(sequence)
         restored = False
         try:
-            restored = self._moves.restore(sequence.seq_id, state)
+            restored = self.restore(sequence.seq_id, state)
         except Exception:
-            log.exception("the state of request %s could not be restored; it is recomputed", sequence.id)
-        self._swap_ins += restored
+            log.exception("the KV of request %s could not be restored; it is recomputed", sequence.id)
+        self.swap_ins += restored
         if not restored:
             self._runner.truncate(sequence.seq_id, 0)
             sequence.num_computed = 0
 
-    def take_counts(self) -> tuple[int, int]:
-        """Since the last call: how many were parked, and how many resumed from RAM."""
-        counts = self._preemptions, self._swap_ins
-        self._preemptions = self._swap_ins = 0
-        return counts
-
-    def forget(self, sequence: Sequence) -> None:
-        """Give back the RAM of a sequence; nothing happens if it holds none."""
-        if sequence.saved is not None:
-            self._tier.give_back(len(sequence.saved))
-            sequence.saved = None
+    def discard(self, sequence: Sequence) -> None:
+        """Give back the swap space of a sequence; nothing happens if it holds none."""
+        if sequence.swapped is not None:
+            self._host.give_back(len(sequence.swapped))
+            sequence.swapped = None

@@ -37,7 +37,7 @@ from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_model, check_tokens, model_name
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
-from cllm.workers.tokenizer import TokenizePairs, TokenizeTexts, TokenLists
+from cllm.workers.messages import TokenizePairs, TokenizeTexts, TokenLists
 
 ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]
@@ -73,8 +73,8 @@ async def embed(
     if collected is None:
         return None
     last = collected[0][-1]
-    assert last.usage is not None and len(last.vectors) == len(inputs)
-    return last.vectors, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
+    assert last.usage is not None and len(last.embeddings) == len(inputs)
+    return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
 
 
 def embedding_length(engine: EngineClient) -> int:

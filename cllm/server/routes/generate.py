@@ -32,7 +32,7 @@ from cllm.server.protocol.generate import (
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, make_request
 from cllm.types import FinishReason, Request, Usage
-from cllm.workers.tokenizer import Detokenize, Text, TokenizeText, Tokens
+from cllm.workers.messages import Detokenize, Text, TokenizeText, Tokens
 
 _EVENTS = (
     encode(GenerateEvent(id="8f0c", token=" there")),
@@ -66,7 +66,7 @@ async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
 
 
 async def _make_request(engine: EngineClient, body: GenerateBody, http: HttpRequest) -> Request:
-    engine.check_room()
+    engine.check_capacity()
     task = TokenizeText(body.prompt, loaded(engine)[1].request_tokens)
     return await make_request(
         engine,

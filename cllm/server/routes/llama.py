@@ -39,7 +39,7 @@ from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, make_request
 from cllm.text.tool_formats import get_tool_format
 from cllm.types import FinishReason, RequestOutput
-from cllm.workers.tokenizer import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText, Tokens
+from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText, Tokens
 
 ROUTE = "/completion"
 _COMPLETION = documented(
@@ -118,7 +118,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
     async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response:
         """Complete a prompt."""
         engine = registry.current
-        engine.check_room()
+        engine.check_capacity()
         if isinstance(body.prompt, str):
             limit = loaded(engine)[1].request_tokens
             task = TokenizeText(body.prompt, limit, parse_special=True)
@@ -131,7 +131,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
     async def infill(body: InfillBody, http: HttpRequest) -> Response:
         """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
         engine = registry.current
-        engine.check_room()
+        engine.check_capacity()
         limit = loaded(engine)[1].request_tokens
         # The text is cut at its far ends so that the answer fits.
         reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4

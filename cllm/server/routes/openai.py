@@ -30,7 +30,7 @@ from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, make_request
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
-from cllm.workers.tokenizer import Detokenize, Text, TokenizeInfill, TokenizerTask, TokenizeText, Tokens
+from cllm.workers.messages import Detokenize, Text, TokenizeInfill, TokenizerTask, TokenizeText, Tokens
 
 ROUTE = "/v1/completions"
 _replace = msgspec.structs.replace
@@ -128,7 +128,7 @@ async def _tokenize(
     engine: EngineClient, given: Sequence[str] | Sequence[list[int]], suffix: str | None, limit: int
 ) -> list[tuple[int, ...]]:
     """The tokens of each prompt. Raises ContextLengthExceeded, and QueueFull before any work."""
-    engine.check_room()
+    engine.check_capacity()
     prompts: list[tuple[int, ...]] = []
     for one in given:
         prompt = one if isinstance(one, str) else check_tokens(engine, one, "prompt")

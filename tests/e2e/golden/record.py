@@ -15,7 +15,7 @@ from tests.e2e.golden.normal import Event, normal, parse
 from tests.e2e.server import PATIENCE_S, Server
 
 RECORDINGS = Path(__file__).parent / "recordings"
-PROGRAM = ("import sys; from cllm.cli.fake import main; sys.exit(main(sys.argv[1:]))", "serve")
+PROGRAM = ("import sys; from cllm.testing import main; sys.exit(main(sys.argv[1:]))", "serve")
 # Slow enough that pieces come one by one and not joined.
 SETTINGS = ("--step-ms", "4", "--parallel", "4")
 

@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.soak.features import COUNTERS, Asker, Said, Verdict, compare, find_faults, judge, make_prompts
+from tests.soak.features import (
+    COUNTERS,
+    Asker,
+    GreedyAnswer,
+    Verdict,
+    compare,
+    evaluate,
+    find_faults,
+    make_prompts,
+)
 
-ALONE = Said(("a", "b", "c"), (1.0, 0.01, 2.0), "length")
+ALONE = GreedyAnswer(("a", "b", "c"), (1.0, 0.01, 2.0), "length")
 
 
 class Further(Asker):
@@ -18,9 +27,9 @@ class Further(Asker):
         self.margin = margin
         self.asked: list[dict[str, Any]] = []
 
-    def ask(self, prompt: str, max_tokens: int, **fields: Any) -> Said:
+    def ask(self, prompt: str, max_tokens: int, **fields: Any) -> GreedyAnswer:
         self.asked.append({"max_tokens": max_tokens, **fields})
-        return Said(("?",) * max_tokens, (1.0,) * (max_tokens - 1) + (self.margin,), "length")
+        return GreedyAnswer(("?",) * max_tokens, (1.0,) * (max_tokens - 1) + (self.margin,), "length")
 
 
 def test_prompts_are_the_same_every_time_and_many_come_again_or_begin_alike() -> None:
@@ -44,7 +53,7 @@ def test_prompts_are_the_same_every_time_and_many_come_again_or_begin_alike() ->
     ],
 )
 def test_where_two_answers_part(tokens: tuple[str, ...], reason: str, place: int | None) -> None:
-    assert compare(Said(tokens, (1.0,) * len(tokens), reason), ALONE) == place
+    assert compare(GreedyAnswer(tokens, (1.0,) * len(tokens), reason), ALONE) == place
 
 
 @pytest.mark.parametrize(
@@ -58,15 +67,15 @@ def test_where_two_answers_part(tokens: tuple[str, ...], reason: str, place: int
     ],
 )
 def test_only_ties_are_allowed(tokens: tuple[str, ...], reason: str, allowed: bool) -> None:
-    said = Said(tokens, (1.0,) * len(tokens), reason)
-    assert judge(Further(0.0), "p", said, ALONE).allowed() is allowed
+    answer = GreedyAnswer(tokens, (1.0,) * len(tokens), reason)
+    assert evaluate(Further(0.0), "p", answer, ALONE).allowed() is allowed
 
 
 @pytest.mark.parametrize(("margin", "allowed"), [(0.01, True), (0.06, False)])
 def test_an_end_alone_that_was_not_taken_is_looked_into(margin: float, allowed: bool) -> None:
     asker = Further(margin)
-    longer = Said(("a", "b", "c", "d"), (1.0,) * 4, "length")
-    verdict = judge(asker, "p", longer, Said(ALONE.tokens, ALONE.margins, "stop"))
+    longer = GreedyAnswer(("a", "b", "c", "d"), (1.0,) * 4, "length")
+    verdict = evaluate(asker, "p", longer, GreedyAnswer(ALONE.tokens, ALONE.margins, "stop"))
     assert verdict == Verdict(3, margin) and verdict.allowed() is allowed
     assert asker.asked == [{"max_tokens": 4, "ignore_eos": True, "cache_prompt": False}]
 

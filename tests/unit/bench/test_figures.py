@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from bench.figures import (
     FIGURES,
     MIN_CHUNKS,
+    Completion,
+    LoadResult,
     all_generating,
     decode_rate,
     first_token_growth,
@@ -19,7 +21,6 @@ from bench.figures import (
     stall_gap,
     step_seconds,
 )
-from bench.result import Completion, LoadResult
 
 TIMES = st.floats(0.001, 100.0)
 
@@ -135,10 +136,10 @@ def test_time_per_token_does_not_depend_on_chunks(chunks: int, tokens_per_chunk:
     assert FIGURES["token_p50_s"].of([load(one)]) == pytest.approx(token_s)
 
 
-def test_cached_tokens_are_told_as_a_share() -> None:
+def test_cached_tokens_are_a_share() -> None:
     known = [
         Completion(index, 0.0, prompt_tokens=100, cached_tokens=cached)
         for index, cached in enumerate((0, 90))
     ]
-    untold = Completion(2, 0.0, prompt_tokens=100)
-    assert FIGURES["cached_share"].of([load(*known, untold)]) == pytest.approx(0.45)
+    unknown = Completion(2, 0.0, prompt_tokens=100)
+    assert FIGURES["cached_share"].of([load(*known, unknown)]) == pytest.approx(0.45)

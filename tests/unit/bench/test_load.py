@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench.figures import LoadResult
 from bench.load import generate_load
-from bench.protocols import OpenAIDialect
-from bench.result import LoadResult
-from bench.wire import Address
+from bench.wire import Address, OpenAIApi
 from bench.workloads import BenchRequest, GroupPlan, Plan, Session
 
 
@@ -26,7 +25,7 @@ class Endless:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
     running: int = 0
-    most_running: int = 0
+    max_running: int = 0
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -36,7 +35,7 @@ class Endless:
         self.asked.append((path, body))
         self.at.append(asyncio.get_running_loop().time())
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        self.max_running = max(self.max_running, self.running)
         if self.fails(json.dumps(body)):
             writer.write(b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\nno")
         else:
@@ -65,7 +64,7 @@ def run(server: Endless, *groups: GroupPlan) -> LoadResult:
     async def main() -> LoadResult:
         async with await asyncio.start_server(server.handle, "127.0.0.1", 0) as listening:
             address = Address(*listening.sockets[0].getsockname()[:2])
-            return await generate_load(address, OpenAIDialect(), Plan("w", groups), 20)
+            return await generate_load(address, OpenAIApi(), Plan("w", groups), 20)
 
     return asyncio.run(main())
 
@@ -74,7 +73,7 @@ def ask(*prompts: str, tokens: int = 8, at_s: float = 0.0) -> Session:
     return Session(tuple(BenchRequest(prompt, tokens) for prompt in prompts), at_s)
 
 
-def test_a_chat_sends_all_that_was_said() -> None:
+def test_a_chat_sends_the_whole_history() -> None:
     server = Endless()
     load = run(server, GroupPlan("users", 1, (ask("one", "two", "three", tokens=4),)))
     assert load.errors == () and len(load.completions) == 3
@@ -96,7 +95,7 @@ def test_the_turns_after_a_failed_one_fail_and_are_not_sent() -> None:
 def test_clients_are_as_many_as_asked_for_and_results_in_order() -> None:
     server = Endless()
     load = run(server, GroupPlan("g", 3, tuple(ask(str(number)) for number in range(9))))
-    assert server.most_running == 3 and load.errors == ()
+    assert server.max_running == 3 and load.errors == ()
     assert [each.index for each in load.completions] == list(range(9))
 
 
@@ -111,7 +110,7 @@ def test_an_open_loop_does_not_wait_for_answers_and_counts_from_when_it_was_due(
     server = Endless(chunk_s=0.05)
     sessions = tuple(ask("p", tokens=8, at_s=0.02 * number) for number in range(5))
     load = run(server, GroupPlan("g", 0, sessions))
-    assert server.most_running == 5
+    assert server.max_running == 5
     assert [each.started_s for each in load.completions] == pytest.approx(
         [0.02 * n for n in range(5)], abs=1e-6
     )
@@ -151,7 +150,7 @@ def test_an_answer_of_the_wrong_length_is_an_error_unless_the_peer_cannot_know()
 
         async with await asyncio.start_server(short, "127.0.0.1", 0) as listening:
             address = Address(*listening.sockets[0].getsockname()[:2])
-            return await generate_load(address, OpenAIDialect(exact=exact), Plan("w", (group,)), 20)
+            return await generate_load(address, OpenAIApi(exact=exact), Plan("w", (group,)), 20)
 
     assert "1 tokens instead of 8" in asyncio.run(main(True)).errors[0]
     assert asyncio.run(main(False)).errors == ()

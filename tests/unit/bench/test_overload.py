@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.overload import GENERATED, Answer, Overload, Refusal, read, table
-from bench.protocols import CllmDialect
-from bench.wire import Head, Packet, Response
+from bench.wire import CllmApi, Head, Packet, Response
 
 GOOD = Overload(
     capacity_per_s=10.0,
@@ -51,13 +50,13 @@ def test_each_bar_can_be_missed(bad: Overload, words: str) -> None:
 
 
 def test_what_is_read_from_the_wire() -> None:
-    tool_format = CllmDialect()
+    api = CllmApi()
     refused = response(b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3", b"{}")
-    assert read(refused, tool_format) == Refusal(429, 0.25, True)
+    assert read(refused, api) == Refusal(429, 0.25, True)
     piece = b'data: {"id":"a","token":"x","done":false}\n\n'
     end = b'data: {"id":"a","token":"","done":true,"generated_tokens":%d,"finish_reason":"length"}\n\n'
     answered = response(b"HTTP/1.1 200 OK", piece + end % GENERATED)
-    assert read(answered, tool_format) == Answer(0.25, GENERATED)
-    assert "1 tokens instead of" in str(read(response(b"HTTP/1.1 200 OK", piece + end % 1), tool_format))
-    assert "status 500" in str(read(response(b"HTTP/1.1 500 Oops", b"x"), tool_format))
-    assert read("reset", tool_format) == "reset"
+    assert read(answered, api) == Answer(0.25, GENERATED)
+    assert "1 tokens instead of" in str(read(response(b"HTTP/1.1 200 OK", piece + end % 1), api))
+    assert "status 500" in str(read(response(b"HTTP/1.1 500 Oops", b"x"), api))
+    assert read("reset", api) == "reset"

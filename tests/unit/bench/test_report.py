@@ -1,4 +1,4 @@
-"""From rounds to bars, tables, pages and pictures; peers as they are spelled."""
+"""From rounds to bars, tables, a page and pictures; peers as they are spelled."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from bench.client import StepTime
 from bench.comparison import Comparison, ReferenceRound, Round
-from bench.neighbour import busy_neighbour
+from bench.figures import Completion, LoadResult
 from bench.peers import ServerSettings, parse_peer
 from bench.plots import draw
 from bench.report import write_json
-from bench.result import Completion, LoadResult
-from bench.summary import make_document, record
+from bench.run import busy_neighbour
+from bench.summary import make_report, record
 from bench.workloads import BarLine, Definition, Group, built_in
 from cllm.errors import SetupError
 
@@ -62,12 +62,12 @@ def test_a_bar_counts_the_better_layout_and_pairs_rounds() -> None:
     assert SPLIT in bar.what and bar.kept is False and bar.verdict == "MISSED by 67%"
 
 
-def test_where_the_time_of_a_step_goes_is_told_by_workload() -> None:
+def test_the_parts_of_a_step_are_shown_by_workload() -> None:
     rounds = [replace(one("w", "cllm", 1, 1.0), steps=StepTime(10, 2.0, 1.5, 0.1, 0.3))]
-    page = make_document(comparison((), rounds)).markdown()
+    page = make_report(comparison((), rounds))
     row = next(line for line in page.splitlines() if line.startswith("| w "))
     assert [cell.split()[0] for cell in row.split("|")[2:-1]] == ["10.00", "5.00", "15.00", "200.00"]
-    assert "KV moves, %" in page
+    assert "KV transfers, %" in page
 
 
 def test_another_server_is_shown_but_no_bar() -> None:
@@ -112,7 +112,7 @@ def all_workloads() -> Comparison:
         for number in (1, 2)
         for peer in ("cllm", SPLIT)
     ]
-    return Comparison(tuple(built_in().values()), tuple(rounds), info={"model": "<tiny>"})
+    return Comparison(tuple(built_in().values()), tuple(rounds), info={"model": "tiny"})
 
 
 def test_the_whole_report_is_written(tmp_path: Path) -> None:
@@ -123,13 +123,11 @@ def test_the_whole_report_is_written(tmp_path: Path) -> None:
     ]
     for picture in pictures:
         assert (tmp_path / picture.path).read_bytes().startswith(b"\x89PNG")
-    document = make_document(measured, pictures)
-    markdown, page = document.markdown(), document.html(tmp_path)
+    page = make_report(measured, pictures)
     for name in built_in():
-        assert f"## {name}\n" in markdown and f"<h2>{name}</h2>" in page
-    assert "plots/gaps.png" in markdown and page.count("data:image/png;base64,") == 4
-    assert "&lt;tiny&gt;" in page and "<tiny>" not in page
-    assert 'class="missed"' in page
+        assert f"## {name}\n" in page
+    assert "(plots/gaps.png)" in page and page.count("![") == 4
+    assert "- model: tiny" in page and "MISSED by" in page
     write_json(tmp_path / "report.json", record(measured))
     assert str(Path(__file__).parents[2]) not in (tmp_path / "report.json").read_text()
     read = json.loads((tmp_path / "report.json").read_text())

@@ -10,14 +10,12 @@ import random
 import pytest
 
 from bench.client import BadAnswer, StepTime
+from bench.figures import LoadResult
 from bench.load import generate_load
-from bench.protocols import CllmDialect
 from bench.report import Spread, Table
-from bench.result import LoadResult
-from bench.wire import Address
+from bench.wire import Address, CllmApi
 from bench.workloads import BenchRequest, single_requests
-from tests.soak.drift import Drift, ratio, raw_ratio
-from tests.soak.lease_log import LeaseLog
+from tests.soak.seeds import Drift, LeaseLog, drift_ratio, raw_ratio
 
 TOKENS = 10
 PLAN = single_requests("w", [BenchRequest("p", TOKENS)])
@@ -58,7 +56,7 @@ def load_from(pieces: list[bytes]) -> LoadResult:
 
         async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
             address = Address(*server.sockets[0].getsockname()[:2])
-            load = await generate_load(address, CllmDialect(), PLAN, 5)
+            load = await generate_load(address, CllmApi(), PLAN, 5)
             await answered.wait()
             return load
 
@@ -106,15 +104,15 @@ def test_the_log_audit_finds_a_shared_id_a_missing_clear_and_a_bad_position() ->
 
 def test_drift_divides_the_machines_own_pace_out() -> None:
     steady = Drift(tuple([1.0] * 50 + [2.0] * 50), tuple([0.1] * 50 + [0.2] * 50))
-    assert ratio([steady]) == pytest.approx(1.0) and raw_ratio([steady]) == pytest.approx(2.0)
+    assert drift_ratio([steady]) == pytest.approx(1.0) and raw_ratio([steady]) == pytest.approx(2.0)
     slower = Drift(tuple(1 + number / 100 for number in range(100)), tuple([0.1] * 100))
-    assert ratio([slower]) > 1.5
+    assert drift_ratio([slower]) > 1.5
 
 
 def test_short_series_are_pooled() -> None:
     hiccup = Drift((1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0), (1.0,) * 7)
     fine = Drift((1.0,) * 7, (1.0,) * 7)
-    assert ratio([hiccup, fine, fine]) == 1.0
+    assert drift_ratio([hiccup, fine, fine]) == 1.0
 
 
 def test_medians_carry_their_spread() -> None:
@@ -130,20 +128,20 @@ cllm_step_seconds_total 2.0
 cllm_step_compute_seconds_total 1.5
 cllm_step_sample_seconds_total 0.1
 """
-MOVES = "cllm_kv_move_seconds_total 0.3\n"
+TRANSFERS = "cllm_kv_move_seconds_total 0.3\n"
 
 
-def test_moving_kv_is_no_part_of_pythons_share() -> None:
-    before, now = StepTime(2, 1.0, 0.9, 0.05), StepTime.read(METRICS + MOVES)
+def test_kv_transfers_are_no_part_of_pythons_share() -> None:
+    before, now = StepTime(2, 1.0, 0.9, 0.05), StepTime.read(METRICS + TRANSFERS)
     assert now == StepTime(10, 2.0, 1.5, 0.1, 0.3)
     passed = now.since(before)
     assert (passed.steps, passed.total_s) == (8, 1.0)
     assert passed.sample_share == pytest.approx(0.05)
-    assert passed.move_share == pytest.approx(0.3) and passed.python_share == pytest.approx(0.1)
+    assert passed.transfer_share == pytest.approx(0.3) and passed.python_share == pytest.approx(0.1)
 
 
-def test_a_server_that_does_not_tell_of_moves_is_read_all_the_same() -> None:
-    told = StepTime.read(METRICS)
-    assert told.transfer_s == 0 and told.python_share == pytest.approx(0.25)
+def test_a_server_without_a_counter_of_transfers_is_read_too() -> None:
+    read = StepTime.read(METRICS)
+    assert read.transfer_s == 0 and read.python_share == pytest.approx(0.25)
     with pytest.raises(BadAnswer, match="cllm_step_sample_seconds_total"):
         StepTime.read(METRICS.replace("sample", "other"))

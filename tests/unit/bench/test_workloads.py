@@ -72,8 +72,8 @@ def test_every_request_fits_into_its_server(name: str) -> None:
     for group in definition.groups:
         lengths = [group.prompt_tokens, group.output_tokens]
         turn = sum(length if isinstance(length, int) else length[1] for length in lengths)
-        most = group.shared_prefix_tokens + group.turns * turn
-        assert most <= definition.ctx_size / definition.parallel
+        longest = group.shared_prefix_tokens + group.turns * turn
+        assert longest <= definition.ctx_size / definition.parallel
     assert len(make_fill(definition).groups[0].sessions) == definition.fill
 
 
@@ -106,14 +106,14 @@ def test_lengths_are_as_asked_for(
     definition = Definition(name="x", about="x", groups=(group,))
     (planned,) = make_plan(definition, 1, tokens_per_word=tokens_per_word).groups
     assert len(planned.sessions) == count
-    least_in, most_in = (prompt, prompt) if isinstance(prompt, int) else prompt
-    least_out, most_out = (output, output) if isinstance(output, int) else output
+    min_in, max_in = (prompt, prompt) if isinstance(prompt, int) else prompt
+    min_out, max_out = (output, output) if isinstance(output, int) else output
     for session in planned.sessions:
         assert len(session.turns) == turns
         for turn in session.turns:
             tokens = len(turn.prompt.split()) * tokens_per_word
-            assert least_in - tokens_per_word <= tokens <= most_in + tokens_per_word
-            assert least_out <= turn.max_tokens <= most_out
+            assert min_in - tokens_per_word <= tokens <= max_in + tokens_per_word
+            assert min_out <= turn.max_tokens <= max_out
 
 
 @given(st.floats(0.5, 50.0), st.integers(2, 300))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cllm.backend.base import Drafter, StepStatus
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
+from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.errors import EngineDied
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, RequestOutput, SamplingParams
@@ -18,6 +19,13 @@ from cllm.workers.messages import Report, StepReport, StepStats
 
 Fail = Callable[[int, str], Exception | StepStatus | None]
 FORWARD_FAILURES = (StepStatus.NO_ROOM, StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.FAILED)
+
+
+def eager_drafts(new_drafter: Callable[[], Drafter], max_tokens: int) -> SpecDecodePolicy:
+    """Drafts that are submitted at once, without having come true before."""
+    policy = SpecDecodePolicy(max_tokens, new_drafter)
+    policy.NGRAM_ACCEPTANCE = policy.MODEL_ACCEPTANCE
+    return policy
 
 
 class EngineSim:
@@ -34,7 +42,9 @@ class EngineSim:
         self.runner = runner
         self.reports: list[Report] = []
         config = EngineConfig(swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, draft_tokens=draft_tokens)
-        self.loop = EngineCore(runner, config, self.reports.append, new_drafter=new_drafter)
+        room = max(0, min(draft_tokens, runner.limits.batch_tokens - runner.limits.sequences))
+        policy = eager_drafts(new_drafter, room) if new_drafter is not None else None
+        self.loop = EngineCore(runner, config, self.reports.append, spec_decode=policy)
         self.requests: dict[str, Request] = {}
         self.deltas: dict[str, list[RequestOutput]] = defaultdict(list)
         self.died = False
@@ -75,7 +85,7 @@ class EngineSim:
     def check(self) -> None:
         for report in self.reports:
             assert isinstance(report, StepReport)
-            for delta in report.deltas:
+            for delta in report.outputs:
                 before = self.deltas[delta.request_id]
                 # Law 4: nothing comes after the terminal delta.
                 assert not before or before[-1].finish_reason is None
@@ -98,7 +108,7 @@ class EngineSim:
             memory = self.runner.memory[lease.seq_id]
             assert memory == known[: len(memory)]
         # RAM: never over its limits, and what is cached is what it says it is.
-        tier = scheduler.prefixes.tier
+        tier = scheduler.prefix_cache.host
         assert tier.cached_bytes <= tier.cached_limit and tier.swapped_bytes <= tier.swap_limit
         assert tier.cached_bytes + tier.swapped_bytes <= tier.limit
         assert tier.cached_bytes == sum(entry.size for entry in tier._entries)
@@ -148,7 +158,7 @@ class Scenario(NamedTuple):
     raises: set[int]
 
     def fail(self, number: int, name: str) -> Exception | StepStatus | None:
-        if name == "forward" and number in self.failures:
+        if name == "collect" and number in self.failures:
             return self.failures[number]
         return RuntimeError(f"{name} failed") if number in self.raises else None
 
@@ -206,15 +216,15 @@ def fail_each_call_in_turn(begin: Callable[[Fail], EngineSim], status: StepStatu
     undisturbed = begin(lambda number, name: calls.append(name))
     undisturbed.run()
     undisturbed.check_end()
-    assert "forward" in calls
+    assert "collect" in calls
     for k, called in enumerate(calls):
-        if status is not None and called != "forward":
+        if status is not None and called != "collect":
             continue  # only a forward has a status to answer; that this call raises is tried without one
 
         def fail(number: int, name: str, k: int = k) -> Exception | StepStatus | None:
             if number != k:
                 return None
-            return status if status is not None and name == "forward" else RuntimeError("native call failed")
+            return status if status is not None and name == "collect" else RuntimeError("native call failed")
 
         life = begin(fail)
         life.short_of_room = status is StepStatus.NO_ROOM

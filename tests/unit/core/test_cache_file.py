@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file as state_file
-from cllm.core.kv_cache.cache_file import Moved, Work, path_of, restore, save
+from cllm.core.kv_cache.cache_file import Moved, Work, get_path, restore, save
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache
 from cllm.errors import CllmError, Forbidden, InvalidRequest, NotFound, StateFileError, StorageFailed
 
@@ -136,10 +136,10 @@ def test_no_damage_gets_in(path: Path, place: int, value: bytes, cut: int) -> No
 
 def test_names_are_no_paths() -> None:
     with pytest.raises(Forbidden, match="--state-dir"):
-        path_of("", "warm")
+        get_path("", "warm")
     for name in ("", "..", "../x", "a/b", "/etc/passwd", ".hidden", "a\0", "x" * 65, "a\n"):
         with pytest.raises(InvalidRequest, match="name"):
-            path_of("/tmp", name)
+            get_path("/tmp", name)
 
 
 def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

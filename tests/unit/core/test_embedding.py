@@ -18,13 +18,22 @@ from cllm.core.engine_core import EngineCore
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.frontend.request_queue import EMBED_WINDOW
+from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS
 from cllm.testing import END_TOKEN, FakeRunner, expected_text, expected_vector
 from cllm.text.embeddings import to_vector
 from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, SamplingParams, Usage
-from cllm.workers.executor import ThreadExecutor
-from cllm.workers.messages import Cancel, Report, StepReport, Submit
-from cllm.workers.tokenizer import Refused, TokenizePairs, TokenizerWorker, TokenizeTexts, TokenLists
+from cllm.workers.engine_worker import ThreadExecutor
+from cllm.workers.messages import (
+    Cancel,
+    Refused,
+    Report,
+    StepReport,
+    Submit,
+    TokenizePairs,
+    TokenizeTexts,
+    TokenLists,
+)
+from cllm.workers.tokenizer import TokenizerWorker
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
@@ -35,9 +44,9 @@ class Spied(FakeRunner):
 
     batches: list[Batch]
 
-    def forward(self, batch: Batch) -> StepResult:
+    def submit(self, batch: Batch) -> None:
         self.__dict__.setdefault("batches", []).append(batch)
-        return super().forward(batch)
+        super().submit(batch)
 
     @property
     def kinds(self) -> str:
@@ -56,7 +65,7 @@ class EngineSim:
 
     def _take(self, report: Report) -> None:
         assert isinstance(report, StepReport)
-        for delta in report.deltas:
+        for delta in report.outputs:
             before = self.deltas[delta.request_id]
             assert not before or before[-1].finish_reason is None, "law 4: a delta after the last one"
             before.append(delta)
@@ -102,7 +111,7 @@ class EngineSim:
         assert last.error is None
         if request.embed:
             assert last.finish_reason is FinishReason.STOP
-            assert last.vectors == tuple(map(expected_vector, request.embed))
+            assert last.embeddings == tuple(map(expected_vector, request.embed))
             assert last.usage is not None and last.usage.prompt_tokens == sum(map(len, request.embed))
         else:
             text = "".join(delta.text for delta in self.deltas[name])
@@ -228,11 +237,11 @@ def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
     class Blurred(Spied):
         """Gives no vector for one input."""
 
-        def forward(self, batch: Batch) -> StepResult:
-            result = super().forward(batch)
+        def collect(self) -> StepResult:
+            result = super().collect()
             rows = (
                 RowResult(error="not finite") if tuple(row.tokens) == tuple(b"bad") else outcome
-                for row, outcome in zip(batch.rows, result.rows, strict=True)
+                for row, outcome in zip(self.batches[-1].rows, result.rows, strict=True)
             )
             return result._replace(rows=tuple(rows))
 
@@ -254,7 +263,7 @@ def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:
     life.cancel(long)
     assert life.runner.embedding_memory == []
     life.run()
-    assert life.last(long).finish_reason is FinishReason.CANCELLED and life.last(long).vectors == ()
+    assert life.last(long).finish_reason is FinishReason.CANCELLED and life.last(long).embeddings == ()
     life.check(other)
     again = life.embed(*texts(1, 250))
     life.run()
@@ -365,7 +374,7 @@ def call(name: str, *inputs: bytes) -> Request:
 
 def done(name: str) -> RequestOutput:
     usage = Usage(prompt_tokens=1, completion_tokens=0)
-    return RequestOutput(request_id=name, finish_reason=FinishReason.STOP, usage=usage, vectors=(b"1234",))
+    return RequestOutput(request_id=name, finish_reason=FinishReason.STOP, usage=usage, embeddings=(b"1234",))
 
 
 @pytest.fixture
@@ -392,14 +401,14 @@ def test_calls_for_vectors_do_not_take_the_places_of_streams(
     scripted: tuple[EngineClient, ScriptedExecutor],
 ) -> None:
     engine, host = scripted
-    for number in range(EMBED_WINDOW + 4):
+    for number in range(MAX_EMBEDDING_REQUESTS + 4):
         engine.submit(call(f"e{number}", b"x"), BlockingOutputStream)
-    assert len(host.submitted()) == EMBED_WINDOW
+    assert len(host.submitted()) == MAX_EMBEDDING_REQUESTS
     for number in range(6):
         engine.submit(Request(id=f"g{number}", prompt=(1,), max_tokens=1), BlockingOutputStream)
-    assert host.submitted()[EMBED_WINDOW:] == ["g0", "g1", "g2", "g3"]
+    assert host.submitted()[MAX_EMBEDDING_REQUESTS:] == ["g0", "g1", "g2", "g3"]
     host.say(done("e0"))
-    assert host.submitted()[-1] == f"e{EMBED_WINDOW}"
+    assert host.submitted()[-1] == f"e{MAX_EMBEDDING_REQUESTS}"
 
 
 def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, ScriptedExecutor]) -> None:
@@ -409,7 +418,7 @@ def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, Scripte
     assert host.submitted() == ["e0"], "nothing was sent yet, so it is replayed"
     host.say(done("e0"))
     (delta,) = list(stream)
-    assert delta.vectors == (b"1234",)
+    assert delta.embeddings == (b"1234",)
     assert engine.requests == ()
     poison = engine.submit(call("poison", b"xyz"), BlockingOutputStream)
     for _ in range(3):
@@ -434,7 +443,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
         def client(number: int) -> None:
             inputs = texts(1 + number % 7, 5 + 11 * number, number)
             (delta,) = list(engine.submit(call(f"e{number}", *inputs), BlockingOutputStream))
-            assert delta.vectors == tuple(map(expected_vector, inputs))
+            assert delta.embeddings == tuple(map(expected_vector, inputs))
 
         with ThreadPoolExecutor(20) as pool:
             list(pool.map(client, range(20)))
@@ -448,7 +457,7 @@ def test_a_model_without_a_voice_refuses_at_once() -> None:
             engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingOutputStream)
         assert refusal.value.field == "model"
         (delta,) = list(engine.submit(call("e", b"x"), BlockingOutputStream))
-        assert delta.vectors == (expected_vector(b"x"),)
+        assert delta.embeddings == (expected_vector(b"x"),)
 
     with_engine(FakeRunner(generates=False, embed=UNCHUNKED), use)
 
@@ -474,16 +483,16 @@ def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
 
 def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
     worker = TokenizerWorker(FakeRunner().vocabulary, None)
-    answer = worker.perform(TokenizeTexts(("ab", "<|x|>"), most=5))
+    answer = worker.perform(TokenizeTexts(("ab", "<|x|>"), max_tokens=5))
     assert answer == TokenLists((tuple(b"ab"), tuple(b"<|x|>")))
-    refused = worker.perform(TokenizeTexts(("ab", "abcdef"), most=5))
+    refused = worker.perform(TokenizeTexts(("ab", "abcdef"), max_tokens=5))
     assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
     assert "input 1 has 6 tokens" in refused.message and "at most 5" in refused.message
-    refused = worker.perform(TokenizeTexts(("abcdef",), most=5, field="content"))
+    refused = worker.perform(TokenizeTexts(("abcdef",), max_tokens=5, field="content"))
     assert isinstance(refused, Refused) and refused.field == "content" and "content 0" in refused.message
-    pairs = worker.perform(TokenizePairs("q", ("a", "bc"), most=4))
+    pairs = worker.perform(TokenizePairs("q", ("a", "bc"), max_tokens=4))
     assert pairs == TokenLists(((113, 257, 97), (113, 257, 98, 99)))
-    refused = worker.perform(TokenizePairs("q", ("abc",), most=4))
+    refused = worker.perform(TokenizePairs("q", ("abc",), max_tokens=4))
     assert isinstance(refused, Refused) and refused.field == "documents"
 
 

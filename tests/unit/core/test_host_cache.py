@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, size_of
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache, get_entry_size
 
 
 def entry(tokens: str, size: int = 100, tenant: str = "") -> Entry:
     """An entry that counts for `size` bytes."""
-    return Entry(tenant, tuple(tokens.encode()), bytes(size - size_of(len(tokens), 0)))
+    return Entry(tenant, tuple(tokens.encode()), bytes(size - get_entry_size(len(tokens), 0)))
 
 
 def held(tier: HostKVCache, tokens: str, tenant: str = "") -> bool:

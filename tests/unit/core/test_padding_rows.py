@@ -1,4 +1,4 @@
-"""Holes between ids: filled where a row is cheaper than another pass over the weights."""
+"""Padding rows: gaps between ids are filled where a row is cheaper than another pass over the weights."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Row, count_ubatches
-from cllm.core.step_cost import StepCost, StepCostModel, choose_padding
+from cllm.core.prefill_budget import choose_padding
+from cllm.core.step_cost import StepCost, StepCostModel
 
-DEAR_PASS = StepCost(ubatch=10e-3, prefill_token=1e-3, row=1e-3, attended=0.0)
+EXPENSIVE_PASS = StepCost(ubatch=10e-3, prefill_token=1e-3, row=1e-3, attended=0.0)
 CHEAP_PASS = StepCost(ubatch=1e-3, prefill_token=1e-3, row=2e-3, attended=0.0)
 
 
-class Known(StepCostModel):
-    """A clock that has made up its mind."""
-
-    def __init__(self, cost: StepCost | None) -> None:
-        super().__init__()
-        self._cost = cost
+def known(cost: StepCost | None) -> StepCostModel:
+    return StepCostModel(known=cost, frozen=True)
 
 
 def rows(lengths: dict[int, int]) -> list[Row]:
@@ -28,28 +25,28 @@ def rows(lengths: dict[int, int]) -> list[Row]:
 @pytest.mark.parametrize(
     ("lengths", "cost", "padding"),
     [
-        ({0: 1, 1: 1, 2: 1}, DEAR_PASS, ()),
-        ({0: 1, 2: 1}, DEAR_PASS, (1,)),
+        ({0: 1, 1: 1, 2: 1}, EXPENSIVE_PASS, ()),
+        ({0: 1, 2: 1}, EXPENSIVE_PASS, (1,)),
         ({0: 1, 2: 1}, CHEAP_PASS, ()),
         ({0: 1, 2: 1}, None, ()),  # nothing is measured yet
-        ({0: 1, 2: 1, 5: 1}, DEAR_PASS, (1, 3, 4)),
-        ({0: 1, 31: 1}, DEAR_PASS, ()),  # 30 rows for one pass
-        ({3: 1, 5: 1}, DEAR_PASS, (4,)),  # what is below the lowest is no hole
-        ({0: 1, 2: 1, 3: 40}, DEAR_PASS, (1,)),
-        ({0: 40, 2: 40}, DEAR_PASS, ()),  # two passes without, three with
+        ({0: 1, 2: 1, 5: 1}, EXPENSIVE_PASS, (1, 3, 4)),
+        ({0: 1, 31: 1}, EXPENSIVE_PASS, ()),  # 30 rows for one pass
+        ({3: 1, 5: 1}, EXPENSIVE_PASS, (4,)),  # what is below the lowest is no hole
+        ({0: 1, 2: 1, 3: 40}, EXPENSIVE_PASS, (1,)),
+        ({0: 40, 2: 40}, EXPENSIVE_PASS, ()),  # two passes without, three with
     ],
 )
 def test_hand_worked_cases(lengths: dict[int, int], cost: StepCost | None, padding: tuple[int, ...]) -> None:
     empty = set(range(32)) - set(lengths)
-    assert choose_padding(rows(lengths), empty, Known(cost), 128) == padding
+    assert choose_padding(rows(lengths), empty, known(cost), 128) == padding
 
 
-def test_who_is_not_empty_does_not_fill() -> None:
-    assert choose_padding(rows({0: 1, 2: 1, 4: 1}), {3}, Known(DEAR_PASS), 128) == (3,)
+def test_a_slot_that_is_not_empty_is_no_padding() -> None:
+    assert choose_padding(rows({0: 1, 2: 1, 4: 1}), {3}, known(EXPENSIVE_PASS), 128) == (3,)
 
 
-def test_a_full_batch_has_no_room_for_fillers() -> None:
-    assert choose_padding(rows({0: 1, 2: 127}), {1}, Known(DEAR_PASS), 128) == ()
+def test_a_full_batch_has_no_room_for_padding() -> None:
+    assert choose_padding(rows({0: 1, 2: 127}), {1}, known(EXPENSIVE_PASS), 128) == ()
 
 
 @given(
@@ -63,7 +60,7 @@ def test_filling_never_costs_more_than_it_saves(
 ) -> None:
     cost = StepCost(ubatch, 0.0, row, 0.0)
     empty = set(range(13)) - set(lengths) - busy
-    padding = choose_padding(rows(lengths), empty, Known(cost), 64)
+    padding = choose_padding(rows(lengths), empty, known(cost), 64)
     assert set(padding) <= empty and list(padding) == sorted(padding)
     assert all(min(lengths) < filler < max(lengths) for filler in padding)
     assert sum(lengths.values()) + len(padding) <= 64 or not padding

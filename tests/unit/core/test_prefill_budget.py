@@ -1,4 +1,4 @@
-"""Prefill is sized so that those who are generating do not wait longer than the target."""
+"""Prefill is sized so that decoding sequences do not wait longer than the target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row
-from cllm.core.prefill_budget import PrefillBudget, Sharing, divide
+from cllm.core.prefill_budget import PrefillBudget, divide
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
 
 TARGET = 0.25
@@ -17,6 +17,10 @@ TARGET = 0.25
 SMALL = StepCost(ubatch=4e-3, prefill_token=6e-4, row=1.5e-3, attended=2e-6, tiled=5e-7)
 FAST = StepCost(ubatch=1e-3, prefill_token=2e-5, row=5e-5, attended=1e-9, tiled=1e-9)
 SLOW = StepCost(ubatch=4e-2, prefill_token=1e-2, row=5e-3, attended=1e-6, tiled=1e-6)
+
+
+def make_budget(*, split: bool = True) -> PrefillBudget:
+    return PrefillBudget(512, TARGET, StepCostModel(split=split))
 
 
 class Machine:
@@ -32,7 +36,7 @@ class Machine:
         """One step: its time as it would be without a hiccup."""
         seconds = self.cost.seconds(shape) * self.random.uniform(1 - self.noise, 1 + self.noise)
         hiccup = 3 if self.random.random() < self.hiccups else 1
-        budget.clock.observe(shape, seconds * hiccup)
+        budget.cost.observe_shape(shape, seconds * hiccup)
         return seconds
 
 
@@ -40,7 +44,7 @@ def arrival(
     machine: Machine, prompt: int, streams: int = 6, budget: PrefillBudget | None = None
 ) -> list[float]:
     """The times of the steps in which a long prompt is computed while `streams` generate."""
-    budget = budget or PrefillBudget(512, TARGET)
+    budget = budget or make_budget()
     machine.step(budget, StepShape(1, 20, 0, 200.0))  # their own prompts, on an empty server
     context = 20 * streams
     for _ in range(40):
@@ -67,22 +71,22 @@ def test_no_step_of_a_long_prompt_is_far_over_the_target(cost: StepCost, hiccups
     assert sorted(times)[len(times) // 2] >= min(0.6 * TARGET, 0.8 * full)
 
 
-def test_where_one_token_is_dear_the_chunks_are_the_smallest_that_get_on() -> None:
+def test_where_one_token_is_expensive_the_chunks_are_the_smallest_that_get_on() -> None:
     machine = Machine(SLOW)
     times = arrival(machine, 400)
     assert max(times[1:]) <= 1.3 * TARGET
-    assert len(times) <= 400 / PrefillBudget.SMALLEST_CHUNK + 1
+    assert len(times) <= 400 / PrefillBudget.MIN_CHUNK + 1
 
 
 def test_an_idle_engine_prefills_as_fast_as_it_can() -> None:
-    budget = PrefillBudget(512, TARGET)
+    budget = make_budget()
     assert budget.prefill_tokens(0) == 512
     arrival(Machine(SLOW), 100, budget=budget)
     assert budget.prefill_tokens(0) == 512
 
 
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
-    budget = PrefillBudget(512, TARGET)
+    budget = make_budget()
     machine = Machine(SMALL)
     arrival(machine, 3000, budget=budget)
     before = budget.prefill_tokens(6)
@@ -95,7 +99,7 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
 
 
 def test_the_costs_are_found_among_outliers() -> None:
-    machine, clock = Machine(SMALL, noise=0.03, hiccups=0.08), PrefillBudget(512, TARGET)
+    machine, clock = Machine(SMALL, noise=0.03, hiccups=0.08), make_budget()
     for number in range(60):
         rows, position = number % 8, 37 * number
         chunk = (0, 40, 150)[number % 3]
@@ -103,20 +107,20 @@ def test_the_costs_are_found_among_outliers() -> None:
             attended, tiled = attended_pairs(chunk, position, chunk)
             passes = 1 + bool(chunk and rows)
             machine.step(clock, StepShape(passes, chunk, rows, rows * 500.0 + attended, tiled))
-    found = clock.clock.cost
+    found = clock.cost.step
     assert found is not None
     for one, other in zip(found, SMALL, strict=True):
         assert one == pytest.approx(other, rel=0.35)
 
 
 def test_an_hour_of_decoding_does_not_wash_out_what_prefill_costs() -> None:
-    budget = PrefillBudget(512, TARGET)
+    budget = make_budget()
     machine = Machine(SMALL)
     arrival(machine, 3000, budget=budget)
-    before = budget.seconds_per_token
+    before = budget.cost.prefill_token_s
     for _ in range(1000):
         machine.step(budget, StepShape(1, 0, 8, 4000.0))
-    after = budget.seconds_per_token
+    after = budget.cost.prefill_token_s
     assert before is not None and after is not None
     assert after == pytest.approx(before, rel=0.3)
 
@@ -132,8 +136,9 @@ def test_an_hour_of_decoding_does_not_wash_out_what_prefill_costs() -> None:
 def test_no_cost_is_ever_negative_or_lost(samples: list[tuple[int, int, int, float, float]]) -> None:
     clock = StepCostModel()
     for *shape, seconds in samples:
-        clock.observe(StepShape(*shape), seconds)  # type: ignore[arg-type]
-        cost = clock.cost
+        if seconds > 0:
+            clock.observe_shape(StepShape(*shape), seconds)  # type: ignore[arg-type]
+        cost = clock.step
         assert cost is None or all(0 <= part < float("inf") for part in cost)
 
 
@@ -143,9 +148,9 @@ def test_no_cost_is_ever_negative_or_lost(samples: list[tuple[int, int, int, flo
     seen=st.lists(st.tuples(st.integers(0, 512), st.floats(0, 10)), max_size=20),
 )
 def test_no_step_is_ever_over_the_batch(batch: int, generating: int, seen: list[tuple[int, float]]) -> None:
-    budget = PrefillBudget(batch, TARGET)
+    budget = PrefillBudget(batch, TARGET, StepCostModel())
     for tokens, seconds in seen:
-        budget.clock.observe(StepShape(1, tokens, 1, 0.0), seconds)
+        budget.cost.observe_shape(StepShape(1, tokens, 1, 0.0), seconds)
     assert 0 <= budget.prefill_tokens(generating) <= batch - generating
     assert generating == batch or budget.prefill_tokens(generating) >= 1
 
@@ -169,7 +174,7 @@ def test_a_chunk_of_whole_tiles_is_told_from_one_that_is_not() -> None:
 
 @pytest.mark.parametrize("split", [True, False])
 def test_chunks_are_whole_tiles_where_there_is_time_for_one(split: bool) -> None:
-    budget = PrefillBudget(512, TARGET, split=split)
+    budget = make_budget(split=split)
     arrival(Machine(SMALL), 2000, budget=budget)
     for generating in (1, 6, 30):
         chunk = budget.prefill_tokens(generating, context=100 * generating)
@@ -187,7 +192,7 @@ def test_a_prompt_is_ended_or_gets_whole_tiles() -> None:
 
 
 class Prompt:
-    """What `Sharing` looks at of a sequence."""
+    """What the budget looks at of a sequence."""
 
     def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
         self.id, self.arrival, self.pending, self.num_computed = name, arrival, pending, 0
@@ -195,14 +200,14 @@ class Prompt:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
-    sharing = Sharing(PrefillBudget(512, TARGET), lambda prompt: prompt.pending)
+    budget = make_budget()
     long = Prompt("long", 0, 100_000)
     given = 0
     for number in range(40):
         short = Prompt("short", 1 + number, 700)
         steps = 0
         while short.pending > 1:
-            shares = sharing.shares([long, short])  # type: ignore[list-item]
+            shares = budget.schedule_tokens([long, short], lambda prompt: prompt.pending)  # type: ignore[list-item]
             assert sum(shares.values()) <= 512
             short.pending -= shares.get("short", 0)
             given += shares.get("long", 0)
@@ -211,30 +216,30 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() 
     assert given >= 40 * 700 / 4
 
 
-def test_who_is_waited_for_counts_as_who_waits() -> None:
+def test_a_prompt_that_others_wait_for_counts_as_the_shortest_of_them() -> None:
     prompts = [Prompt("a", 0, 5000), Prompt("b", 1, 600), Prompt("awaited", 2, 9000)]
     urgency = {"a": 5000, "b": 600, "awaited": 20}
-    sharing = Sharing(PrefillBudget(512, TARGET), lambda prompt: urgency[prompt.id])
-    assert sharing.shares(prompts) == {"awaited": 512}  # type: ignore[arg-type]
+    shares = make_budget().schedule_tokens(prompts, lambda prompt: urgency[prompt.id])  # type: ignore[arg-type]
+    assert shares == {"awaited": 512}
 
 
 @pytest.mark.parametrize("split", [True, False])
 def test_a_forced_token_or_two_go_one_by_one_where_a_pass_over_the_weights_costs_more(split: bool) -> None:
-    budget = PrefillBudget(512, TARGET, split=split)
+    budget = make_budget(split=split)
     machine = Machine(SMALL, noise=0.0)
     for rows in (1, 4, 8):
         for chunk in (0, 60, 200):
             machine.step(budget, StepShape(1 + (chunk > 0), chunk, rows, 0.0))
-    sharing = Sharing(budget, lambda prompt: prompt.pending)
     others = [Prompt(f"other{number}", number, 1, answering=True) for number in range(7)]
 
     def share_of(pending: int, company: list[Prompt], *, answering: bool = True) -> int:
         forced = Prompt("forced", 7, pending, answering=answering)
-        return sharing.shares([*company, forced])["forced"]  # type: ignore[list-item]
+        running = [*company, forced]
+        return budget.schedule_tokens(running, lambda prompt: prompt.pending)["forced"]  # type: ignore[arg-type]
 
     assert share_of(2, others) == (1 if split else 2)
     assert share_of(12, others) == 12  # a key, say: one by one it would take longer than the others lose
-    assert share_of(2, []) == 2  # nobody waits
+    assert share_of(2, []) == 2  # no other row waits
     assert share_of(2, others, answering=False) == 2  # the end of a prompt
 
 
@@ -243,7 +248,7 @@ def test_a_forced_token_or_two_go_one_by_one_where_a_pass_over_the_weights_costs
     wanted=st.lists(st.integers(1, 100_000), min_size=1, max_size=10),
     offset=st.integers(-8, 1),
 )
-def test_shares_are_within_the_room_and_somebody_gets_on(room: int, wanted: list[int], offset: int) -> None:
+def test_shares_are_within_the_room_and_one_gets_on(room: int, wanted: list[int], offset: int) -> None:
     shares = divide(room, wanted, offset)
     assert 0 < sum(shares) <= room
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))

@@ -11,7 +11,6 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.core.kv_cache.host_cache import Entry
-from cllm.core.kv_cache.transfer import BandwidthEstimate
 from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, Usage
@@ -29,12 +28,12 @@ class Talk:
         self.deltas: dict[str, list[RequestOutput]] = {}
         config = EngineConfig(**{"cache_ram_mb": 1, **settings})  # type: ignore[arg-type]
         self.loop = EngineCore(self.runner, config, self._take)
-        self.tier = self.loop.scheduler.prefixes.tier
+        self.tier = self.loop.scheduler.prefix_cache.host
 
     def _take(self, report: Report) -> None:
         assert isinstance(report, StepReport)
         self.stats.append(report.stats)
-        for delta in report.deltas:
+        for delta in report.outputs:
             self.deltas[delta.request_id].append(delta)
 
     def submit(self, prompt: Tokens[int], count: int = 8, tenant: str = "", *, reuse: bool = True) -> str:
@@ -187,7 +186,7 @@ def test_a_failed_request_leaves_nothing() -> None:
     talk.submit(SYSTEM)
     for _ in range(4):
         talk.loop.step()
-    talk.runner.fail = lambda _, name: StepStatus.BAD_BATCH if name == "forward" else None
+    talk.runner.fail = lambda _, name: StepStatus.BAD_BATCH if name == "collect" else None
     talk.run()
     assert talk.deltas["r0"][-1].finish_reason is FinishReason.ERROR
     assert len(talk.tier) == 0
@@ -317,41 +316,29 @@ def test_the_cheapest_state_that_covers_the_beginning_is_restored() -> None:
 
 def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
     talk = Talk()
-    budget, moves = talk.loop.scheduler.budget, talk.loop.scheduler.moves
+    cost = talk.loop.scheduler.budget.cost
     talk.ask(SYSTEM)
     for _ in range(20):
-        budget.clock.observe(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
-        moves.restoring.observe(1000, 1.0)
+        cost.observe_shape(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
+        cost.observe_transfer(1000, 1.0, restore=True)
     assert talk.ask(SYSTEM) == 0
-    # It is not given up for good: now and then the guess is believed again.
+    # It is not given up for good: now and then the default is believed again.
     assert any(talk.ask(SYSTEM) for _ in range(10))
 
 
 def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     talk = Talk(target_itl_ms=1)
-    moves = talk.loop.scheduler.moves
-    for _ in range(7):
-        moves.saving.observe(1000, 0.01)
-        moves.restoring.observe(1000, 1e-9)
+    cost = talk.loop.scheduler.budget.cost
+    for _ in range(9):
+        cost.observe_transfer(1000, 0.01, restore=False)
+        cost.observe_transfer(1000, 1e-9, restore=True)
     talk.submit(tuple(b"z" * 20), 200)
     assert talk.submit(SYSTEM, 1)
     talk.run()
     assert talk.total("prefix_saves") == 1, "the one that ended last, when nobody waited"
 
 
-def test_the_speed_of_memory_is_the_median_and_forgets() -> None:
-    speed = BandwidthEstimate()
-    speed.observe(10**9, 100.0)
-    assert speed.seconds(4 * 10**9) == pytest.approx(1.0)
-    for _ in range(7):
-        speed.observe(10**9, 100.0)
-    assert speed.seconds(10**9) == pytest.approx(100.0)
-    for _ in range(4):
-        speed.doubt()
-    assert speed.seconds(4 * 10**9) == pytest.approx(1.0)
-
-
-def test_parking_pushes_prefixes_out() -> None:
+def test_preempted_requests_push_prefixes_out() -> None:
     runner = FakeRunner(sequences=4, cells=400, batch_tokens=64, unified=True, request_tokens=390)
     talk = Talk(runner, swap_space_mb=1)
     talk.tier.cached_limit = talk.tier.swap_limit = talk.tier.limit = 1500
@@ -383,12 +370,12 @@ def test_of_many_who_begin_alike_only_some_are_looked_at() -> None:
     for number in range(prefix.MAX_CANDIDATES + 10):
         talk.ask(system + b"%03d" % number * 25, count=1)
     asked: list[prefix.PrefixMatch] = []
-    prefixes = talk.loop.scheduler.prefixes
+    prefixes = talk.loop.scheduler.prefix_cache
     gain = prefixes._gain_s
 
-    def counted(origin: prefix.PrefixMatch) -> float:
-        asked.append(origin)
-        return gain(origin)
+    def counted(match: prefix.PrefixMatch) -> float:
+        asked.append(match)
+        return gain(match)
 
     prefixes._gain_s = counted  # type: ignore[method-assign]
     assert talk.ask(system + b"new") == len(system)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.backend.base import StepResult, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason
@@ -24,8 +24,8 @@ from tests.unit.core.engine_sim import (
 
 @pytest.fixture(autouse=True)
 def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "WORTH_COPYING", 4)
-    monkeypatch.setattr(prefix, "WORTH_RESTORING", 4)
+    monkeypatch.setattr(prefix, "MIN_COPY_TOKENS", 4)
+    monkeypatch.setattr(prefix, "MIN_RESTORE_TOKENS", 4)
 
 
 def of_a_family(value: int, most: int) -> bytes:
@@ -39,7 +39,7 @@ def of_a_family(value: int, most: int) -> bytes:
 @given(fate=SCENARIOS, trimmable=st.booleans())
 def test_the_laws_hold_through_any_life(fate: Scenario, trimmable: bool) -> None:
     life = EngineSim(fate.runner(trimmable=trimmable), fate.swap_space_mb, fate.cache_mb)
-    tier = life.loop.scheduler.prefixes.tier
+    tier = life.loop.scheduler.prefix_cache.host
     tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
     tier.swap_limit = min(tier.swap_limit, 400)
     tier.limit = max(tier.cached_limit, tier.swap_limit)
@@ -78,7 +78,7 @@ def test_the_busy_life_finds_what_was_left_behind(unified: bool) -> None:
 
 
 def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:
-    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
     life = EngineSim(runner)
     names = [life.add(b"abc", 5) for _ in range(6)]
     life.run()
@@ -90,14 +90,16 @@ def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
     runner = FakeRunner(sequences=4, batch_tokens=256)
     life = EngineSim(runner)
     names = [life.add(b"prompt %d" % number, 8, ignore_eos=True) for number in range(4)]
-    original = runner.forward
+    original = runner.collect
 
-    def refuse_third(batch: Batch) -> StepResult:
-        if any(row.seq_id == 2 for row in batch.rows):
+    def refuse_third() -> StepResult:
+        assert runner._submitted is not None
+        if any(row.seq_id == 2 for row in runner._submitted.rows):
+            runner._submitted = None
             return StepResult(StepStatus.BAD_BATCH, code=-1)
-        return original(batch)
+        return original()
 
-    runner.forward = refuse_third  # type: ignore[method-assign]
+    runner.collect = refuse_third  # type: ignore[method-assign]
     life.run()
     outcomes = [life.outcome(name) for name in names]
     assert outcomes == [FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]

@@ -1,4 +1,4 @@
-"""Law 2: an id exists only inside a lease, and its KV is gone before anybody else gets it."""
+"""Slots: a seq_id exists only inside a lease, and its KV is cleared before the next one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from cllm.core.sequence import SlotLease, SlotPool
 from cllm.errors import IntegrityError
+from cllm.testing import FakeRunner
 
 
 def test_ids_are_leased_lowest_first_and_never_shared() -> None:
-    pool = SlotPool(3, lambda _: 0)
+    pool = SlotPool(FakeRunner(sequences=3))
     leases = [pool.lease(str(number)) for number in range(3)]
     assert [lease.seq_id for lease in leases if lease] == [0, 1, 2]
     assert pool.lease("one too many") is None
@@ -26,20 +27,22 @@ def test_ids_are_leased_lowest_first_and_never_shared() -> None:
 def test_kv_is_cleared_before_the_id_is_free() -> None:
     free_when_cleared: list[int] = []
 
-    def clear(_: int) -> int:
-        free_when_cleared.append(pool.free_count)
-        return 7
+    def watch(_: int, name: str) -> None:
+        if name == "truncate":
+            free_when_cleared.append(pool.free_count)
 
-    pool = SlotPool(1, clear)
+    runner = FakeRunner(sequences=1, fail=watch)
+    pool = SlotPool(runner)
     lease = pool.lease("a")
     assert lease is not None
+    runner.memory[0] = [1] * 7
     lease.release()
-    assert free_when_cleared == [0]
+    assert free_when_cleared == [0] and runner.memory[0] == []
     assert pool.free_count == 1 and pool.cleared_cells_total == 7
 
 
 def test_a_second_release_is_a_bug_and_says_so() -> None:
-    pool = SlotPool(1, lambda _: 0)
+    pool = SlotPool(FakeRunner(sequences=1))
     lease = pool.lease("a")
     assert lease is not None
     lease.release()
@@ -50,10 +53,7 @@ def test_a_second_release_is_a_bug_and_says_so() -> None:
 
 
 def test_an_id_that_cannot_be_cleared_is_retired() -> None:
-    def clear(_: int) -> int:
-        raise RuntimeError("no")
-
-    pool = SlotPool(1, clear)
+    pool = SlotPool(FakeRunner(sequences=1, fail=lambda *_: RuntimeError("no")))
     lease = pool.lease("a")
     assert lease is not None
     lease.release()
@@ -62,8 +62,10 @@ def test_an_id_that_cannot_be_cleared_is_retired() -> None:
 
 def test_the_log_tells_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    lease = SlotPool(4, lambda _: 41).lease("r1")
+    runner = FakeRunner(sequences=4)
+    lease = SlotPool(runner).lease("r1")
     assert lease is not None
+    runner.memory[0] = [1] * 41
     lease.release()
     assert [record.message for record in caplog.records] == [
         "leased seq 0 for request r1",
@@ -73,7 +75,7 @@ def test_the_log_tells_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None
 
 @given(st.lists(st.integers(-1, 5), max_size=60))
 def test_under_any_order_of_leases_and_releases_the_sums_hold(actions: list[int]) -> None:
-    pool = SlotPool(4, lambda _: 1)
+    pool = SlotPool(FakeRunner(sequences=4))
     held: list[SlotLease] = []
     for number, action in enumerate(actions):
         if action < 0:
@@ -87,3 +89,14 @@ def test_under_any_order_of_leases_and_releases_the_sums_hold(actions: list[int]
             held.pop(action).release()
         assert pool.free_count + len(pool.leases) == 4
         assert pool.leased_total - pool.released_total == len(held)
+
+
+def test_leftovers_are_named_and_cleared() -> None:
+    runner = FakeRunner(sequences=3)
+    pool = SlotPool(runner)
+    assert pool.leftovers() == []
+    pool.lease("a")
+    runner.memory[2] = [1, 2, 3]
+    assert pool.leftovers() == ["lease of slot 0", "3 cells in slot 2"]
+    pool.clear_all()
+    assert runner.memory == [[], [], []]

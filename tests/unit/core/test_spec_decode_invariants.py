@@ -25,8 +25,8 @@ from tests.unit.core.engine_sim import (
 
 @pytest.fixture(autouse=True)
 def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "WORTH_COPYING", 4)
-    monkeypatch.setattr(prefix, "WORTH_RESTORING", 4)
+    monkeypatch.setattr(prefix, "MIN_COPY_TOKENS", 4)
+    monkeypatch.setattr(prefix, "MIN_RESTORE_TOKENS", 4)
 
 
 class Guesser:

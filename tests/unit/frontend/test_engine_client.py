@@ -23,9 +23,10 @@ from cllm.frontend.engine_client import EngineClient, Health
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, RequestOutput, Usage
-from cllm.workers.executor import Receive, ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
+from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
-from cllm.workers.tokenizer_client import TokenizerClient
+from cllm.workers.supervisor import Backoff
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
@@ -46,7 +47,7 @@ class ScriptedExecutor:
         self.receive: Receive | None = None
 
     @property
-    def text(self) -> TokenizerClient:
+    def tokenizer(self) -> TokenizerClient:
         raise NotImplementedError
 
     def start(self, receive: Receive) -> None:
@@ -186,7 +187,7 @@ def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, host: Script
 def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
     engine: EngineClient, host: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineClient, "RESTARTS_IN_A_ROW", 1)
+    monkeypatch.setattr(Backoff, "MAX_IN_A_ROW", 1)
     stream = engine.submit(request("r0"), BlockingOutputStream)
     host.die()
     host.restartable = False
@@ -247,7 +248,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
 
 
 def test_a_dying_thread_engine_ends_its_requests() -> None:
-    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "forward" else None)
+    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
     engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
     engine.wait_ready(5)

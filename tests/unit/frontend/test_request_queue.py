@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest, QueueFull, RateLimited
-from cllm.frontend import request_queue as admission
-from cllm.frontend import request_queue as ticket
-from cllm.frontend import tenants
+from cllm.frontend import request_queue, tenants
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
@@ -32,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (admission, tenants, ticket):
+    for module in (request_queue, tenants):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -57,7 +55,7 @@ class Line:
     """An admission with short words for it."""
 
     def __init__(self, *, queue_size: int = 10_000, queue_tokens: int = 0, sequences: int = 4) -> None:
-        self.admission = RequestQueue(queue_size, queue_tokens)
+        self.queue = RequestQueue(queue_size, queue_tokens)
         self.limits = limits(sequences)
         self._count = 0
 
@@ -65,17 +63,21 @@ class Line:
         self._count += 1
         name = f"{tenant}{self._count}"
         request = Request(id=name, prompt=(1,) * tokens, max_tokens=100, tenant=tenant, priority=priority)
-        return self.admission.admit(request, Silent(name), self.limits)
+        return self.queue.admit(request, Silent(name), self.limits)
 
     def feed(self) -> list[RequestState]:
-        return self.admission.next_for_engine(self.limits)
+        return self.queue.next_for_engine(self.limits)
 
     def inside(self) -> list[RequestState]:
-        return [each for each in self.admission.requests if each.stage is Stage.ENGINE]
+        return [each for each in self.queue.requests if each.stage is Stage.ENGINE]
+
+    def generate(self, one: RequestState, tokens: int, now: float) -> None:
+        one.generated += tokens
+        one.tenant.charge(tokens, now)
 
     def finish(self, one: RequestState, generated: int = 0) -> None:
-        self.admission.generated(one, generated, one.arrived)
-        self.admission.close(one)
+        self.generate(one, generated, one.arrived)
+        self.queue.close(one)
 
 
 # Bounds --------------------------------------------------------------------------------------------
@@ -92,7 +94,7 @@ def test_the_queue_is_bounded_by_tokens_too(clock: Clock) -> None:
     for _ in range(4):
         line.ask(tokens=50)
         line.feed()
-    assert line.admission.waiting_tokens == 0
+    assert line.queue.waiting[1] == 0
     line.ask(tokens=60)
     line.ask(tokens=40)
     with pytest.raises(QueueFull):
@@ -128,7 +130,7 @@ def test_in_a_common_pool_those_inside_are_counted_by_what_they_hold(clock: Cloc
 
 def test_requests_per_second(clock: Clock) -> None:
     line = Line()
-    line.admission.set_tenants({"a": TenantLimits(requests_per_s=2)})
+    line.queue.tenants.register({"a": TenantLimits(requests_per_s=2)})
     line.ask("a")
     line.ask("a")
     with pytest.raises(RateLimited, match="2 requests a second") as refusal:
@@ -143,7 +145,7 @@ def test_requests_per_second(clock: Clock) -> None:
 
 def test_tokens_per_second_count_the_prompt_and_what_is_generated(clock: Clock) -> None:
     line = Line()
-    line.admission.set_tenants({"a": TenantLimits(tokens_per_s=100)})
+    line.queue.tenants.register({"a": TenantLimits(tokens_per_s=100)})
     one = line.ask("a", tokens=300)
     line.feed()
     line.finish(one, generated=200)  # 500 had, 100 were saved up: 4 s to pay back
@@ -156,13 +158,13 @@ def test_tokens_per_second_count_the_prompt_and_what_is_generated(clock: Clock) 
 
 def test_concurrent_requests_are_those_that_wait_and_those_that_run(clock: Clock) -> None:
     line = Line(sequences=1)
-    line.admission.set_tenants({"a": TenantLimits(concurrent=2)})
+    line.queue.tenants.register({"a": TenantLimits(concurrent=2)})
     first = line.ask("a")
     line.feed()
     second = line.ask("a")
     with pytest.raises(RateLimited, match="2 requests at the same time"):
         line.ask("a")
-    line.admission.close(second)
+    line.queue.close(second)
     line.ask("a")
     line.finish(first)
     line.ask("a")
@@ -170,7 +172,7 @@ def test_concurrent_requests_are_those_that_wait_and_those_that_run(clock: Clock
 
 def test_a_priority_above_what_a_key_may_use_names_both(clock: Clock) -> None:
     line = Line()
-    line.admission.set_tenants({"a": TenantLimits(max_priority=5)})
+    line.queue.tenants.register({"a": TenantLimits(max_priority=5)})
     line.ask("a", priority=5)
     with pytest.raises(InvalidRequest, match=r"priority is 6.*at most 5") as refusal:
         line.ask("a", priority=6)
@@ -179,7 +181,7 @@ def test_a_priority_above_what_a_key_may_use_names_both(clock: Clock) -> None:
 
 def test_a_refused_request_costs_its_tenant_nothing(clock: Clock) -> None:
     line = Line(queue_size=1, sequences=1)
-    line.admission.set_tenants({"a": TenantLimits(requests_per_s=1)})
+    line.queue.tenants.register({"a": TenantLimits(requests_per_s=1)})
     line.ask("b")
     with pytest.raises(QueueFull):
         line.ask("a")
@@ -207,7 +209,7 @@ def serve(line: Line, source: random.Random, rounds: int, top_up: dict[str, int]
     had: Counter[str] = Counter()
     for _ in range(rounds):
         for name, tokens in top_up.items():
-            tenant = line.admission.tenants.find(name)
+            tenant = line.queue.tenants.find(name)
             while tenant.waiting < 3:
                 line.ask(name, tokens=source.randint(1, 2 * tokens))
         line.feed()
@@ -222,20 +224,20 @@ def serve(line: Line, source: random.Random, rounds: int, top_up: dict[str, int]
 @given(seed=st.integers(0, 10**6), weight=st.sampled_from([1.0, 2.0, 4.0]), factor=st.sampled_from([1, 10]))
 def test_shares_of_tokens_are_as_the_weights_whatever_is_sent(seed: int, weight: float, factor: int) -> None:
     line = Line()
-    line.admission.set_tenants({"big": TenantLimits(weight=1), "small": TenantLimits(weight=weight)})
+    line.queue.tenants.register({"big": TenantLimits(weight=1), "small": TenantLimits(weight=weight)})
     had = serve(line, random.Random(seed), 800, {"big": 20 * factor, "small": 20})
     assert had["small"] / had["big"] == pytest.approx(weight, rel=0.25)
 
 
 def test_whoever_was_idle_has_no_credit(clock: Clock) -> None:
     line = Line(sequences=1)
-    line.admission.set_tenants({"a": TenantLimits(), "b": TenantLimits()})
+    line.queue.tenants.register({"a": TenantLimits(), "b": TenantLimits()})
     line.finish(_run(line, "b"), 0)
     for _ in range(50):
         line.finish(_run(line, "a"), 100)
     clock.now += 60
-    a, b = line.admission.tenants.find("a"), line.admission.tenants.find("b")
-    starts = line.admission.tenants.start_tag
+    a, b = line.queue.tenants.find("a"), line.queue.tenants.find("b")
+    starts = line.queue.tenants.start_tag
     assert starts(a) == starts(b), "what a had while it was alone is no debt, b's absence no credit"
 
 
@@ -251,9 +253,9 @@ def test_a_small_tenant_passes_the_line_of_a_big_one(clock: Clock) -> None:
         line.ask("big")
     line.feed()
     for one in line.inside():
-        line.admission.generated(one, 5, clock.now)
+        line.generate(one, 5, clock.now)
     mine = line.ask("small")
-    assert line.admission.position(mine) == 2, "one of the big one's, then this"
+    assert mine.queue.position(mine) == 2, "one of the big one's, then this"
     order: list[RequestState] = []
     while mine.stage is Stage.QUEUED:
         line.finish(line.inside()[0])
@@ -289,7 +291,7 @@ def test_higher_priority_goes_first_and_nobody_starves(clock: Clock) -> None:
         line.ask()
     line.feed()
     starving, middle, first = line.ask(priority=-3), line.ask(priority=0), line.ask(priority=5)
-    assert [line.admission.position(each) for each in (first, middle, starving)] == [1, 2, 3]
+    assert [each.queue.position(each) for each in (first, middle, starving)] == [1, 2, 3]
     for expected in (first, middle):
         line.finish(line.inside()[0])
         line.ask(priority=0)
@@ -323,4 +325,4 @@ def test_accounts_of_unknown_tenants_do_not_pile_up(clock: Clock) -> None:
     for number in range(2000):
         clock.now += 1
         line.finish(_run(line, f"t{number}"), 5)
-    assert len(line.admission.tenants._tenants) <= 257
+    assert len(line.queue.tenants._tenants) <= 257

@@ -84,13 +84,13 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.streams)
     @rule(number=numbers)
     def time_is_up(self, number: int) -> None:
-        ticket = self.engine._admission.find(f"r{number % len(self.streams)}")
+        ticket = self.engine._queue.states.get(f"r{number % len(self.streams)}")
         if ticket is not None and ticket.request.timeout_s is not None:
             cancelled = ticket.cancelled
             self.engine._expire(ticket.request.id)
             assert cancelled or ticket.stage is Stage.DONE
 
-    @precondition(lambda self: self.engine._restarts == 0)
+    @precondition(lambda self: self.engine._backoff.count == 0)
     @rule()
     def the_engine_dies(self) -> None:
         self.host.die()
@@ -105,14 +105,13 @@ class Lives(RuleBasedStateMachine):
     def bounds_are_kept(self) -> None:
         tickets = self.engine.requests
         queued = [each for each in tickets if each.stage is Stage.QUEUED]
-        replayed = [each for each in queued if each.deaths]
+        replayed = [each for each in queued if each.crashes]
         assert len(queued) - len(replayed) <= QUEUE_SIZE
         assert len(tickets) - len(queued) <= window(SEQUENCES)
         assert self.living()["few"] <= 3
-        admission = self.engine._admission
-        assert admission.waiting_count == len(queued)
-        assert admission.waiting_tokens == sum(len(each.request.prompt) for each in queued)
-        for tenant in admission.tenants._tenants.values():
+        queue = self.engine._queue
+        assert queue.waiting == (len(queued), sum(len(each.request.prompt) for each in queued))
+        for tenant in queue.tenants._tenants.values():
             mine = [each for each in tickets if each.tenant is tenant]
             assert tenant.waiting == sum(each.stage is Stage.QUEUED for each in mine)
             assert tenant.running == len(mine) - tenant.waiting

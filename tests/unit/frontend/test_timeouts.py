@@ -14,7 +14,7 @@ from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.frontend.timeouts import RequestTimeouts
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 

@@ -15,7 +15,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.types import Request, TenantLimits
-from cllm.workers.executor import ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Submit
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [

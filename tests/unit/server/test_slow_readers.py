@@ -15,7 +15,7 @@ from cllm.server.routes.generate import events
 from cllm.server.sse import EventStream
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.executor import ThreadExecutor
+from cllm.workers.engine_worker import ThreadExecutor
 
 ENDLESS = SamplingParams(ignore_eos=True)
 

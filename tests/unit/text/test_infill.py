@@ -10,7 +10,8 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.prompt import Gap, Snippet, infill_prompt
 from cllm.types import InfillTokens
-from cllm.workers.tokenizer import Refused, TokenizeInfill, TokenizerWorker, Tokens
+from cllm.workers.messages import Refused, TokenizeInfill, Tokens
+from cllm.workers.tokenizer import TokenizerWorker
 
 PRE, SUF, MID, REP, SEP, BOS = range(300, 306)
 CONTROL = 257
@@ -95,5 +96,5 @@ def test_without_room_a_long_text_is_refused() -> None:
     task = TokenizeInfill(Gap(prefix="a" * 50, suffix="b"), 20)
     refused = worker.perform(task)
     assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
-    cut = worker.perform(TokenizeInfill(task.gap, 20, room=15))
+    cut = worker.perform(TokenizeInfill(task.gap, 20, cut_to=15))
     assert isinstance(cut, Tokens) and len(cut.tokens) == 15

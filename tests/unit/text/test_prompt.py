@@ -10,7 +10,8 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
-from cllm.workers.tokenizer import Chat, Refused, TokenizeChat, TokenizerWorker, TokenizeText, Tokens
+from cllm.workers.messages import Chat, Refused, TokenizeChat, TokenizeText, Tokens
+from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
 CONTROL = 257

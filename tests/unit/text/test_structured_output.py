@@ -17,8 +17,8 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
-from cllm.workers.messages import Report, StepReport
-from cllm.workers.tokenizer import CheckConstraint, Refused, TokenizerWorker
+from cllm.workers.messages import CheckConstraint, Refused, Report, StepReport
+from cllm.workers.tokenizer import TokenizerWorker
 
 COMPILER = GrammarCompiler(FakeVocabulary())
 
@@ -44,7 +44,7 @@ def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list
     while not loop.scheduler.idle:
         loop.step()
     loop.scheduler.check_idle()
-    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.deltas]
+    deltas = [delta for report in reports if isinstance(report, StepReport) for delta in report.outputs]
     return [[delta for delta in deltas if delta.request_id == str(number)] for number in range(len(specs))]
 
 

@@ -11,13 +11,13 @@ import time
 import msgspec
 
 from cllm.workers.channel import Channel
-from cllm.workers.tokenizer import (
+from cllm.workers.messages import (
     Chat,
     CheckConstraint,
-    Numbered,
-    NumberedAnswer,
     RenderChat,
     Text,
+    TokenizerCall,
+    TokenizerReply,
     TokenizeText,
 )
 
@@ -26,9 +26,9 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     channel.receive()  # the configuration
     while (frame := channel.receive()) is not None:
-        numbered = msgspec.msgpack.decode(frame, type=Numbered)
+        call = msgspec.msgpack.decode(frame, type=TokenizerCall)
         time.sleep(0.02)  # so that the others are here too when it dies
-        match numbered.task:
+        match call.task:
             case TokenizeText(text="die") | CheckConstraint():
                 os.kill(os.getpid(), signal.SIGKILL)
             case TokenizeText(text="hang"):
@@ -36,7 +36,7 @@ def main() -> None:
             case RenderChat(Chat(({"content": "endless"},))):
                 os.kill(os.getpid(), signal.SIGPROF)
             case TokenizeText(text=text):
-                channel.send(msgspec.msgpack.encode(NumberedAnswer(numbered.number, Text(text))))
+                channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text(text))))
 
 
 main()

@@ -10,8 +10,8 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied, InvalidRequest
 from cllm.types import ConstraintKind, ConstraintSpec
-from cllm.workers.tokenizer import Chat, CheckConstraint, RenderChat, Text, TokenizeText
-from cllm.workers.tokenizer_client import ProcessTokenizer
+from cllm.workers.executor import ProcessTokenizer
+from cllm.workers.messages import Chat, CheckConstraint, RenderChat, Text, TokenizeText
 
 PATIENCE_S = 60
 

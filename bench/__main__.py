@@ -1,4 +1,4 @@
-"""`cllm bench`: measure, beside llama.cpp's own server and whatever else speaks OpenAI's API."""
+"""`python -m bench`, in a checkout also `cllm bench`: cllm beside llama-server and other OpenAI servers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def bench_command(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="Whom to compare with, again for more: llama-server=PATH, llama-cpp-python, URL, "
+            help="A server to compare with, again for more: llama-server=PATH, llama-cpp-python, URL, "
             "NAME=URL or 'none'; without it, the llama-server built beside the library"
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller, two rounds: a look, not a figure")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for REPORT.md, HTML, JSON and plots")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for REPORT.md, report.json and plots")] = None,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads of every server; 0: one per core")] = 0,
     plain_library: Annotated[
         Path | None, typer.Option(help="Folder of another build of the library, for the bar on it in `long`")
@@ -63,3 +63,7 @@ def bench_command(
         raise typer.Exit(run_bench(options, find(workload or [])))
     except SetupError as error:
         raise fail(error) from None
+
+
+if __name__ == "__main__":
+    typer.run(bench_command)
