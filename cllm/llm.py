@@ -400,10 +400,8 @@ class AsyncLLM(_Base):
         """See `LLM.embed`."""
         if not texts:
             return []
-        task = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts)))
-        stream = self._engine.submit(
-            self._make_embed_request(await asyncio.wrap_future(task)), AsyncOutputStream
-        )
+        tokens = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))))
+        stream = self._engine.submit(self._make_embed_request(tokens), AsyncOutputStream)
         try:
             return _make_vectors([output async for output in stream])
         finally:
