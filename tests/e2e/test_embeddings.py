@@ -129,7 +129,7 @@ BAD: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a number": ({"input": 5}, "input", "input"),
     "true": ({"input": True}, "input", "input"),
     "a negative token": ({"input": [-1]}, "input", "greater than or equal to 0"),
-    "no such token": ({"input": [10**6]}, "input", "no token id"),
+    "no such token": ({"input": [10**6]}, "input", "not a token id"),
     "a lone surrogate": ({"input": "\ud83d"}, "input", "surrogate"),
     "unknown format": ({"input": "x", "encoding_format": "int8"}, "encoding_format", "base64"),
     "no dimensions": ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
