@@ -37,6 +37,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     temperature: Annotated[float, Meta(ge=0, le=10, description="Divides the logits; 0: greedy")] = 0.8
+    dynatemp_range: Annotated[
+        float,
+        Meta(ge=0, le=10, description="Varies the temperature by up to this with the entropy; 0: off"),
+    ] = 0.0
+    dynatemp_exponent: Annotated[
+        float, Meta(ge=0, le=100, description="Dynamic temperature: exponent of the normalised entropy")
+    ] = 1.0
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT32, description="Keep the k most likely tokens; 0: off")] = 40
     top_p: Annotated[
         float, Meta(ge=0, le=1, description="Keep the most likely tokens up to this probability; 1: off")
