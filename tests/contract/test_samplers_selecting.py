@@ -92,7 +92,7 @@ def test_dynamic_temperature_follows_the_entropy_of_what_is_left(
     temperature = lowest + (highest - lowest) * entropy**exponent
     assert abs(temperature - 1.0) > 0.1, "else a plain temperature would pass"
     expected = probabilities(row / np.float32(temperature))[0]
-    dynamic = {"dynatemp_range": spread, "dynatemp_exponent": exponent}
+    dynamic: dict[str, Any] = {"dynatemp_range": spread, "dynatemp_exponent": exponent}
     found = draws(runner, logits, count, top_k=kept, **dynamic).count(int(logits.argmax())) / count
     assert abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)
 
