@@ -1,11 +1,11 @@
-"""Requests and responses of `/v1/embeddings`, `/v1/rerank` and llama-server's `/embedding`."""
+"""Requests and responses of `/v1/embeddings`, `/v1/rerank`, `/v1/score` and llama-server's `/embedding`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.protocol.base import Body, Text, TokenIds
 from cllm.server.protocol.completions import Name
@@ -109,6 +109,42 @@ class RerankBody(Body):
         return tuple(one if isinstance(one, str) else one.text for one in self.documents)
 
 
+class ScoreBody(Body):
+    """`POST /v1/score`."""
+
+    text_1: InputText | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
+        description="One text, or as many as `text_2` has", examples=["What is a panda?"]
+    )
+    text_2: InputText | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
+        description=f"The texts to score against `text_1`; at most {MAX_INPUTS}",
+        examples=[["It is a bear.", "hi"]],
+    )
+    model: Name | None = Field(
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"text_1": "What is a panda?", "text_2": ["It is a bear.", "hi"]}}
+    )
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ScoreBody:
+        queries, documents = self.queries, self.documents
+        if len(queries) not in (1, len(documents)):
+            raise ValueError(
+                f"text_1: it has {len(queries)} texts and text_2 has {len(documents)}; give one, or as many"
+            )
+        return self
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        return (self.text_1,) if isinstance(self.text_1, str) else tuple(self.text_1)
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        return (self.text_2,) if isinstance(self.text_2, str) else tuple(self.text_2)
+
+
 class EmbeddingUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
@@ -156,4 +192,21 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     model: str
     results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of `/v1/score`, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
     usage: EmbeddingUsage

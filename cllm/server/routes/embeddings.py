@@ -1,9 +1,10 @@
-"""Embeddings and rankings: /v1/embeddings, /v1/rerank, and llama-server's /embedding."""
+"""Embeddings, rankings and scores: /v1/embeddings, /v1/rerank, /v1/score, and llama-server's /embedding."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.errors import InvalidRequest
+from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
@@ -32,6 +33,13 @@ _VECTOR = [0.118, -0.042, 0.307]
 _USAGE = api.EmbeddingUsage(8, 8)
 _EMBEDDINGS = api.EmbeddingList(
     model="SmolLM2-135M-Instruct", data=[api.Embedding(index=0, embedding=_VECTOR)], usage=_USAGE
+)
+_SCORED = api.ScoreResponse(
+    id="score-8f0c2d7e",
+    created=1767225600,
+    model="bge-reranker-v2-m3",
+    data=[api.Score(index=0, score=5.27)],
+    usage=_USAGE,
 )
 _RANKED = api.RerankResponse(model="bge-reranker-v2-m3", results=[api.Ranked(0, 5.27)], usage=_USAGE)
 
@@ -83,9 +91,11 @@ def embedding_length(engine: EngineClient) -> int:
 
 
 async def score_pairs(
-    engine: EngineClient, query: str, documents: tuple[str, ...], http: HttpRequest
+    engine: EngineClient, queries: Sequence[str], documents: Sequence[str], field: str, http: HttpRequest
 ) -> tuple[list[float], api.EmbeddingUsage] | None:
-    """The score of each document for a query; None if the client disconnected.
+    """The score of each document for the one query, or for its own; None if the client disconnected.
+
+    `field` is the one that holds the documents, for errors.
 
     Raises InvalidRequest where the model is no reranker: no other model was trained to give a score.
     """
@@ -96,8 +106,17 @@ async def score_pairs(
             "serve a reranker, or rank by the similarity of /v1/embeddings",
             field="model",
         )
-    task = TokenizePairs(query, documents, limits.embed.tokens)
-    found = await embed(engine, (await run_tokenizer(engine, task, TokenLists)).lists, http)
+    several = len(queries) > 1
+    inputs: Inputs = ()
+    for index, query in enumerate(queries):
+        texts = (documents[index],) if several else tuple(documents)
+        try:
+            task = TokenizePairs(query, texts, limits.embed.tokens)
+            inputs += (await run_tokenizer(engine, task, TokenLists)).lists
+        except ContextLengthExceeded as error:
+            old, new = ("documents 0", f"{field} {index}") if several else ("documents", field)
+            raise ContextLengthExceeded(0, 0, message=error.message.replace(old, new), field=field) from None
+    found = await embed(engine, inputs, http)
     if found is None:
         return None
     return [float(to_vector(data, norm=RAW)[0]) for data in found[0]], found[1]
@@ -154,7 +173,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         """Order documents by how well they answer a query; needs a reranker."""
         engine = registry.current
         check_model(body.model)
-        found = await score_pairs(engine, body.query, body.texts, http)
+        found = await score_pairs(engine, [body.query], body.texts, "documents", http)
         if found is None:
             return Response(status_code=GONE)
         scores, usage = found
@@ -169,5 +188,23 @@ def routes(registry: EngineRegistry) -> APIRouter:
         ]
         model = model_name(engine, body.model)
         return StructResponse(api.RerankResponse(model=model, results=results, usage=usage))
+
+    @router.post("/v1/score", **documented(_SCORED, computes=True))
+    @router.post("/score", response_model=None, include_in_schema=False)
+    async def score(body: api.ScoreBody, http: HttpRequest) -> Response:
+        """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
+        engine = registry.current
+        check_model(body.model)
+        found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
+        if found is None:
+            return Response(status_code=GONE)
+        response = api.ScoreResponse(
+            id=f"score-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=model_name(engine, body.model),
+            data=[api.Score(index=index, score=score) for index, score in enumerate(found[0])],
+            usage=found[1],
+        )
+        return StructResponse(response)
 
     return router
