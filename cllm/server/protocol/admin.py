@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import msgspec
 from pydantic import ConfigDict, Field
 
 from cllm.server.protocol.base import Body, Text
-from cllm.types import SlotInfo, Snapshot
-
-METRICS_EXAMPLE = (
-    "# HELP cllm_requests_running Requests being computed\n"
-    "# TYPE cllm_requests_running gauge\n"
-    "cllm_requests_running 3.0\n"
-)
+from cllm.types import SlotInfo
 
 
 class StateFileBody(Body):
@@ -34,15 +26,10 @@ class StateFileBody(Body):
 class StateFileResponse(msgspec.Struct, frozen=True):
     """The prefixes that were written to a state file, or read from one."""
 
-    EXAMPLE: ClassVar[StateFileResponse]
-
     entries: int
     tokens: int
     bytes: int
     skipped: int
-
-
-StateFileResponse.EXAMPLE = StateFileResponse(12, 9216, 212860928, 0)
 
 
 class ReloadBody(Body):
@@ -61,34 +48,15 @@ class ReloadBody(Body):
 class ReloadResponse(msgspec.Struct, frozen=True):
     """The model that serves now."""
 
-    EXAMPLE: ClassVar[ReloadResponse]
-
     model: str
     description: str
     sequences: int
     request_tokens: int
 
 
-ReloadResponse.EXAMPLE = ReloadResponse("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
-
-
-class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
-    EXAMPLE: ClassVar[HealthResponse]
-
-    status: Literal["ok"] = "ok"
-    engine: str
-
-
-HealthResponse.EXAMPLE = HealthResponse(engine="ready")
-
-
-class ReadyResponse(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[ReadyResponse]
-
+class HealthResponse(msgspec.Struct, frozen=True):
     status: str
-
-
-ReadyResponse.EXAMPLE = ReadyResponse("ready")
+    engine: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class SlotCounts(msgspec.Struct, frozen=True):
@@ -112,30 +80,13 @@ class LeaseCounters(msgspec.Struct, frozen=True):
 class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The slots and KV cells, and every lease, between two steps."""
 
-    EXAMPLE: ClassVar[KVResponse]
-
     sequences: SlotCounts
     cells: CellCounts
     leases: tuple[SlotInfo, ...]
     counters: LeaseCounters
 
-    @classmethod
-    def from_snapshot(cls, snapshot: Snapshot) -> KVResponse:
-        total, leased = snapshot.sequences_total, len(snapshot.leases)
-        return cls(
-            sequences=SlotCounts(total, leased, total - leased),
-            cells=CellCounts(snapshot.cells_total, snapshot.cells_used),
-            leases=snapshot.leases,
-            counters=LeaseCounters(
-                snapshot.leased_total,
-                snapshot.released_total,
-                snapshot.cleared_cells_total,
-                snapshot.integrity_failures,
-            ),
-        )
 
-
-KVResponse.EXAMPLE = KVResponse(
+KV_EXAMPLE = KVResponse(
     sequences=SlotCounts(8, 1, 7),
     cells=CellCounts(32768, 57),
     leases=(SlotInfo(seq_id=0, request_id="8f0c2d7e", tokens=58, position=57, state="running", age_s=0.31),),
@@ -155,20 +106,4 @@ class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestsResponse(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[RequestsResponse]
-
     requests: list[RequestInfo]
-
-
-RequestsResponse.EXAMPLE = RequestsResponse(
-    [
-        RequestInfo(
-            id="8f0c2d7e",
-            place="running",
-            age_s=0.31,
-            prompt_tokens=42,
-            generated_tokens=16,
-            max_tokens=256,
-        )
-    ]
-)

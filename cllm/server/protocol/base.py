@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
 from pydantic import (
@@ -42,29 +42,28 @@ class StructResponse(Response):
 def documented(
     response: Any,
     *,
-    example: str | None = None,
     events: Sequence[bytes] = (),
     computes: bool = False,
     errors: Mapping[int, tuple[str, str, str]] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for a route's decorator: what the OpenAPI page says of its responses.
 
-    `response` is a struct with an `EXAMPLE` (an instance of itself), a list of such structs, `str` for plain
-    text (give its `example`), or None where the route only streams. `events` are encoded events of an example
-    stream. `computes`: the request goes through the queue. `errors` are responses that other routes do not
-    have: status → code, message, when it happens.
+    `response` is an example: a struct, a list of structs, or plain text; None where the route only streams.
+    A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream. `computes`:
+    the request goes through the queue. `errors` are responses that other routes do not have: status → code,
+    message, when it happens.
     """
     content: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
-    if response is str:
+    example = getattr(response, "EXAMPLE", response)
+    if isinstance(example, str):
         content[PLAIN] = {"schema": {"type": "string"}, "example": example}
-    elif response is not None:
+    elif example is not None:
+        kind: Any = list[type(example[0])] if isinstance(example, list) else type(example)  # type: ignore[misc]
         (schema,), schemas = msgspec.json.schema_components(
-            (response,), ref_template="#/components/schemas/{name}"
+            (kind,), ref_template="#/components/schemas/{name}"
         )
-        items = get_args(response)
-        shown = [items[0].EXAMPLE] if items else response.EXAMPLE
-        content[JSON] = {"schema": schema, "example": msgspec.to_builtins(shown)}
+        content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if events:
         content[EVENTS] = {"schema": {"type": "string"}, "example": b"".join(events).decode()}
     # As text: FastAPI drops every null on the way, in examples too.
@@ -76,13 +75,13 @@ def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode: it holds a lone surrogate") from None
+        raise ValueError("must be valid Unicode: it contains a lone surrogate") from None
     return value
 
 
 def _source(value: str) -> str:
     if "\0" in value:
-        raise ValueError("may not hold NUL")
+        raise ValueError("must not contain NUL")
     return _text(value)
 
 
@@ -97,11 +96,11 @@ def _object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_object)]
-"""Anything, as long as it can be written as text."""
+"""Any JSON object that can be written as text."""
 
 
 TokenId = Annotated[int, Field(ge=0)]
-# The first wrong one ends it: a million of them would be a million errors, seconds and gigabytes.
+# Checking stops at the first wrong id: a million errors would cost seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
@@ -124,7 +123,7 @@ class Body(BaseModel):
         ]:
             depth += 1
             if depth >= MAX_DEPTH:
-                raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+                raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
         if cls.drops_nulls and isinstance(value, dict):
             return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
         return value
@@ -137,20 +136,20 @@ class NullableBody(Body):
 
 
 class SchedulingBody(Body):
-    """When a request is computed, shared by every route that generates."""
+    """How a request is scheduled, shared by every route that generates."""
 
     timeout: float | None = Field(
         None,
         gt=0,
         le=86400,
-        description="Seconds from acceptance to the last token, at most the server's own limit; then 504",
+        description="Seconds from acceptance to the last token, then 504; the server's own limit applies too",
         examples=[30],
     )
-    priority: int = Field(0, ge=-100, le=100, description="Higher goes first; who waits long goes too")
-    cache_prompt: bool = Field(
-        True, description="May reuse, and leave behind, computed beginnings of prompts"
+    priority: int = Field(
+        0, ge=-100, le=100, description="Higher goes first; waiting raises it by one a second"
     )
-    speculate: bool = Field(True, description="May guess tokens ahead; the text is the same either way")
+    cache_prompt: bool = Field(True, description="Use the prefix cache: match from it and store to it")
+    speculate: bool = Field(True, description="Allow speculative decoding; the text is the same either way")
 
 
 _SAMPLING = get_type_hints(SamplingParams, include_extras=True)
@@ -181,7 +180,7 @@ else:
 
 
 class SamplingBody(_SamplingFields):
-    """The fields of `SamplingParams`, shared by every route that generates. Here stands what differs."""
+    """The fields of `SamplingParams`, shared by every route that generates; those that differ over HTTP."""
 
     top_k: int = sampling_field("top_k", ge=-1, description="Keep the k most likely tokens; 0 or -1: off")
     dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = sampling_field(
@@ -218,35 +217,32 @@ class SamplingBody(_SamplingFields):
 
 
 class ConstrainedBody(SamplingBody):
-    """Fields that say what an answer must look like; at most one of them, and of the API's own.
-
-    `form` is what the API calls its own: a field, or a part of one.
-    """
+    """Structured output: at most one of these fields, or of the API's own field named by `form`."""
 
     form: ClassVar[str] = ""
 
     grammar: SourceText | None = Field(
         None,
         min_length=1,
-        description="GBNF or Lark grammar of the answer",
+        description="The answer follows this GBNF or Lark grammar",
         examples=['root ::= "yes" | "no"'],
     )
     regex: SourceText | None = Field(
         None,
         min_length=1,
-        description="Regular expression the whole answer matches",
+        description="The whole answer matches this regular expression",
         examples=["[0-9]{4}-[0-9]{2}"],
     )
     choice: list[StopText] | None = Field(
         None,
         min_length=1,
         max_length=256,
-        description="The answer is one of these",
+        description="The answer is one of these texts",
         examples=[["red", "blue"]],
     )
     json_schema: dict[str, Any] | None = Field(
         None,
-        description="JSON schema of the answer",
+        description="The answer is JSON that validates against this schema",
         examples=[{"type": "array", "items": {"type": "integer"}}],
     )
 
@@ -255,7 +251,7 @@ class ConstrainedBody(SamplingBody):
         return None
 
     def constraint(self) -> ConstraintSpec | None:
-        """The one that is given; raises InvalidRequest when there are several."""
+        """The constraint on the answer; raises InvalidRequest when there are several."""
         given = [
             (kind, value)
             for kind, value in (
@@ -278,7 +274,7 @@ class ConstrainedBody(SamplingBody):
 
     @property
     def form_field(self) -> str:
-        """The field that a schema came in, or would."""
+        """The field that holds the schema, for errors."""
         given = self.json_schema is not None or not self.form
         return "json_schema" if given else self.form.partition(".")[0]
 
@@ -287,10 +283,9 @@ UNSUPPORTED_MEDIA = "this model accepts text only"
 
 
 def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None = None) -> BeforeValidator:
-    """Before a union told apart by `type`: one that is not `known` is refused by name.
+    """Before a union discriminated by `type`: refuses a type that is not `known`.
 
-    Where none is given it is the `default`. `why` gives reasons for types that others serve; the reason of
-    `""` stands for all that are not listed.
+    A missing type is the `default`. `why` gives reasons by type; that of `""` stands for all not listed.
     """
     reasons = why or {}
 
@@ -303,9 +298,9 @@ def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None
         if isinstance(kind, str) and kind in known:
             return {**value, "type": kind}
         if kind is None:
-            raise ValueError(f"'type' is missing in it; it may be {', '.join(known)}")
-        reason = reasons.get(str(kind), reasons.get("", f"it may be {', '.join(known)}"))
-        raise ValueError(f"type {str(kind)[:64]!r} is not served: {reason}")
+            raise ValueError(f"'type' is missing; it must be {', '.join(known)}")
+        reason = reasons.get(str(kind), reasons.get("", f"it must be {', '.join(known)}"))
+        raise ValueError(f"type {str(kind)[:64]!r} is not supported: {reason}")
 
     return BeforeValidator(check)
 
@@ -314,7 +309,7 @@ ToolDescription = Annotated[
     Text | None,
     Field(
         max_length=1 << 14,
-        description="What it does and when, for the model",
+        description="What the tool does and when to call it, for the model",
         examples=["The weather in a city, now"],
     ),
 ]

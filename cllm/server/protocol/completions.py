@@ -27,52 +27,52 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the answer."""
+    """What a stream sends besides the answer."""
 
-    include_usage: bool = Field(False, description="A last chunk with the usage")
+    include_usage: bool = Field(False, description="Send a last chunk with the usage")
 
 
 class SchemaFormat(Body):
     """A JSON schema with a name."""
 
-    name: Name = Field("answer", description="Ignored: for the client's own order")
+    name: Name = Field("answer", description="Ignored")
     schema_: dict[str, Any] = Field(
         alias="schema",
-        description="What the answer validates against",
+        description="The JSON schema that the answer validates against",
         examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
     )
-    strict: bool | None = Field(None, description="Ignored: it always is", examples=[True])
+    strict: bool | None = Field(None, description="Ignored: the answer always validates", examples=[True])
 
 
 class ResponseFormat(Body):
-    """What the answer must look like."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
-        description="`text`: anything; `json_object`: some JSON object; `json_schema`: what the schema says"
+        description="`text`, `json_object` (any JSON object), or `json_schema` (validates against the schema)"
     )
     json_schema: SchemaFormat | None = Field(
         None,
-        description="For the type `json_schema`, and needed there",
+        description="The schema; required by the type `json_schema`",
         examples=[{"name": "answer", "schema": {"type": "object"}}],
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+            raise ValueError("json_schema is required by the type json_schema, and allowed there only")
         return self
 
 
 class OpenAIFields(NullableBody, ConstrainedBody):
-    """What `/v1/responses` shares with them, too."""
+    """Fields that `/v1/responses` shares with `OpenAIBody`."""
 
     model: Name | None = Field(
-        None, description="Any plain name is served by the loaded model", examples=["any"]
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
-        None, description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
+        None, description="Texts that end the answer and are not part of it", examples=[["\n\n"]]
     )
-    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
+    user: Name | None = Field(None, description="Ignored", examples=["ann"])
     repetition_penalty: float = sampling_field(
         "repetition_penalty", validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
@@ -85,17 +85,19 @@ class OpenAIFields(NullableBody, ConstrainedBody):
 
 
 class OpenAIBody(OpenAIFields):
-    """What both routes share."""
+    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     form = "response_format"
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="How many answers; the prompt is computed once")
+    n: int = Field(
+        1, ge=1, le=MAX_CHOICES, description="How many answers to generate; the prompt is computed once"
+    )
     response_format: ResponseFormat | None = Field(
         None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
     )
-    stream: bool = Field(False, description="Answer as server-sent events, `data: [DONE]` at the end")
+    stream: bool = Field(False, description="Send server-sent events, with `data: [DONE]` at the end")
     stream_options: StreamOptions | None = Field(
-        None, description="What a stream tells besides the answer", examples=[{"include_usage": True}]
+        None, description="What a stream sends besides the answer", examples=[{"include_usage": True}]
     )
 
     def form_schema(self) -> dict[str, Any] | None:
@@ -119,20 +121,33 @@ class CompletionBody(OpenAIBody):
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-    ) = Field(description="Text, texts, tokens, or lists of tokens", examples=["Once upon a time", [1, 2, 3]])
+    ) = Field(
+        description="A text, texts, token ids, or lists of token ids",
+        examples=["Once upon a time", [1, 2, 3]],
+    )
     suffix: Text | None = Field(
         None,
-        description="What comes after the answer; for models with fill-in-the-middle tokens",
+        description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
+    max_tokens: int | None = Field(
+        16, ge=1, description="Maximum number of tokens to generate; null: as many as fit"
+    )
     best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Generate this many, answer the best n", examples=[4]
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Generate this many answers and return the best n",
+        examples=[4],
     )
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="Log-probabilities of this many likeliest tokens", examples=[2]
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of the sampled token and of this many most likely ones",
+        examples=[2],
     )
-    echo: bool = Field(False, description="Put the prompt before the answer")
+    echo: bool = Field(False, description="Repeat the prompt before the answer")
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -143,14 +158,14 @@ class CompletionBody(OpenAIBody):
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of above n cannot be streamed: the best is known at the end")
+            raise ValueError("best_of above n cannot be streamed: the best answers are known only at the end")
         if (self.best_of or self.n) * len(self.prompts) > MAX_PROMPTS:
             raise ValueError(f"n (or best_of) times prompts must be at most {MAX_PROMPTS}")
         return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Always several: texts, or lists of tokens."""
+        """The prompts as a list: of texts, or of lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -192,8 +207,6 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `/v1/completions`, whole or one chunk of a stream."""
 
-    EXAMPLE: ClassVar[Completion]
-
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -202,7 +215,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     usage: CompletionUsage | msgspec.UnsetType = msgspec.UNSET
 
 
-Completion.EXAMPLE = Completion(
+COMPLETION_EXAMPLE = Completion(
     id="cmpl-1",
     created=1767225600,
     model="SmolLM2-135M-Instruct",
@@ -221,13 +234,8 @@ class Model(msgspec.Struct, frozen=True):
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `/v1/models`."""
 
-    EXAMPLE: ClassVar[ModelList]
-
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-ModelList.EXAMPLE = ModelList(data=[Model("SmolLM2-135M-Instruct")])
 
 
 def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> CompletionUsage:

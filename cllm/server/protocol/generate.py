@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -15,13 +15,15 @@ class GenerateBody(ConstrainedBody):
     """`POST /generate` and `/generate_stream`."""
 
     prompt: Text = Field(
-        min_length=1, description="Raw text: no chat template is applied", examples=["Once upon a time"]
+        min_length=1, description="Raw text; no chat template is applied", examples=["Once upon a time"]
     )
-    max_tokens: int = Field(256, ge=1, description="Most tokens to generate; clamped to what fits")
+    max_tokens: int = Field(
+        256, ge=1, description="Maximum number of tokens to generate; clamped to what fits"
+    )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(
-        default=[], description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
+        default=[], description="Texts that end the answer and are not part of it", examples=[["\n\n"]]
     )
-    stream: bool = Field(False, description="Answer as server-sent events")
+    stream: bool = Field(False, description="Send server-sent events")
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -36,7 +38,7 @@ class EncodeBody(Body):
     """`POST /encode`."""
 
     text: Text = Field(
-        description="Text to tokenise; nothing in it is taken for a control token",
+        description="Text to tokenise; control tokens in it are plain text",
         examples=["Once upon a time"],
     )
 
@@ -69,13 +71,11 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `/generate`."""
 
-    EXAMPLE: ClassVar[GenerateResponse]
-
     success: Literal[True] = True
     data: Generated
 
 
-GenerateResponse.EXAMPLE = GenerateResponse(
+GENERATE_EXAMPLE = GenerateResponse(
     data=Generated(
         id="8f0c2d7e4b6a4f5e9c1d2a3b4c5d6e7f",
         text=" there was a",
@@ -108,33 +108,21 @@ class GenerateEndEvent(GenerateEvent, frozen=True, kw_only=True):
 
 
 class EncodeResponse(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[EncodeResponse]
-
     tokens: tuple[int, ...]
     length: int
 
 
-EncodeResponse.EXAMPLE = EncodeResponse((6403, 1980, 253, 655), 4)
-
-
 class DecodeResponse(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[DecodeResponse]
-
     text: str
-
-
-DecodeResponse.EXAMPLE = DecodeResponse("Once upon")
 
 
 class ModelInfoResponse(ModelInfo, frozen=True, kw_only=True):
     """The model that is served, and its limits."""
 
-    EXAMPLE: ClassVar[ModelInfoResponse]
-
     limits: Limits
 
 
-ModelInfoResponse.EXAMPLE = ModelInfoResponse(
+MODEL_EXAMPLE = ModelInfoResponse(
     name="SmolLM2-135M-Instruct",
     architecture="llama",
     description="llama 135M Q4_1",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field
@@ -15,25 +15,27 @@ from cllm.types import TokenLogprob
 
 
 class LlamaCompletionBody(ConstrainedBody):
-    """`POST /completion`. Here -1 tokens means no limit, and the prompt may hold control tokens."""
+    """`POST /completion`. -1 tokens is no limit, and the prompt may contain control tokens."""
 
     prompt: Text | Annotated[TokenIds, Field(min_length=1)] = Field(
-        description="Text, in which control tokens may be spelled, or token ids", examples=["1+1="]
+        description="Text (control tokens in it are parsed), or token ids", examples=["1+1="]
     )
     n_predict: int = Field(
         -1,
         ge=-1,
         validation_alias=AliasChoices("n_predict", "max_tokens"),
-        description="Most tokens to generate (also `max_tokens`); -1: as many as fit",
+        description="Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit",
     )
     stop: list[StopText] = Field(
         default=[],
         max_length=16,
-        description="Texts that end the answer; they are not part of it",
+        description="Texts that end the answer and are not part of it",
         examples=[["\n\n"]],
     )
-    stream: bool = Field(False, description="Answer as server-sent events")
-    n_probs: int = Field(0, ge=0, le=20, description="Log-probabilities of the likeliest")
+    stream: bool = Field(False, description="Send server-sent events")
+    n_probs: int = Field(
+        0, ge=0, le=20, description="Log-probabilities of this many most likely tokens; 0: none"
+    )
     repetition_penalty: float = sampling_field(
         "repetition_penalty", validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
@@ -45,30 +47,30 @@ class LlamaCompletionBody(ConstrainedBody):
 
 
 class SnippetBody(Body):
-    """A piece of another file of the project."""
+    """A snippet of another file of the project."""
 
-    text: Text = Field(description="The piece itself", examples=["def add(a, b): ..."])
-    filename: Text = Field("tmp", max_length=4096, description="Where it comes from", examples=["util.py"])
+    text: Text = Field(description="The text of the snippet", examples=["def add(a, b): ..."])
+    filename: Text = Field("tmp", max_length=4096, description="The file it comes from", examples=["util.py"])
 
 
 class InfillBody(LlamaCompletionBody):
-    """`POST /infill`: everything of `/completion`, and what stands around the gap."""
+    """`POST /infill`: the fields of `/completion`, and the text around the gap."""
 
     input_prefix: Text = Field(
-        description="What stands before the gap; its end is kept if it is too long", examples=["def add("]
+        description="The text before the gap; if it is too long, its end is kept", examples=["def add("]
     )
     input_suffix: Text = Field(
-        description="What stands after the gap; its beginning is kept if it is too long",
+        description="The text after the gap; if it is too long, its start is kept",
         examples=["):\n    return a + b\n"],
     )
     input_extra: list[SnippetBody] = Field(
         default=[],
         max_length=1024,
-        description="Pieces of other files, for the model to know",
+        description="Snippets of other files, as context",
         examples=[[{"filename": "util.py", "text": "def add(a, b): ..."}]],
     )
     prompt: Text = Field(
-        "", description="The beginning of what goes into the gap; may hold control tokens", examples=["a, "]
+        "", description="The start of the text in the gap; control tokens in it are parsed", examples=["a, "]
     )
 
     model_config = ConfigDict(
@@ -90,8 +92,8 @@ class LlamaTokenizeBody(Body):
     """`POST /tokenize`."""
 
     content: Text = Field(description="Text to tokenise", examples=["1+1="])
-    add_special: bool = Field(False, description="Add what the model wants at the beginning")
-    parse_special: bool = Field(True, description="Take spellings of control tokens for them")
+    add_special: bool = Field(False, description="Add the model's own start tokens")
+    parse_special: bool = Field(True, description="Parse control tokens in the text")
 
     model_config = ConfigDict(json_schema_extra={"example": {"content": "1+1="}})
 
@@ -142,8 +144,6 @@ class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
 class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
     """The response of `/completion` and `/infill`, and the last event of their streams."""
 
-    EXAMPLE: ClassVar[LlamaCompletion]
-
     stop: bool = True
     model: str
     tokens_predicted: int
@@ -155,7 +155,7 @@ class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
     timings: LlamaTimings
 
 
-LlamaCompletion.EXAMPLE = LlamaCompletion(
+COMPLETION_EXAMPLE = LlamaCompletion(
     content="2\n\n",
     tokens=(34, 198, 198),
     model="SmolLM2-135M-Instruct",
@@ -169,30 +169,15 @@ LlamaCompletion.EXAMPLE = LlamaCompletion(
 
 
 class LlamaTokens(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[LlamaTokens]
-
     tokens: tuple[int, ...]
 
 
-LlamaTokens.EXAMPLE = LlamaTokens((33, 27, 33, 45))
-
-
 class LlamaContent(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[LlamaContent]
-
     content: str
 
 
-LlamaContent.EXAMPLE = LlamaContent("1+1=")
-
-
 class LlamaPrompt(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[LlamaPrompt]
-
     prompt: str
-
-
-LlamaPrompt.EXAMPLE = LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n<|im_start|>assistant\n")
 
 
 class LlamaSettings(msgspec.Struct, frozen=True):
@@ -202,8 +187,6 @@ class LlamaSettings(msgspec.Struct, frozen=True):
 class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `/props`."""
 
-    EXAMPLE: ClassVar[LlamaProps]
-
     default_generation_settings: LlamaSettings
     total_slots: int
     model_alias: str
@@ -212,7 +195,7 @@ class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
     build_info: str
 
 
-LlamaProps.EXAMPLE = LlamaProps(
+PROPS_EXAMPLE = LlamaProps(
     default_generation_settings=LlamaSettings(4096),
     total_slots=8,
     model_alias="SmolLM2-135M-Instruct",
@@ -222,14 +205,9 @@ LlamaProps.EXAMPLE = LlamaProps(
 
 
 class LlamaSlot(msgspec.Struct, frozen=True):
-    EXAMPLE: ClassVar[LlamaSlot]
-
     id: int
     n_ctx: int
     is_processing: bool
-
-
-LlamaSlot.EXAMPLE = LlamaSlot(0, 4096, is_processing=True)
 
 
 def make_probabilities(entries: Iterable[TokenLogprob]) -> list[LlamaTokenLogprobs]:

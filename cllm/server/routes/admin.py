@@ -13,33 +13,34 @@ from cllm.errors import EngineNotReady
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import Health
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.admin import (
-    METRICS_EXAMPLE,
-    HealthResponse,
-    KVResponse,
-    ReadyResponse,
-    ReloadBody,
-    ReloadResponse,
-    RequestInfo,
-    RequestsResponse,
-    StateFileBody,
-    StateFileResponse,
-)
+from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
+_METRICS = (
+    "# HELP cllm_requests_running Requests being computed\n"
+    "# TYPE cllm_requests_running gauge\n"
+    "cllm_requests_running 3.0\n"
+)
+_REQUEST = api.RequestInfo(
+    id="8f0c2d7e", place="running", age_s=0.31, prompt_tokens=42, generated_tokens=16, max_tokens=256
+)
+_STATE_FILE = api.StateFileResponse(12, 9216, 212860928, 0)
+_RELOADED = api.ReloadResponse("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
 _NOT_WRITTEN = (
     "storage_failed",
     "the state file could not be written: No space left on device",
     "The disk is full or fails; the old file stays",
 )
-_NOT_READ = (
-    "storage_failed",
-    "the state file could not be read: Input/output error",
-    "The disk fails; nothing has changed",
-)
-_NO_FILE = ("not_found", "there is no state file of this name", "No such file")
+_NOT_RESTORED = {
+    404: ("not_found", "there is no state file of this name", "No such file"),
+    507: (
+        "storage_failed",
+        "the state file could not be read: Input/output error",
+        "The disk fails; nothing has changed",
+    ),
+}
 _NOT_RELOADED = (
     "reload_failed",
     "another model is being loaded already; try again when it serves",
@@ -51,24 +52,24 @@ def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["operation"])
 
-    @router.get("/health", **documented(HealthResponse))
+    @router.get("/health", **documented(api.HealthResponse("ok", "ready")))
     async def health() -> Response:
         """Alive: 200 as long as this process answers."""
-        return StructResponse(HealthResponse(engine=registry.current.health.value))
+        return StructResponse(api.HealthResponse("ok", registry.current.health.value))
 
-    @router.get("/ready", **documented(ReadyResponse))
+    @router.get("/ready", **documented(api.HealthResponse("ready")))
     async def ready() -> Response:
         """Ready: 200 when a request sent now would be computed."""
         health = registry.current.health
-        return StructResponse(ReadyResponse(health.value), 200 if health is Health.READY else 503)
+        return StructResponse(api.HealthResponse(health.value), 200 if health is Health.READY else 503)
 
-    @router.get("/metrics", **documented(str, example=METRICS_EXAMPLE))
+    @router.get("/metrics", **documented(_METRICS))
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
         metrics = registry.current.metrics
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.get("/debug/kv", **documented(KVResponse))
+    @router.get("/debug/kv", **documented(api.KV_EXAMPLE))
     async def debug_kv() -> Response:
         """Show the slots, the KV cells and every lease, taken between two steps."""
         try:
@@ -76,14 +77,26 @@ def routes(registry: EngineRegistry) -> APIRouter:
                 snapshot = await asyncio.wrap_future(registry.current.inspect())
         except TimeoutError:
             raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
-        return StructResponse(KVResponse.from_snapshot(snapshot))
+        total, leased = snapshot.sequences_total, len(snapshot.leases)
+        response = api.KVResponse(
+            sequences=api.SlotCounts(total, leased, total - leased),
+            cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used),
+            leases=snapshot.leases,
+            counters=api.LeaseCounters(
+                snapshot.leased_total,
+                snapshot.released_total,
+                snapshot.cleared_cells_total,
+                snapshot.integrity_failures,
+            ),
+        )
+        return StructResponse(response)
 
-    @router.get("/debug/requests", **documented(RequestsResponse))
+    @router.get("/debug/requests", **documented(api.RequestsResponse([_REQUEST])))
     async def debug_requests() -> Response:
         """List the accepted requests: stage, age, progress. Never their text."""
         now = time.monotonic()
         requests = [
-            RequestInfo(
+            api.RequestInfo(
                 id=state.request.id,
                 place=state.stage.value,
                 age_s=round(now - state.arrived, 3),
@@ -93,30 +106,28 @@ def routes(registry: EngineRegistry) -> APIRouter:
             )
             for state in registry.requests
         ]
-        return StructResponse(RequestsResponse(requests))
+        return StructResponse(api.RequestsResponse(requests))
 
     async def answer(asked: Future[StateFileDone]) -> Response:
         # A large file takes its time: streams go on meanwhile.
         done = await asyncio.wrap_future(asked)
-        return StructResponse(StateFileResponse(done.entries, done.tokens, done.size, done.skipped))
+        return StructResponse(api.StateFileResponse(done.entries, done.tokens, done.size, done.skipped))
 
-    @router.post("/admin/prefixes/save", **documented(StateFileResponse, errors={507: _NOT_WRITTEN}))
-    async def save(body: StateFileBody) -> Response:
+    @router.post("/admin/prefixes/save", **documented(_STATE_FILE, errors={507: _NOT_WRITTEN}))
+    async def save(body: api.StateFileBody) -> Response:
         """Write the prefix cache in RAM to a file."""
         return await answer(registry.current.save_prefixes(body.name))
 
-    @router.post(
-        "/admin/prefixes/restore", **documented(StateFileResponse, errors={404: _NO_FILE, 507: _NOT_READ})
-    )
-    async def restore(body: StateFileBody) -> Response:
+    @router.post("/admin/prefixes/restore", **documented(_STATE_FILE, errors=_NOT_RESTORED))
+    async def restore(body: api.StateFileBody) -> Response:
         """Load a file into the prefix cache in RAM, as far as it fits."""
         return await answer(registry.current.restore_prefixes(body.name))
 
-    @router.post("/admin/reload", **documented(ReloadResponse, errors={409: _NOT_RELOADED}))
-    async def reload(body: ReloadBody) -> Response:
+    @router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))
+    async def reload(body: api.ReloadBody) -> Response:
         """Load a model beside the one that serves, then change over; running streams end on the old one."""
         info, limits = loaded(await registry.reload(body.model))
-        answer = ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
+        answer = api.ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
         return StructResponse(answer)
 
     return router

@@ -1,9 +1,10 @@
-"""Embeddings and rankings: /v1/embeddings, /v1/rerank, and llama-server's /embedding."""
+"""Embeddings, rankings and scores: /v1/embeddings, /v1/rerank, /v1/score, and llama-server's /embedding."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,26 +14,13 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.errors import InvalidRequest
+from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.protocol import embeddings as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.protocol.embeddings import (
-    Embedding,
-    EmbeddingList,
-    EmbeddingsBody,
-    EmbeddingUsage,
-    Input,
-    LlamaEmbedding,
-    LlamaEmbeddingBody,
-    Ranked,
-    RankedText,
-    RerankBody,
-    RerankResponse,
-    as_list,
-)
 from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_model, check_tokens, model_name
 from cllm.text.embeddings import RAW, to_vector
@@ -41,6 +29,19 @@ from cllm.workers.messages import TokenizePairs, TokenizeTexts, TokenLists
 
 ENTRIES_AT_A_TIME = 64
 Inputs = tuple[tuple[int, ...], ...]
+_VECTOR = [0.118, -0.042, 0.307]
+_USAGE = api.EmbeddingUsage(8, 8)
+_EMBEDDINGS = api.EmbeddingList(
+    model="SmolLM2-135M-Instruct", data=[api.Embedding(index=0, embedding=_VECTOR)], usage=_USAGE
+)
+_SCORED = api.ScoreResponse(
+    id="score-8f0c2d7e",
+    created=1767225600,
+    model="bge-reranker-v2-m3",
+    data=[api.Score(index=0, score=5.27)],
+    usage=_USAGE,
+)
+_RANKED = api.RerankResponse(model="bge-reranker-v2-m3", results=[api.Ranked(0, 5.27)], usage=_USAGE)
 
 
 async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:
@@ -53,9 +54,9 @@ async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:
     return encoded
 
 
-async def tokenize_inputs(engine: EngineClient, value: Input, field: str) -> Inputs:
+async def tokenize_inputs(engine: EngineClient, value: api.Input, field: str) -> Inputs:
     """The tokens of each input; raises ContextLengthExceeded for one that is too long."""
-    inputs = as_list(value)
+    inputs = api.as_list(value)
     texts = tuple(one for one in inputs if isinstance(one, str))
     if texts:
         task = TokenizeTexts(texts, loaded(engine)[1].embed.tokens, field)
@@ -65,7 +66,7 @@ async def tokenize_inputs(engine: EngineClient, value: Input, field: str) -> Inp
 
 async def embed(
     engine: EngineClient, inputs: Inputs, http: HttpRequest
-) -> tuple[Sequence[bytes], EmbeddingUsage] | None:
+) -> tuple[Sequence[bytes], api.EmbeddingUsage] | None:
     """The embeddings of inputs in their order, or None if the client disconnected."""
     tenant = http.scope["state"]["tenant"].name
     request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=inputs, tenant=tenant)
@@ -74,7 +75,7 @@ async def embed(
         return None
     last = collected[0][-1]
     assert last.usage is not None and len(last.embeddings) == len(inputs)
-    return last.embeddings, EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
+    return last.embeddings, api.EmbeddingUsage(last.usage.prompt_tokens, last.usage.prompt_tokens)
 
 
 def embedding_length(engine: EngineClient) -> int:
@@ -90,9 +91,11 @@ def embedding_length(engine: EngineClient) -> int:
 
 
 async def score_pairs(
-    engine: EngineClient, query: str, documents: tuple[str, ...], http: HttpRequest
-) -> tuple[list[float], EmbeddingUsage] | None:
-    """The score of each document for a query; None if the client disconnected.
+    engine: EngineClient, queries: Sequence[str], documents: Sequence[str], field: str, http: HttpRequest
+) -> tuple[list[float], api.EmbeddingUsage] | None:
+    """The score of each document for the one query, or for its own; None if the client disconnected.
+
+    `field` is the one that holds the documents, for errors.
 
     Raises InvalidRequest where the model is no reranker: no other model was trained to give a score.
     """
@@ -103,8 +106,17 @@ async def score_pairs(
             "serve a reranker, or rank by the similarity of /v1/embeddings",
             field="model",
         )
-    task = TokenizePairs(query, documents, limits.embed.tokens)
-    found = await embed(engine, (await run_tokenizer(engine, task, TokenLists)).lists, http)
+    several = len(queries) > 1
+    inputs: Inputs = ()
+    for index, query in enumerate(queries):
+        texts = (documents[index],) if several else tuple(documents)
+        try:
+            task = TokenizePairs(query, texts, limits.embed.tokens)
+            inputs += (await run_tokenizer(engine, task, TokenLists)).lists
+        except ContextLengthExceeded as error:
+            old, new = ("documents 0", f"{field} {index}") if several else ("documents", field)
+            raise ContextLengthExceeded(0, 0, message=error.message.replace(old, new), field=field) from None
+    found = await embed(engine, inputs, http)
     if found is None:
         return None
     return [float(to_vector(data, norm=RAW)[0]) for data in found[0]], found[1]
@@ -114,8 +126,8 @@ def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["embeddings"])
 
-    @router.post("/v1/embeddings", **documented(EmbeddingList, computes=True))
-    async def embeddings(body: EmbeddingsBody, http: HttpRequest) -> Response:
+    @router.post("/v1/embeddings", **documented(_EMBEDDINGS, computes=True))
+    async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
         """Turn texts into embeddings of length 1."""
         engine = registry.current
         check_model(body.model)
@@ -131,18 +143,18 @@ def routes(registry: EngineRegistry) -> APIRouter:
         arrays = (to_vector(data, body.dimensions) for data in found[0])
         as_text = body.encoding_format == "base64"
         entries = await encode_entries(
-            Embedding(
+            api.Embedding(
                 index=index,
                 embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist(),
             )
             for index, array in enumerate(arrays)
         )
         model = model_name(engine, body.model)
-        return StructResponse(EmbeddingList(model=model, usage=found[1], data=entries))
+        return StructResponse(api.EmbeddingList(model=model, usage=found[1], data=entries))
 
-    @router.post("/embedding", **documented(list[LlamaEmbedding], computes=True))
+    @router.post("/embedding", **documented([api.LlamaEmbedding(0, [_VECTOR])], computes=True))
     @router.post("/embeddings", response_model=None, include_in_schema=False)
-    async def llama_embedding(body: LlamaEmbeddingBody, http: HttpRequest) -> Response:
+    async def llama_embedding(body: api.LlamaEmbeddingBody, http: HttpRequest) -> Response:
         """Turn texts into embeddings, in llama-server's shape."""
         engine = registry.current
         embedding_length(engine)
@@ -150,31 +162,49 @@ def routes(registry: EngineRegistry) -> APIRouter:
         if found is None:
             return Response(status_code=GONE)
         arrays = (to_vector(data, norm=body.embd_normalize) for data in found[0])
-        entries = (LlamaEmbedding(index, [array.tolist()]) for index, array in enumerate(arrays))
+        entries = (api.LlamaEmbedding(index, [array.tolist()]) for index, array in enumerate(arrays))
         return StructResponse(await encode_entries(entries))
 
-    @router.post("/v1/rerank", **documented(RerankResponse, computes=True))
+    @router.post("/v1/rerank", **documented(_RANKED, computes=True))
     @router.post("/v1/reranking", response_model=None, include_in_schema=False)
     @router.post("/rerank", response_model=None, include_in_schema=False)
     @router.post("/reranking", response_model=None, include_in_schema=False)
-    async def rerank(body: RerankBody, http: HttpRequest) -> Response:
+    async def rerank(body: api.RerankBody, http: HttpRequest) -> Response:
         """Order documents by how well they answer a query; needs a reranker."""
         engine = registry.current
         check_model(body.model)
-        found = await score_pairs(engine, body.query, body.texts, http)
+        found = await score_pairs(engine, [body.query], body.texts, "documents", http)
         if found is None:
             return Response(status_code=GONE)
         scores, usage = found
         best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
         results = [
-            Ranked(
+            api.Ranked(
                 index,
                 scores[index],
-                RankedText(body.texts[index]) if body.return_documents else msgspec.UNSET,
+                api.RankedText(body.texts[index]) if body.return_documents else msgspec.UNSET,
             )
             for index in best
         ]
         model = model_name(engine, body.model)
-        return StructResponse(RerankResponse(model=model, results=results, usage=usage))
+        return StructResponse(api.RerankResponse(model=model, results=results, usage=usage))
+
+    @router.post("/v1/score", **documented(_SCORED, computes=True))
+    @router.post("/score", response_model=None, include_in_schema=False)
+    async def score(body: api.ScoreBody, http: HttpRequest) -> Response:
+        """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
+        engine = registry.current
+        check_model(body.model)
+        found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
+        if found is None:
+            return Response(status_code=GONE)
+        response = api.ScoreResponse(
+            id=f"score-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=model_name(engine, body.model),
+            data=[api.Score(index=index, score=score) for index, score in enumerate(found[0])],
+            usage=found[1],
+        )
+        return StructResponse(response)
 
     return router

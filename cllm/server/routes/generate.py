@@ -16,28 +16,17 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_event
+from cllm.server.protocol import generate as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.protocol.generate import (
-    DecodeBody,
-    DecodeResponse,
-    EncodeBody,
-    EncodeResponse,
-    GenerateBody,
-    Generated,
-    GenerateEndEvent,
-    GenerateEvent,
-    GenerateResponse,
-    ModelInfoResponse,
-)
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, make_request
 from cllm.types import FinishReason, Request, Usage
 from cllm.workers.messages import Detokenize, Text, TokenizeText, Tokens
 
 _EVENTS = (
-    encode(GenerateEvent(id="8f0c", token=" there")),
+    encode(api.GenerateEvent(id="8f0c", token=" there")),
     encode(
-        GenerateEndEvent(
+        api.GenerateEndEvent(
             id="8f0c",
             generated_tokens=3,
             finish_reason=FinishReason.LENGTH,
@@ -51,12 +40,12 @@ async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
     """`/generate_stream`'s events: one a token, then the summary or the error."""
     async for output in stream:
         if output.text:
-            yield encode(GenerateEvent(id=output.request_id, token=output.text))
+            yield encode(api.GenerateEvent(id=output.request_id, token=output.text))
         if output.error is not None:
             yield encode(failure_event(output.error, output.request_id))
         elif output.finish_reason is not None:
             assert output.usage is not None
-            end = GenerateEndEvent(
+            end = api.GenerateEndEvent(
                 id=output.request_id,
                 generated_tokens=output.usage.completion_tokens,
                 finish_reason=output.finish_reason,
@@ -65,7 +54,7 @@ async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
             yield encode(end)
 
 
-async def _make_request(engine: EngineClient, body: GenerateBody, http: HttpRequest) -> Request:
+async def _make_request(engine: EngineClient, body: api.GenerateBody, http: HttpRequest) -> Request:
     engine.check_capacity()
     task = TokenizeText(body.prompt, loaded(engine)[1].request_tokens)
     return await make_request(
@@ -83,8 +72,8 @@ def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["cLLM"])
 
-    @router.post("/generate", **documented(GenerateResponse, events=_EVENTS, computes=True))
-    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+    @router.post("/generate", **documented(api.GENERATE_EXAMPLE, events=_EVENTS, computes=True))
+    async def generate(body: api.GenerateBody, http: HttpRequest) -> Response:
         """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
         if body.stream:
             return await generate_stream(body, http)
@@ -99,7 +88,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         last = outputs[-1]
         assert last.usage is not None and last.finish_reason is not None
         generated = last.usage.completion_tokens
-        data = Generated(
+        data = api.Generated(
             id=request.id,
             text="".join(output.text for output in outputs),
             response_time=round(seconds, 6),
@@ -109,32 +98,32 @@ def routes(registry: EngineRegistry) -> APIRouter:
             finish_reason=last.finish_reason,
             usage=last.usage,
         )
-        return StructResponse(GenerateResponse(data=data))
+        return StructResponse(api.GenerateResponse(data=data))
 
     @router.post("/generate_stream", **documented(None, events=_EVENTS, computes=True))
-    async def generate_stream(body: GenerateBody, http: HttpRequest) -> Response:
+    async def generate_stream(body: api.GenerateBody, http: HttpRequest) -> Response:
         """Complete a prompt as server-sent events."""
         engine = registry.current
         stream = engine.submit(await _make_request(engine, body, http), AsyncOutputStream)
         return EventStream(engine, [stream], events(stream))
 
-    @router.post("/encode", **documented(EncodeResponse))
-    async def encode_text(body: EncodeBody) -> Response:
+    @router.post("/encode", **documented(api.EncodeResponse((6403, 1980, 253, 655), 4)))
+    async def encode_text(body: api.EncodeBody) -> Response:
         """Convert text to token ids."""
         tokens = (await run_tokenizer(registry.current, TokenizeText(body.text), Tokens)).tokens
-        return StructResponse(EncodeResponse(tokens, len(tokens)))
+        return StructResponse(api.EncodeResponse(tokens, len(tokens)))
 
-    @router.post("/decode", **documented(DecodeResponse))
-    async def decode_tokens(body: DecodeBody) -> Response:
+    @router.post("/decode", **documented(api.DecodeResponse("Once upon")))
+    async def decode_tokens(body: api.DecodeBody) -> Response:
         """Convert token ids to text."""
         engine = registry.current
         task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
-        return StructResponse(DecodeResponse((await run_tokenizer(engine, task, Text)).text))
+        return StructResponse(api.DecodeResponse((await run_tokenizer(engine, task, Text)).text))
 
-    @router.get("/model/info", **documented(ModelInfoResponse))
+    @router.get("/model/info", **documented(api.MODEL_EXAMPLE))
     async def model_info() -> Response:
         """Describe the model that is served, and its limits."""
         info, limits = loaded(registry.current)
-        return StructResponse(ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits))
+        return StructResponse(api.ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits))
 
     return router

@@ -17,24 +17,9 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
+from cllm.server.protocol import llama as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
-from cllm.server.protocol.llama import (
-    InfillBody,
-    LlamaCompletion,
-    LlamaCompletionBody,
-    LlamaContent,
-    LlamaDetokenizeBody,
-    LlamaEvent,
-    LlamaPrompt,
-    LlamaProps,
-    LlamaSettings,
-    LlamaSlot,
-    LlamaTimings,
-    LlamaTokenizeBody,
-    LlamaTokens,
-    make_probabilities,
-)
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, make_request
 from cllm.text.tool_formats import get_tool_format
@@ -43,8 +28,8 @@ from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, 
 
 ROUTE = "/completion"
 _COMPLETION = documented(
-    LlamaCompletion,
-    events=(encode(LlamaEvent(content="2", tokens=(34,))), encode(LlamaCompletion.EXAMPLE)),
+    api.COMPLETION_EXAMPLE,
+    events=(encode(api.LlamaEvent(content="2", tokens=(34,))), encode(api.COMPLETION_EXAMPLE)),
     computes=True,
 )
 
@@ -65,17 +50,19 @@ class TimedStream(AsyncOutputStream):
 
 def make_completion(
     model: str, stream: TimedStream, outputs: Sequence[RequestOutput], *, logprobs: bool
-) -> LlamaCompletion:
+) -> api.LlamaCompletion:
     """A finished answer, or its last event: how it ended and what it took."""
     last = outputs[-1]
     assert last.usage is not None
     usage, now = last.usage, time.perf_counter()
     first = stream.first or now
     seconds = now - first
-    return LlamaCompletion(
+    return api.LlamaCompletion(
         content="".join(output.text for output in outputs),
         tokens=tuple(token for output in outputs for token in output.tokens),
-        completion_probabilities=make_probabilities(entry for output in outputs for entry in output.logprobs)
+        completion_probabilities=api.make_probabilities(
+            entry for output in outputs for entry in output.logprobs
+        )
         if logprobs
         else UNSET,
         model=model,
@@ -84,7 +71,7 @@ def make_completion(
         tokens_cached=usage.cached_tokens,
         stop_type="limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos",
         stopping_word=last.stop or "",
-        timings=LlamaTimings(
+        timings=api.LlamaTimings(
             cache_n=usage.cached_tokens,
             prompt_n=usage.prompt_tokens - usage.cached_tokens,
             prompt_ms=1000 * (first - stream.started),
@@ -103,9 +90,11 @@ async def events(model: str, stream: TimedStream) -> AsyncIterator[bytes]:
         elif output.finish_reason is not None:
             yield encode(make_completion(model, stream, [output], logprobs=bool(output.logprobs)))
         else:
-            probabilities = make_probabilities(output.logprobs) if output.logprobs else UNSET
+            probabilities = api.make_probabilities(output.logprobs) if output.logprobs else UNSET
             yield encode(
-                LlamaEvent(content=output.text, tokens=output.tokens, completion_probabilities=probabilities)
+                api.LlamaEvent(
+                    content=output.text, tokens=output.tokens, completion_probabilities=probabilities
+                )
             )
 
 
@@ -115,7 +104,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
 
     @router.post(ROUTE, **_COMPLETION)
     @router.post("/completions", response_model=None, include_in_schema=False)
-    async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response:
+    async def completion(body: api.LlamaCompletionBody, http: HttpRequest) -> Response:
         """Complete a prompt."""
         engine = registry.current
         engine.check_capacity()
@@ -128,7 +117,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         return await answer(engine, body, http, prompt)
 
     @router.post("/infill", **_COMPLETION)
-    async def infill(body: InfillBody, http: HttpRequest) -> Response:
+    async def infill(body: api.InfillBody, http: HttpRequest) -> Response:
         """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
         engine = registry.current
         engine.check_capacity()
@@ -139,7 +128,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         return await answer(engine, body, http, (await run_tokenizer(engine, task, Tokens)).tokens)
 
     async def answer(
-        engine: EngineClient, body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
+        engine: EngineClient, body: api.LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
     ) -> Response:
         request = await make_request(
             engine,
@@ -160,34 +149,36 @@ def routes(registry: EngineRegistry) -> APIRouter:
             return Response(status_code=GONE)
         return StructResponse(make_completion(model, stream, collected[0], logprobs=body.n_probs > 0))
 
-    @router.post("/tokenize", **documented(LlamaTokens))
-    async def tokenize(body: LlamaTokenizeBody) -> Response:
+    @router.post("/tokenize", **documented(api.LlamaTokens((33, 27, 33, 45))))
+    async def tokenize(body: api.LlamaTokenizeBody) -> Response:
         """Convert text to token ids."""
         task = TokenizeText(body.content, 0, add_special=body.add_special, parse_special=body.parse_special)
-        return StructResponse(LlamaTokens((await run_tokenizer(registry.current, task, Tokens)).tokens))
+        return StructResponse(api.LlamaTokens((await run_tokenizer(registry.current, task, Tokens)).tokens))
 
-    @router.post("/detokenize", **documented(LlamaContent))
-    async def detokenize(body: LlamaDetokenizeBody) -> Response:
+    @router.post("/detokenize", **documented(api.LlamaContent("1+1=")))
+    async def detokenize(body: api.LlamaDetokenizeBody) -> Response:
         """Convert token ids to text."""
         engine = registry.current
         task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
-        return StructResponse(LlamaContent((await run_tokenizer(engine, task, Text)).text))
+        return StructResponse(api.LlamaContent((await run_tokenizer(engine, task, Text)).text))
 
-    @router.post("/apply-template", **documented(LlamaPrompt))
+    @router.post(
+        "/apply-template", **documented(api.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
+    )
     async def apply_template(body: ConversationBody) -> Response:
         """Render a conversation with the model's chat template."""
         engine = registry.current
         conversation = body.conversation()
         template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
         task = RenderChat(conversation.for_template(get_tool_format(template)))
-        return StructResponse(LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
+        return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
 
-    @router.get("/props", **documented(LlamaProps))
+    @router.get("/props", **documented(api.PROPS_EXAMPLE))
     async def props() -> Response:
         """Describe the model and the defaults."""
         info, limits = loaded(registry.current)
-        answer = LlamaProps(
-            default_generation_settings=LlamaSettings(limits.request_tokens),
+        answer = api.LlamaProps(
+            default_generation_settings=api.LlamaSettings(limits.request_tokens),
             total_slots=limits.sequences,
             model_alias=info.name,
             chat_template=info.chat_template or "",
@@ -196,14 +187,14 @@ def routes(registry: EngineRegistry) -> APIRouter:
         )
         return StructResponse(answer)
 
-    @router.get("/slots", **documented(list[LlamaSlot]))
+    @router.get("/slots", **documented([api.LlamaSlot(0, 4096, is_processing=True)]))
     async def slots() -> Response:
         """List the slots, and whether each computes."""
         limits = loaded(registry.current)[1]
         running = sum(state.dispatched is not None for state in registry.requests)
         return StructResponse(
             [
-                LlamaSlot(number, limits.request_tokens, is_processing=number < running)
+                api.LlamaSlot(number, limits.request_tokens, is_processing=number < running)
                 for number in range(limits.sequences)
             ]
         )

@@ -16,16 +16,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
+from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.protocol.completions import (
-    Completion,
-    CompletionBody,
-    CompletionChoice,
-    Model,
-    ModelList,
-    make_choice,
-    make_usage,
-)
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, make_request
 from cllm.text.prompt import Gap
@@ -37,20 +29,20 @@ _replace = msgspec.structs.replace
 _json = msgspec.json.Encoder()
 _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
-_CHUNK = _replace(Completion.EXAMPLE, choices=[CompletionChoice(0, " there")], usage=msgspec.UNSET)
+_CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " there")], usage=msgspec.UNSET)
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["OpenAI"])
 
-    @router.get("/v1/models", **documented(ModelList))
+    @router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))
     async def models() -> Response:
         """List the models."""
-        return StructResponse(ModelList(data=[Model(loaded(registry.current)[0].name)]))
+        return StructResponse(api.ModelList(data=[api.Model(loaded(registry.current)[0].name)]))
 
-    @router.post(ROUTE, **documented(Completion, events=(encode(_CHUNK), DONE), computes=True))
-    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+    @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
+    async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         """Complete prompts."""
         engine = registry.current
         check_model(body.model)
@@ -71,27 +63,27 @@ def routes(registry: EngineRegistry) -> APIRouter:
         echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
         streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
         model = body.model or info.name
-        head = Completion(id=request.id, created=int(time.time()), model=model, choices=[])
+        head = api.Completion(id=request.id, created=int(time.time()), model=model, choices=[])
         if body.stream:
             return EventStream(engine, streams, _events(body, head, prompts, echoes, streams))
         collected = await collect(engine, streams, http)
         if collected is None:
             return Response(status_code=GONE)
-        usage = make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
+        usage = api.make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
         if best_of > body.n:
             collected = _best(collected, best_of, body.n)
         choices = []
         for index, outputs in enumerate(collected):
             echo = echoes[index // body.n]
-            choices.append(make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
+            choices.append(api.make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
         return StructResponse(_replace(head, choices=choices, usage=usage))
 
     return router
 
 
 async def _events(
-    body: CompletionBody,
-    head: Completion,
+    body: api.CompletionBody,
+    head: api.Completion,
     prompts: Sequence[tuple[int, ...]],
     echoes: Sequence[str],
     streams: Sequence[AsyncOutputStream],
@@ -102,7 +94,7 @@ async def _events(
     offsets = list(map(len, echoes))
     if body.echo:
         for index, echo in enumerate(echoes):
-            yield encode(_replace(head, choices=[CompletionChoice(index, echo)]))
+            yield encode(_replace(head, choices=[api.CompletionChoice(index, echo)]))
     usages: list[Usage | None] = []
     async for index, output in merged(streams):
         if output.error is not None:
@@ -113,14 +105,14 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         logprobs = body.logprobs is not None
-        choice = make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
+        choice = api.make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens))
         yield encode(_replace(head, choices=[choice]))
         if output.finish_reason is not None:
             usages.append(output.usage)
     if body.include_usage:
-        yield encode(_replace(head, usage=make_usage(usages, sum(map(len, prompts)))))
+        yield encode(_replace(head, usage=api.make_usage(usages, sum(map(len, prompts)))))
     yield DONE
 
 

@@ -298,7 +298,7 @@ def test_only_one_form_of_the_answer_can_be_asked_for() -> None:
             "tool_choice: 'x' is not among the tools",
             "tool_choice",
         ),
-        ({"input": [{"type": "message"}]}, "input: 'role' is missing in it", "input"),
+        ({"input": [{"type": "message"}]}, "input: 'role' is missing", "input"),
         ({"stop": [5]}, "stop: Input should be a valid string", "stop"),
     ],
 )
