@@ -3,19 +3,24 @@ PYTHON ?= python3
 ARGS ?=
 # Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-RECIPE := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py source.py toolchain.py)
+BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py source.py toolchain.py)
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 	.venv/bin/cllm serve $(ARGS)
 
-test: .venv/ready-test ## run the tests; ARGS go to pytest
+test: .venv/ready-test ## all tests, under ten minutes on two cores; ARGS go to pytest
 	.venv/bin/python -m pytest $(WORKERS) $(ARGS)
 
-faults: .venv/ready-test ## survive every fault of the list, by its number; ARGS="-k fault_43"
-	.venv/bin/python -m pytest tests/faults $(WORKERS) $(ARGS)
+unit: .venv/ready-test ## the fast tier: tests of the source tree without a server, under 45 seconds
+	.venv/bin/python -m pytest tests/unit $(WORKERS) $(ARGS)
+
+failures: .venv/ready-test ## survive every failure mode of docs/failure-modes.md; ARGS="-k engine"
+	.venv/bin/python -m pytest tests/failure_modes $(WORKERS) $(ARGS)
+
+faults: failures # its old name
 
 check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .
@@ -23,42 +28,45 @@ check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/unit/test_architecture.py
 
-stats: .venv/ready ## the countable properties of the code, each beside its bar; ARGS="--list", "--json", "--static"
+stats: .venv/ready ## the code's size beside its bars; ARGS="--list", "--json", "--static"
 	.venv/bin/python scripts/stats.py $(ARGS)
 
 bench: .venv/ready-bench ## all workloads beside llama-server (built the first time, ten minutes); ARGS=--quick: a look
 	.venv/bin/cllm build --with-server
-	.venv/bin/python -m bench.cli --out build/bench $(ARGS)
+	.venv/bin/python -m bench --out build/bench $(ARGS)
 
-seeds: .venv/ready build/tiny.gguf ## the earlier server's test cases, as a table
+fuzz: .venv/ready-test ## valid and invalid input for every route, from its description; ARGS="--examples 500 --seed 2"
+	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
+
+seeds: .venv/ready build/tiny.gguf ## the earlier server's failing cases, as a table
 	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)
 
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
 	.venv/bin/python -m tests.soak.soak --tiny build/tiny.gguf $(ARGS)
 
-pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: all answered, all texts right
+pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: preempted, answered, the right text
 	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
-
-fuzz: .venv/ready-test ## send every route what its description allows and what it does not; ARGS="--examples 500 --seed 2"
-	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
 	.venv/bin/python -m tests.soak.schemas $(ARGS)
 
-doctor: .venv/ready ## what cllm sees of this machine
+features: .venv/ready ## greedy text with every feature on is the text with all of them off
+	.venv/bin/python -m tests.soak.features $(ARGS)
+
+doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
 
-firsttoken: ## how long a fresh clone takes to its first token, tuning included, and a second start (minutes; its own cache)
+firsttoken: ## from a fresh clone to its first token, tuning included, and a second start (minutes; its own cache)
 	scripts/first_token.sh
 
 clean: ## remove .venv and what the tools leave here (the built library stays in the cache)
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis build dist *.egg-info
 
 build/tiny.gguf: .venv/ready tests/tiny_models.py
 	@mkdir -p build
 	.venv/bin/python -c "from pathlib import Path; from tests.tiny_models import make_dense; make_dense(Path('$@'))"
 
-.venv/ready: $(RECIPE)
+.venv/ready: $(BUILD_INPUTS)
 	PYTHON="$(PYTHON)" scripts/setup.sh
 	@touch $@
 
@@ -70,4 +78,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test faults check stats bench seeds soak pressure fuzz schemas doctor firsttoken clean
+.PHONY: help serve test unit failures faults check stats bench fuzz seeds soak pressure schemas features doctor firsttoken clean

@@ -1,8 +1,9 @@
-"""`python -P bench/step_driver.py [REQUESTS]`: what one checkout's scheduler does and costs, on a fake.
+"""`python -P bench/step_driver.py [REQUESTS]`: the work and the cost of a checkout's scheduler.
 
-Run as a file with `PYTHONPATH` at the checkout to measure, by `compare_trees`; it imports nothing else of
-`bench`. Knows the layout before the redesign (`cllm.engine.loop`) and the one since (`cllm.core`). Prints
-JSON: the work counters, and the seconds of Python CPU a step outside the runner.
+`compare_trees` runs it as a file, with `PYTHONPATH` at the checkout to measure; it imports nothing else of
+`bench`. It drives the scheduler on the fake runner, in the layout before the redesign (`cllm.engine.loop`)
+and in the one since (`cllm.core`). Prints JSON: work counters, and seconds of Python CPU a step outside the
+runner.
 """
 
 from __future__ import annotations

@@ -282,6 +282,11 @@ def request_figures(root: Path) -> list[Figure]:
     serving = next(process for process in processes if role(process["argv"]) == "serve")
     modules = [name for name in serving["modules"] if name == "cllm" or name.startswith("cllm.")]
     native = [name for name in NATIVE if name in serving["modules"]]
+    program = (
+        "import sys, cllm.server.app as _; print(*(m for m in sys.modules if m.split('.')[0] == 'cllm'))"
+    )
+    command, environment = [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(root)}
+    alone = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True).stdout.split()
     functions: set[Function] = set()
     before: set[Function] = set()
     details: list[str] = []
@@ -298,6 +303,7 @@ def request_figures(root: Path) -> list[Figure]:
             longest = max(longest, (lengths.get((file, line), 1), f"{relative}:{line} {name}"))
     return [
         Figure.at_most("cllm modules in the HTTP process", len(modules), 70, modules),
+        Figure("… by `import cllm.server.app` alone", len(alone)),
         Figure("native or core modules there", len(native), "0", not native, native),
         Figure.at_most("functions entered by one request", len(functions), 65, details),
         Figure("… until its answer is there", len(before)),

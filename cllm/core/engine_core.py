@@ -70,7 +70,7 @@ class EngineCore:
             spec_decode=spec_decode
             or SpecDecodePolicy(
                 draft_tokens,
-                lambda: runner.create_drafter() or NgramDrafter(),
+                runner.create_drafter if config.draft_model else NgramDrafter,
                 draft_model=bool(config.draft_model),
             ),
         )
@@ -109,7 +109,8 @@ class EngineCore:
         try:
             while self._take_commands():
                 self.step()
-                self.cache_files.slice()
+                if not self.cache_files.idle:
+                    self.cache_files.slice()
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             error = exception if isinstance(exception, CllmError) else EngineDied("the engine loop died")
@@ -130,22 +131,28 @@ class EngineCore:
         waits = not self.embedding.idle
         self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
-        work = StepWork()
+        results: list[StepResult] = []
         batch = scheduler.schedule()
         if batch is not None:
-            work.rows, work.tokens = len(batch.rows), batch.token_count
             for part, result in self._compute(scheduler, batch):
                 scheduler.update(part, result)
                 self._count_failures(part.kind, result)
-                work.add(result)
+                results.append(result)
         self.step_started = None
         outputs = self._take_outputs()
         now = time.perf_counter()
         self._busy_since = None if self.idle else now
         if outputs or batch is not None:
-            work.step_s = now - started
-            work.transfer_s = self.scheduler.transfer.seconds - transferred_s
-            self._emit(StepReport(outputs, self._stats(work)))
+            stats = self._stats(
+                steps=len(results),
+                rows=len(batch.rows) if batch is not None else 0,
+                tokens=batch.token_count if batch is not None else 0,
+                step_s=now - started,
+                compute_s=sum(result.compute_s for result in results),
+                sample_s=sum(result.sample_s for result in results),
+                transfer_s=self.scheduler.transfer.seconds - transferred_s,
+            )
+            self._emit(StepReport(outputs, stats))
 
     @property
     def idle(self) -> bool:
@@ -230,9 +237,8 @@ class EngineCore:
                 return False
         return True
 
-    def _stats(self, work: StepWork | None = None) -> StepStats:
+    def _stats(self, **work: float) -> StepStats:
         """Work since the last report, and the state at its end."""
-        work = work or StepWork()
         scheduler, cache, transfer = self.scheduler, self.scheduler.prefix_cache, self.scheduler.transfer
         counters = Counter(
             prefix_hits=cache.hits,
@@ -244,13 +250,6 @@ class EngineCore:
         )
         new, self._reported = counters - self._reported, counters
         return StepStats(
-            steps=work.steps,
-            rows=work.rows,
-            tokens=work.tokens,
-            step_s=work.step_s,
-            compute_s=work.compute_s,
-            sample_s=work.sample_s,
-            transfer_s=work.transfer_s,
             running=scheduler.running_count + self.embedding.count,
             waiting=scheduler.waiting_count,
             leases=scheduler.pool.held_count,
@@ -260,22 +259,8 @@ class EngineCore:
             prefix_bytes=cache.host.cached_bytes,
             swapped_bytes=cache.host.swapped_bytes,
             **new,
+            **work,  # type: ignore[arg-type]
         )
-
-
-class StepWork:
-    """What one step computed, and where its time went."""
-
-    __slots__ = ("compute_s", "rows", "sample_s", "step_s", "steps", "tokens", "transfer_s")
-
-    def __init__(self) -> None:
-        self.steps = self.rows = self.tokens = 0
-        self.step_s = self.compute_s = self.sample_s = self.transfer_s = 0.0
-
-    def add(self, result: StepResult) -> None:
-        self.steps += 1
-        self.compute_s += result.compute_s
-        self.sample_s += result.sample_s
 
 
 class StepInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as List
 from itertools import pairwise
+from operator import attrgetter
 
 from cllm.backend.base import Row, count_ubatches
 from cllm.core.sequence import Sequence
@@ -27,12 +28,9 @@ class PrefillBudget:
     def __init__(self, batch_tokens: int, target_s: float, cost: StepCostModel) -> None:
         self.batch_tokens = batch_tokens
         self.target_s = target_s
+        self.max_step_s = self.AIM * target_s
         self.cost = cost
         self._turn = 0
-
-    @property
-    def max_step_s(self) -> float:
-        return self.AIM * self.target_s
 
     def schedule_tokens(
         self, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
@@ -47,7 +45,7 @@ class PrefillBudget:
         sequences = list(running)
         if all(sequence.pending == 1 for sequence in sequences):
             return {sequence.id: 1 for sequence in sequences}
-        sequences.sort(key=lambda sequence: sequence.arrival)
+        sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
         decoding = [sequence for sequence in sequences if sequence not in prompts]

@@ -100,7 +100,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
-        self.prefix_cache.start_step()
+        self.prefix_cache.transferred_before_s = self.transfer.seconds
         self._admit_waiting()
         self._check_positions()
         counts = self.budget.schedule_tokens(self._running.values(), self._urgency)
@@ -356,7 +356,8 @@ class Scheduler:
             if reason is not FinishReason.ERROR:
                 self.prefix_cache.store(sequence, others=len(self._running) > 1)
             self._release(sequence)
-        self.transfer.discard(sequence)
+        if sequence.swapped is not None:
+            self.transfer.discard(sequence)
         if sequence.sampler is not None:
             try:
                 sequence.sampler.close()

@@ -121,7 +121,7 @@ class SpecDecodePolicy:
     def __init__(
         self,
         max_tokens: int,
-        new_drafter: Callable[[], Drafter] = NgramDrafter,
+        new_drafter: Callable[[], Drafter | None] = NgramDrafter,
         *,
         draft_model: bool = False,
     ) -> None:
@@ -133,8 +133,10 @@ class SpecDecodePolicy:
         """None where drafts are not wanted, or where a grammar would have to be asked about each."""
         if not self._max_tokens or not request.speculate or request.constraint is not None:
             return None
+        if (drafter := self._new_drafter()) is None:
+            return None
         rate = self.MODEL_ACCEPTANCE if self._draft_model else self.NGRAM_ACCEPTANCE
-        return DraftState(self._new_drafter(), acceptance_rate=rate, pauses=self._draft_model)
+        return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model)
 
     def draft(
         self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float

@@ -12,18 +12,17 @@ import pytest
 
 from cllm.backend.llama.library import load
 from cllm.config import EngineConfig
-from cllm.tune.process import TrialProcess
 from cllm.tune.session import TRIAL
-from cllm.tune.trial import CASES, Plan, TrialTask
+from cllm.tune.trial import CASES, Plan, TrialProcess, TrialTask
 from cllm.tune.trial_worker import Bench, Trial
 
 EVERY_CASE = {case.name for case in CASES}
-PLAN = Plan(streams=3, short=16, long=96, steps=2)
+PLAN = Plan(requests=3, short=16, long=96, steps=2)
 LIMIT_S = 60.0
 # The real trial, but a setting of poll kills it, or lets it hang: what a wrong instruction would do.
 MORTAL = """
 import os, signal, sys, time
-from cllm.backend.llama import trial
+from cllm.tune import trial_worker as trial
 real = trial.Trial.measure
 def measure(self, task):
     if task.config.poll == 13:
@@ -89,14 +88,14 @@ def test_the_model_is_loaded_once_unless_the_setting_needs_it(models: dict[str, 
 
 
 def test_one_stream_and_short_contexts_alone(trial: TrialProcess, models: dict[str, Path]) -> None:
-    one = trial.ask(settings(models), Plan(streams=1, short=16, long=64, steps=1), LIMIT_S)
+    one = trial.ask(settings(models), Plan(requests=1, short=16, long=64, steps=1), LIMIT_S)
     assert set(one.seconds) == {"prefill", "one_short", "one_long"}
-    short = trial.ask(settings(models), Plan(streams=2, short=16, long=0, steps=1), LIMIT_S)
+    short = trial.ask(settings(models), Plan(requests=2, short=16, long=0, steps=1), LIMIT_S)
     assert set(short.seconds) == {"prefill", "one_short", "all_short"}
 
 
 def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Path]) -> None:
-    plan = Plan(streams=1, perplexity_tokens=300)
+    plan = Plan(requests=1, perplexity_tokens=300)
     found = {
         types: trial.ask(settings(models, cache_type_k=types, cache_type_v=types), plan, LIMIT_S).perplexity
         for types in ("f32", "f16", "q4_0")

@@ -30,7 +30,7 @@ CELLS = PARALLEL * NEED // 4
 CLIENTS = 4 * PARALLEL
 TIE = 0.05  # logits closer than this (alone) may be sampled either way under load
 PATIENCE_S = 600.0
-COUNTERS = ("cllm_parks_total", "cllm_resumes_total")
+COUNTERS = ("cllm_preemptions_total", "cllm_swap_ins_total")
 
 
 @dataclass(frozen=True, slots=True)

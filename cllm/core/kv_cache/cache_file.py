@@ -324,9 +324,7 @@ class CacheFileJobs:
             self._fail(command.call_id, error)
 
     def slice(self) -> None:
-        """Go on with the job at hand, a few milliseconds of it."""
-        if not self._jobs:
-            return
+        """Go on with the job at hand, a few milliseconds of it. There must be one."""
         job = self._jobs[0]
         try:
             self._waits = next(job.work)

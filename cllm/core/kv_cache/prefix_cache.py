@@ -63,12 +63,8 @@ class PrefixCache:
         self._cuttable = not (runner.info.recurrent or runner.info.sliding_window)
         self._unified = runner.limits.unified
         self._last_saved = (1, 0)  # tokens and bytes of a state: what to expect of the next
-        self._transferred_before_s = 0.0  # until this step
+        self.transferred_before_s = 0.0  # until this step: saving may keep others waiting for a bounded time
         self.hits = self.hit_tokens = self.saves = 0  # in all
-
-    def start_step(self) -> None:
-        """The time for which saving may keep other requests waiting is counted by the step."""
-        self._transferred_before_s = self._transfer.seconds
 
     def _tenant(self, sequence: Sequence) -> str:
         return "" if self._across_tenants else sequence.request.tenant
@@ -234,7 +230,7 @@ class PrefixCache:
 
     def _pays(self, size: int, new: int, *, others: bool) -> bool:
         seconds = self._cost.save_s(size)
-        spent = self._transfer.seconds - self._transferred_before_s
+        spent = self._transfer.seconds - self.transferred_before_s
         if others and spent + seconds > self._budget.target_s:
             return False
         if seconds > self.MAX_SAVE_COST * new * self._token_s():

@@ -86,7 +86,7 @@ class KVTransfer:
             sequence.num_computed = 0
 
     def discard(self, sequence: Sequence) -> None:
-        """Give back the swap space of a sequence; nothing happens if it holds none."""
-        if sequence.swapped is not None:
-            self._host.give_back(len(sequence.swapped))
-            sequence.swapped = None
+        """Give back the swap space of a sequence that holds some."""
+        assert sequence.swapped is not None
+        self._host.give_back(len(sequence.swapped))
+        sequence.swapped = None
