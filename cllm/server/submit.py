@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.requests import HTTPConnection
+from starlette.requests import Request as HttpRequest
 
 from cllm.errors import InvalidRequest, ModelNotFound
 from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.base import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 from cllm.workers.messages import CheckConstraint, Text
+
+
+def get_registry(http: HttpRequest) -> EngineRegistry:
+    """The engines of the app. A handler asks once for the `current` one, which serves its whole request."""
+    registry = http.app.state.registry
+    assert isinstance(registry, EngineRegistry)
+    return registry
 
 
 def check_model(name: str | None) -> None:
@@ -50,7 +58,7 @@ async def check_constraint(engine: EngineClient, body: ConstrainedBody) -> Const
 
 async def make_request(
     engine: EngineClient,
-    http: HTTPConnection,
+    http: HttpRequest,
     body: ConstrainedBody,
     *,
     request_id: str,
