@@ -43,8 +43,8 @@ ERRORS = {  # status → code and message of an example
     504: ("deadline_exceeded", "the request was not done within its 30 s: it was still waiting"),
 }
 WHEN = {
-    400: "A field is wrong (the message names it), the prompt is too long (`context_length_exceeded`), or the "
-    "model does not support the request",
+    400: "A field is wrong (the message names it), the prompt is too long (`context_length_exceeded`), or "
+    "the model does not support the request",
     401: "The server has API keys, and the request has none of them",
     403: "The Host header is not a name of this server",
     404: "No such model",

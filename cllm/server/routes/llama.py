@@ -19,6 +19,7 @@ from cllm.server.errors import failure_body
 from cllm.server.protocol import llama as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
+from cllm.server.protocol.generate import DecodeBody
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, get_registry, make_request
 from cllm.text.tool_formats import get_tool_format
@@ -158,7 +159,7 @@ async def tokenize(body: api.LlamaTokenizeBody, http: HttpRequest) -> Response:
 
 
 @router.post("/detokenize", **documented(api.LlamaContent("1+1=")))
-async def detokenize(body: api.LlamaDetokenizeBody, http: HttpRequest) -> Response:
+async def detokenize(body: DecodeBody, http: HttpRequest) -> Response:
     """Convert token ids to text."""
     engine = get_registry(http).current
     task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
