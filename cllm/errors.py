@@ -1,35 +1,35 @@
-"""Every error cllm raises on purpose.
+"""Errors: every exception that cllm raises on purpose.
 
     CllmError
-    ├── ClientError            the request is wrong; the same request will fail again       400
+    ├── ClientError            the request is wrong; sending it again fails again           400
     │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
     │   ├── ContextLengthExceeded  the prompt does not fit                                  400
-    │   ├── StateFileError         a saved state that is corrupt, or of another model       400
+    │   ├── StateFileError         a saved prefix file is corrupt, or of another model      400
     │   ├── SlowReader             the client does not read its stream                      408
-    │   ├── Unauthorized           no key, or one nobody has                                401
-    │   ├── Forbidden              the key (or the name the server was called by) is not enough 403
+    │   ├── Unauthorized           no API key, or an unknown one                            401
+    │   ├── Forbidden              the key lacks the right, or `Host` is not allowed        403
     │   ├── NotFound               no such route or request                                 404
     │   │   └── ModelNotFound      no such model                                            404
     │   └── ReloadFailed           the model could not be changed; the old one serves       409
-    ├── CapacityError          the request is fine; not now                                 503
-    │   ├── QueueFull              the waiting line is full                                 429
-    │   ├── RateLimited            this tenant has had what it may have for now             429
-    │   ├── DeadlineExceeded       the request's time was up                                504
-    │   ├── EngineNotReady         loading or restarting                                    503
-    │   └── ShuttingDown           draining                                                 503
-    ├── EngineError            our fault, or llama.cpp's                                    500
+    ├── CapacityError          the request is valid, but cannot be served now               503
+    │   ├── QueueFull              the request queue is full                                429
+    │   ├── RateLimited            the tenant has used up its rate limit                    429
+    │   ├── DeadlineExceeded       the request's timeout has passed                         504
+    │   ├── EngineNotReady         the engine is loading or restarting                      503
+    │   └── ShuttingDown           the server is draining                                   503
+    ├── EngineError            a failure of cllm or llama.cpp                               500
     │   ├── EngineDied             the engine process ended while the request ran           500
-    │   ├── PoisonRequest          the engine died each time with this request              500
+    │   ├── PoisonRequest          the engine died each time it ran this request            500
     │   ├── BadBatch               llama.cpp refused this sequence's rows                   500
     │   ├── StorageFailed          the disk is full, or fails                               507
-    │   ├── PositionMismatch       law 3 broken                                             500
-    │   └── IntegrityError         law 7 broken                                             500
-    └── SetupError             cllm cannot start; one clear line, exit code 2
+    │   ├── PositionMismatch       the invariant of derived positions is violated           500
+    │   └── IntegrityError         the invariant of KV accounting is violated               500
+    └── SetupError             cllm cannot start: one line, exit code 2
         ├── ModelFileError         missing, truncated, corrupt, not GGUF
         ├── LibraryError           no native library, or one that cannot run here
         ├── NotEnoughMemory        model + KV do not fit
-        ├── PortInUse              somebody listens there already
-        └── ConfigError            a flag, variable or file says something impossible
+        ├── PortInUse              another program listens on the port
+        └── ConfigError            a flag, a variable or the TOML file has an invalid value
 
 The table that maps them to HTTP is in `cllm.server.errors`.
 """
@@ -40,7 +40,7 @@ import math
 
 
 class CllmError(Exception):
-    """The root. `code` is stable and machine-readable; the message is for people."""
+    """Root of the tree. `code` is stable and machine-readable; the message is for people."""
 
     code = "error"
 
@@ -54,7 +54,7 @@ class ClientError(CllmError):
 
 
 class InvalidRequest(ClientError):
-    """A field is wrong. `field` names it."""
+    """A field is missing, mistyped or out of range; `field` names it."""
 
     code = "invalid_request"
 
@@ -78,7 +78,7 @@ class ContextLengthExceeded(InvalidRequest):
     def __init__(self, prompt_tokens: int, limit: int, *, message: str = "", field: str = "prompt") -> None:
         super().__init__(
             message
-            # Clients tell this error from others by the words OpenAI uses: "maximum context length is".
+            # Clients recognise this error by OpenAI's words: "maximum context length is".
             or f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit}: "
             "at most that many fit (prompt and answer together, at least one of them generated); "
             "shorten the prompt or start the server with a larger --ctx-size",
@@ -89,7 +89,7 @@ class ContextLengthExceeded(InvalidRequest):
 
     @classmethod
     def of_input(cls, index: int, tokens: int, limit: int, field: str = "input") -> ContextLengthExceeded:
-        """The same for a text that is to become a vector."""
+        """The same for an embedding input or a rerank prompt."""
         message = (
             f"{field} {index} has {tokens} tokens, but a text to embed may hold at most {limit}; "
             "shorten it or start the server with a larger --embed-tokens"
@@ -223,7 +223,7 @@ def _by_code(root: type[CllmError]) -> dict[str, type[CllmError]]:
 
 
 def from_code(code: str, message: str) -> CllmError:
-    """Rebuild an error that crossed a process boundary; unknown codes become EngineError."""
+    """Make the error that crossed a process boundary; unknown codes become EngineError."""
     kind = _by_code(CllmError).get(code, EngineError)
     error = kind.__new__(kind)
     CllmError.__init__(error, message)

@@ -1,4 +1,4 @@
-"""How cllm logs: one line per event on standard error, never a prompt or an answer."""
+"""Logging: one line per event on standard error, never a prompt or an answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
 
 
 def configure_logging(level: str) -> None:
-    """Set up the root logger of a process that cllm owns (server, child, CLI); not for library use."""
+    """Set up the root logger of a process that cllm owns (server, worker, CLI); not for library use."""
     logging.basicConfig(stream=sys.stderr, level=level.upper(), format=FORMAT, force=True)
-    # Chatty at debug level without telling an operator anything.
+    # Verbose at debug level, of no use to an operator.
     for noisy in ("asyncio", "httpx", "httpcore", "multipart"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

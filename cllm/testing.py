@@ -15,7 +15,7 @@ The same behind HTTP, with the real scheduler, admission and worker processes, f
     $ python -m cllm.testing serve --port 8080
     $ curl 127.0.0.1:8080/generate -H 'Content-Type: application/json' -d '{"prompt": "\\u0002Hello!\\u0003"}'
 
-Its workers are this module too: `python -m cllm.testing FD engine|text LOG_LEVEL`.
+Its workers are this module too: `python -m cllm.testing FD engine|tokenizer LOG_LEVEL`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -397,14 +398,11 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
 
 
 def _run_worker(arguments: list[str]) -> int:
-    from cllm.workers.channel import Channel
     from cllm.workers.engine_worker import main as run_worker
     from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
 
-    def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
-        answer_tasks(channel, TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE))
-
-    return run_worker(arguments, _make_runner, serve_tokenizer)
+    tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
+    return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
 
 
 def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
@@ -419,9 +417,7 @@ def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
     executor = ProcessExecutor(config, log_level=server.log_level, module="cllm.testing")
     engine = EngineClient(executor, queue_size=server.queue_size)
 
-    def announce(url: str) -> None:
-        print(f"cllm serves fake (a script) at {url}", flush=True)
-
+    announce = partial(print, "cllm serves fake (a script) at", flush=True)
     with contextlib.closing(bind(server)) as listener, asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(serve(engine, server, listener, announce))
 

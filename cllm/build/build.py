@@ -1,9 +1,9 @@
-"""The build: llama.cpp's source made into a library for this machine, once.
+"""The native build: llama.cpp compiled into a library for this machine, once.
 
     python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable] [--with-server]
 
-Only what is loaded is built (libllama, and ggml for the CPU), with the flags this CPU and compiler call
-for. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
+Only what is loaded is built (libllama, and ggml for the CPU), with the flags that this CPU and compiler
+need. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
 Standard library only: this runs before the dependencies are installed.
 """
 
@@ -26,24 +26,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cllm.build import options as cpu
 from cllm.build import toolchain
-from cllm.build.options import SERVER_PROGRAMS, Recipe, revision
+from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
 from cllm.build.source import BINDINGS_VERSION, cache_directory, fetch_source
 from cllm.build.toolchain import BuildError
 
 __all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main"]
 
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
-_BYTES_PER_JOB = 2**30  # what the compiler takes for the largest sources
+_BYTES_PER_JOB = 2**30  # memory of the compiler for the largest sources
 
 Log = Callable[[str], None]
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line may ask for."""
+class Arguments:
+    """Arguments of the command line."""
 
     force: bool = False
     compiler: str | None = None
@@ -67,58 +66,58 @@ def find_built() -> Path | None:
     return max(found)[1] if found else None
 
 
-def _build(options: Options, log: Log, progress: Progress) -> Path:
-    """Try one recipe after the other. A finished build of one that comes up is taken as it is."""
+def _build(arguments: Arguments, log: Log, progress: Progress) -> Path:
+    """Try one set of build options after the other; a finished build of one is reused."""
     tools = cache_directory() / "tools"
     failures: list[str] = []
     with _lock(log):
-        for recipe in _recipes(options, tools, failures):
-            target = cache_directory() / "native" / recipe.key
-            if _is_finished(target, options):
-                (target / "build.json").touch()  # what was asked for last is what find_built returns
+        for options in _candidates(arguments, tools, failures):
+            target = cache_directory() / "native" / options.key
+            if _is_finished(target, arguments):
+                (target / "build.json").touch()  # find_built returns the latest
                 return target
-            # Without these no recipe can succeed, so their errors end the search.
+            # No build succeeds without these, so their errors end the search.
             source, cmake, ninja = fetch_source(log), toolchain.find_cmake(tools), toolchain.find_ninja(tools)
-            log(f"building llama.cpp: {recipe}")
+            log(f"building llama.cpp: {options}")
             started = time.monotonic()
             try:
-                work = _configure(recipe, source, cmake, ninja, options)
-                _run_ninja(ninja, work, options, progress)
-                _install(work / "bin", target, _info(recipe, options, time.monotonic() - started))
+                work = _configure(options, source, cmake, ninja, arguments)
+                _run_ninja(ninja, work, arguments, progress)
+                _install(work / "bin", target, _info(options, arguments, time.monotonic() - started))
                 return target
             except BuildError as error:
-                failures.append(f"{recipe}: {error}")
+                failures.append(f"{options}: {error}")
                 if target.exists():
-                    break  # this recipe has built the library before, so another would not do better
-                log(f"that failed ({recipe})")
+                    break  # these options have built the library before, so others would not do better
+                log(f"that failed ({options})")
     raise BuildError("llama.cpp could not be built. What was tried:\n" + "\n".join(failures))
 
 
-def _recipes(options: Options, tools: Path, failures: list[str]) -> Iterator[Recipe]:
-    """The preferred one, a plain one, another compiler; each is looked for only when it is its turn."""
-    compiler = toolchain.find_compiler(tools, options.compiler)
-    if not options.portable:
-        yield Recipe(compiler)
-    yield Recipe(compiler, portable=True)
-    if options.compiler is None and not compiler.is_zig:
+def _candidates(arguments: Arguments, tools: Path, failures: list[str]) -> Iterator[BuildOptions]:
+    """Build options to try: native, portable, another compiler. Each is made when its turn comes."""
+    compiler = toolchain.find_compiler(tools, arguments.compiler)
+    if not arguments.portable:
+        yield BuildOptions(compiler)
+    yield BuildOptions(compiler, portable=True)
+    if arguments.compiler is None and not compiler.is_zig:
         try:
             zig = toolchain.find_compiler(tools, "zig")
         except BuildError as error:
             failures.append(str(error))
         else:
-            yield Recipe(zig, options.portable)
+            yield BuildOptions(zig, arguments.portable)
 
 
-def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: Options) -> Path:
+def _configure(options: BuildOptions, source: Path, cmake: Path, ninja: Path, arguments: Arguments) -> Path:
     """Run CMake and return the build's folder. The last one's objects are kept, for --with-server."""
-    work = cache_directory() / "work" / recipe.key
+    work = cache_directory() / "work" / options.key
     for folder in work.parent.glob("*"):
-        if folder != work or options.force or not _made_here(folder):
+        if folder != work or arguments.force or not _made_here(folder):
             shutil.rmtree(folder)
     work.mkdir(parents=True, exist_ok=True)
     command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     command += ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(work)]
-    command += recipe.cmake_arguments(work, options.with_server)
+    command += options.cmake_arguments(work, arguments.with_server)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
@@ -126,16 +125,24 @@ def _configure(recipe: Recipe, source: Path, cmake: Path, ninja: Path, options: 
 
 
 def _made_here(work: Path) -> bool:
-    """False for a folder whose cache was copied or moved from elsewhere: CMake would refuse it."""
+    """False for a folder that was copied or moved: CMake would refuse its cache."""
     cache = work / "CMakeCache.txt"
     return not cache.exists() or f"CMAKE_CACHEFILE_DIR:INTERNAL={work}\n" in cache.read_text(errors="replace")
 
 
-def _run_ninja(ninja: Path, work: Path, options: Options, progress: Progress) -> None:
-    """Build, and report each step. Raises BuildError with the end of what the compiler said."""
-    command = [str(ninja), "-C", str(work), "-j", str(options.jobs or _jobs()), "llama", *options.programs]
+def _run_ninja(ninja: Path, work: Path, arguments: Arguments, progress: Progress) -> None:
+    """Build, and report each step. Raises BuildError with the end of the compiler's output."""
+    command = [
+        str(ninja),
+        "-C",
+        str(work),
+        "-j",
+        str(arguments.jobs or _jobs()),
+        "llama",
+        *arguments.programs,
+    ]
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
-    said: list[str] = []
+    output: list[str] = []
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -144,10 +151,10 @@ def _run_ninja(ninja: Path, work: Path, options: Options, progress: Progress) ->
             if step is not None:
                 progress(int(step[1]), int(step[2]), step[3].rpartition("/")[2].removesuffix(".o"))
             else:
-                said.append(line)
+                output.append(line)
     if process.returncode != 0:
         raise BuildError(
-            f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(said))}"
+            f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(output))}"
         )
 
 
@@ -169,28 +176,28 @@ def _install(built: Path, target: Path, info: dict[str, Any]) -> None:
         stage.rename(target)
 
 
-def _is_finished(target: Path, options: Options) -> bool:
-    files = (target / "build.json", *(target / "bin" / name for name in options.programs))
-    return not options.force and all(file.exists() for file in files)
+def _is_finished(target: Path, arguments: Arguments) -> bool:
+    files = (target / "build.json", *(target / "bin" / name for name in arguments.programs))
+    return not arguments.force and all(file.exists() for file in files)
 
 
 def _suitable() -> dict[str, Any]:
-    """What `build.json` must say of a build that may be loaded here."""
+    """The part of `build.json` that must match for a build to be loaded here."""
     return {
         "version": BINDINGS_VERSION,
-        "machine": cpu.machine(),
-        "cpu_features": list(cpu.features()),
-        "recipe": revision(),
+        "machine": machine(),
+        "cpu_features": list(features()),
+        "recipe": revision(),  # the build options; the key stays, so that finished builds are found
     }
 
 
-def _info(recipe: Recipe, options: Options, seconds: float) -> dict[str, Any]:
+def _info(options: BuildOptions, arguments: Arguments, seconds: float) -> dict[str, Any]:
     return {
         **_suitable(),
-        "compiler": recipe.compiler.identity,
-        "flags": list(recipe.flags),
-        "portable": recipe.portable,
-        "with_server": options.with_server,
+        "compiler": options.compiler.identity,
+        "flags": list(options.flags),
+        "portable": options.portable,
+        "with_server": arguments.with_server,
         "seconds": round(seconds, 1),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -198,12 +205,13 @@ def _info(recipe: Recipe, options: Options, seconds: float) -> dict[str, Any]:
 
 def _jobs() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(cpu.usable_cores(), memory // _BYTES_PER_JOB))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // _BYTES_PER_JOB))
 
 
 @contextlib.contextmanager
 def _lock(log: Log) -> Iterator[None]:
-    """One process at a time; the system lets go of the lock when its holder ends, however it ends."""
+    """Hold the build lock; the system releases it when its holder ends, however that happens."""
     cache_directory().mkdir(parents=True, exist_ok=True)
     with (cache_directory() / "build.lock").open("w") as file:
         try:
@@ -215,12 +223,12 @@ def _lock(log: Log) -> Iterator[None]:
 
 
 def _every_tenth(log: Log) -> Progress:
-    """A line at each tenth of the way."""
+    """Progress as a line at each tenth, for logs."""
     last = 0
 
     def report(done: int, total: int, what: str) -> None:
         nonlocal last
-        if done * 10 // total != last:  # it falls back when a second attempt begins
+        if done * 10 // total != last:  # it restarts with a second attempt
             last = done * 10 // total
             log(f"{last * 10:3d} %  {done}/{total}  {what}")
 
@@ -228,38 +236,38 @@ def _every_tenth(log: Log) -> Progress:
 
 
 def _one_line(done: int, total: int, what: str) -> None:
-    """A line that is written over, for terminals."""
+    """Progress as one line that is overwritten, for terminals."""
     width = shutil.get_terminal_size().columns - 1
     text = f"{done * 100 // total:3d} %  {done}/{total}  {what}"
     sys.stderr.write(f"\r\x1b[K{text[:width]}" + ("\r\x1b[K" if done == total else ""))
     sys.stderr.flush()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line: progress on stderr, the folder on stdout."""
-    parser = argparse.ArgumentParser(prog="python -m cllm.build.build", description=__doc__.splitlines()[0])
-    parser.add_argument("--force", action="store_true", help="build even if it is there")
+def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.build") -> int:
+    """Run the command line: progress on stderr, the folder on stdout."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--force", action="store_true", help="build again even if a build is there")
     parser.add_argument("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
-    parser.add_argument("--portable", action="store_true", help="plain flags that any compiler takes")
+    parser.add_argument("--portable", action="store_true", help="no flags for this CPU: slower, safe")
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
     parser.add_argument(
         "--with-server", action="store_true", help="also llama-server and llama-bench, into bin/"
     )
     parser.add_argument("--fetch", action="store_true", help="only unpack the source; prints its folder")
-    chosen = vars(parser.parse_args(arguments))
+    values = vars(parser.parse_args(arguments))
 
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     try:
-        if chosen.pop("fetch"):
+        if values.pop("fetch"):
             with _lock(log):
                 print(fetch_source(log))
             return 0
-        options = Options(**chosen)
-        default = options == Options(jobs=options.jobs)
+        chosen = Arguments(**values)
+        default = chosen == Arguments(jobs=chosen.jobs)
         progress = _one_line if sys.stderr.isatty() else _every_tenth(log)
-        print((find_built() if default else None) or _build(options, log, progress))
+        print((find_built() if default else None) or _build(chosen, log, progress))
     except BuildError as error:
         log(f"error: {error}")
         return 2

@@ -1,4 +1,4 @@
-"""The recipe: compiler, flags and CMake options of one build of llama.cpp.
+"""Build options: compiler, flags and CMake options of one build of llama.cpp, and the CPU they are for.
 
 Standard library only: this runs before the dependencies are installed.
 """
@@ -6,7 +6,6 @@ Standard library only: this runs before the dependencies are installed.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cllm.build import options as cpu
 from cllm.build.source import BINDINGS_VERSION
 from cllm.build.toolchain import Compiler
 
@@ -52,25 +50,25 @@ _INSTRUCTION_SETS = {
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One way to build: a compiler, with flags for this very CPU or with none."""
+class BuildOptions:
+    """Options of one build: a compiler, with flags for this very CPU or portable ones."""
 
     compiler: Compiler
     portable: bool = False
 
     @cached_property
     def flags(self) -> tuple[str, ...]:
-        """For C and C++ alike. Asks the compiler."""
+        """Flags for C and C++ alike. Asks the compiler."""
         return self.compiler.portable_flags() if self.portable else self.compiler.native_flags()
 
     @property
     def key(self) -> str:
-        """The name of the build's folder: equal recipes on equal CPUs have equal keys."""
-        info = [self.compiler.identity, str(self.portable), *self.flags, revision(), *cpu.features()]
-        return f"{BINDINGS_VERSION}-{cpu.machine()}-{_digest(info)}"
+        """The name of the build's folder: equal options on equal CPUs have equal keys."""
+        info = [self.compiler.identity, str(self.portable), *self.flags, revision(), *features()]
+        return f"{BINDINGS_VERSION}-{machine()}-{_digest(info)}"
 
     def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
-        """All of CMake's arguments but the folders. Writes a file that CMake reads into `work`."""
+        """CMake's arguments without the folders. Writes a file that CMake reads into `work`."""
         arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_optimisation_file(work)}"]
         origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
         arguments.append(f"-DCMAKE_INSTALL_RPATH={origin};{origin}/..")
@@ -82,21 +80,21 @@ class Recipe:
         arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
         if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
             for option, name in _INSTRUCTION_SETS.items():
-                arguments.append(f"-DGGML_{option}={_switch(name in cpu.features())}")
+                arguments.append(f"-DGGML_{option}={_switch(name in features())}")
         return arguments
 
     def __str__(self) -> str:
-        kind = "plain" if self.portable else "for this CPU"
+        kind = "portable" if self.portable else "for this CPU"
         return " ".join((f"{self.compiler.identity}, {kind}", *self.flags))
 
 
 def revision() -> str:
-    """Changes whenever this file would build something else, so that an older build is not taken for it."""
+    """A digest of the constants above: an older build with other options is not reused."""
     return _digest([*CMAKE_OPTIONS, _COLD, _HOT, *_HOT_SOURCES])
 
 
 def _optimisation_file(work: Path) -> Path:
-    """A CMake file that sets the levels; deferred to the end, when the target exists."""
+    """Write a CMake file that sets the levels; deferred to the end, when the target exists."""
     sources = " ".join(f"${{CMAKE_SOURCE_DIR}}/src/{name}.cpp" for name in _HOT_SOURCES)
     later = "cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL"
     file = work / "optimisation.cmake"
@@ -138,23 +136,19 @@ def features() -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """The entries of /proc/cpuinfo, names in lower case, of the first processor that has them."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    entries = (line.partition(":") for line in reversed(lines))
+    return {name.strip().lower(): value.strip() for name, _, value in entries}
 
 
 def _cpuinfo_features() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return set()
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip().lower() in ("flags", "features", "isa"):
-            return set(value.lower().split())
-    return set()
+    entries = read_cpuinfo()
+    return {word for name in ("flags", "features", "isa") for word in entries.get(name, "").lower().split()}
 
 
 def _sysctl_features() -> set[str]:

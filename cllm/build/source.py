@@ -1,4 +1,4 @@
-"""The source: llama.cpp and its Python bindings, as the bindings' sdist carries both.
+"""The source: llama.cpp and its Python bindings, both from the sdist of the bindings.
 
 Standard library only: this runs before the dependencies are installed.
 """
@@ -16,7 +16,7 @@ from cllm.build import toolchain
 
 BINDINGS_VERSION = "0.3.36"  # the structures in its ctypes must match the library, byte for byte
 
-# What of the sdist is unpacked: the bindings, and the part of llama.cpp that CMake reads.
+# The part of the sdist that is unpacked: the bindings, and what CMake reads of llama.cpp.
 _WANTED = re.compile(
     r"[^/]+/(pyproject\.toml|README\.md|LICENSE\.md|CMakeLists\.txt|llama_cpp/.*"
     r"|vendor/llama\.cpp/(CMakeLists\.txt|LICENSE|(licenses|cmake|ggml|include|src|vendor|common|tools|scripts)/.*))"
@@ -24,14 +24,14 @@ _WANTED = re.compile(
 
 
 def cache_directory() -> Path:
-    """Where cllm keeps what it can make again: `$CLLM_CACHE_DIR`, else `cllm` in the user's cache."""
+    """The cache folder of cllm: `$CLLM_CACHE_DIR`, else `cllm` in the user's cache."""
     own = os.environ.get("CLLM_CACHE_DIR")
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(own) if own else Path(users, "cllm")).expanduser().absolute()
 
 
 def fetch_source(log: Callable[[str], None]) -> Path:
-    """Download the bindings' sdist and unpack what is needed, once; returns the folder. Call it locked."""
+    """Download and unpack the sdist once; returns the folder. The caller holds the build lock."""
     source = cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
     if source.exists():
         return source

@@ -1,7 +1,7 @@
-"""The toolchain: a compiler that can build llama.cpp here, the flags it needs on this CPU, CMake, Ninja.
+"""The toolchain: a compiler with the flags it needs on this CPU, CMake and Ninja.
 
-Everything that is missing comes as a wheel into the cache's own `tools` folder: no root, and no change
-to the environment that runs this. Standard library only.
+A missing tool is installed from its wheel into the cache's own `tools` folder: no root, and no change to the
+environment that runs this. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cllm.errors import LibraryError
 
-OLDEST_CMAKE = (3, 21)  # what the bindings ask for; DEFER needs 3.19
+MIN_CMAKE = (3, 21)  # the bindings need it; DEFER needs 3.19
 COMPILERS = ("gcc", "clang", "zig")
 
 # GCC's header, up to the version that turned it into a built-in, declares that `ldtilecfg` reads one
@@ -28,7 +28,7 @@ _WRONG_TILE_DECLARATION = "*((const void **)__config)"
 
 
 class BuildError(LibraryError):
-    """The native library could not be built. The message says what was tried and what came out."""
+    """The native library could not be built. The message lists each attempt and its output."""
 
     code = "build_error"
 
@@ -46,10 +46,10 @@ class Compiler:
         return self.identity.startswith("zig")
 
     def native_flags(self) -> tuple[str, ...]:
-        """What `-march=native` must be joined by on this CPU; empty for most.
+        """Flags that `-march=native` needs beside it on this CPU; usually none.
 
-        The compiler's own macros are asked, so a flag is named only where CPU and compiler both know
-        the feature, and never on another architecture.
+        They come from the compiler's own macros, so a flag is set only where both CPU and compiler know the
+        feature, and never on another architecture.
         """
         macros = _preprocess(self.c, "-dM", "-march=native") or ""
         flags: list[str] = []
@@ -64,7 +64,7 @@ class Compiler:
         return tuple(flags)
 
     def portable_flags(self) -> tuple[str, ...]:
-        """The compiler's baseline CPU. Only zig takes this machine's CPU unasked."""
+        """Flags of the compiler's baseline CPU. Only zig targets this machine by default."""
         return ("-mcpu=baseline",) if self.is_zig else ()
 
 
@@ -87,7 +87,7 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
         if compiler is not None:
             return compiler
     if name not in (None, "zig"):
-        raise BuildError(f"the compiler {name} was asked for, but {name} and its C++ half do not run here")
+        raise BuildError(f"--compiler {name}: {name} or its C++ compiler does not run here")
     return _zig(tools)
 
 
@@ -95,9 +95,9 @@ def find_cmake(tools: Path) -> Path:
     """CMake from PATH if it is new enough, else from its wheel."""
     found = shutil.which("cmake")
     if found is not None:
-        said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-        version = re.search(r"(\d+)\.(\d+)", said)
-        if version is not None and (int(version[1]), int(version[2])) >= OLDEST_CMAKE:
+        output = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"(\d+)\.(\d+)", output)
+        if version is not None and (int(version[1]), int(version[2])) >= MIN_CMAKE:
             return Path(found)
     return install_tool(tools, "cmake", "cmake/data/bin/cmake")
 
@@ -160,7 +160,7 @@ def _zig(tools: Path) -> Compiler:
 
 
 def _preprocess(command: Sequence[str], *flags: str, source: str = "", language: str = "c") -> str | None:
-    """What the preprocessor prints, or None if the compiler is missing or refuses the flags."""
+    """The preprocessor's output, or None if the compiler is missing or refuses the flags."""
     line = [*command, *flags, "-E", "-x", language, "-"]
     try:
         done = subprocess.run(line, input=source, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""`cllm doctor`: what cllm sees of this machine, and whether it would work."""
+"""`cllm doctor`: check CPU, native library, memory and model fit of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, embedded_model
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
-from cllm.build import options as cpu
+from cllm.build.options import features, machine
 from cllm.cli.tune import show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
@@ -25,7 +25,7 @@ from cllm.tune.record import TuneRecord
 from cllm.tune.report import headline
 from cllm.tune.session import Tuning
 
-_TELLING = (
+_NOTABLE = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "i8mm"),
 )
@@ -42,15 +42,15 @@ def doctor_command(
     """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
     table = Table(show_header=False, box=None)
     healthy, record = True, None
-    features = cpu.features()
+    found = features()
     table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
-    table.add_row("CPU", f"{cpu.machine()}, {default_threads()} cores usable")
-    table.add_row("CPU features", " ".join(name for name in _TELLING if name in features) or "none of note")
+    table.add_row("CPU", f"{machine()}, {default_threads()} cores usable")
+    table.add_row("CPU features", " ".join(name for name in _NOTABLE if name in found) or "none of note")
     table.add_row("threads", str(threads or default_threads()))
     try:
         folder = library.find()
         table.add_row("library", str(folder))
-        table.add_row("build", _build_facts(folder))
+        table.add_row("build", _build_info(folder))
         table.add_row("compiled for", library.load(folder).system_info().strip())
         config = EngineConfig(
             model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
@@ -76,20 +76,20 @@ def doctor_command(
 
 
 def _tuned(config: EngineConfig, table: Table) -> TuneRecord | None:
-    """What was found for this configuration, or else for this model under another load."""
+    """Add the tuned settings of this configuration, or else of this model under another load."""
     tuning = Tuning(config, config, frozenset({"threads"}))
-    record = tuning.record or tuning.memory.find_similar(tuning.identity)
+    record = tuning.record or tuning.memory.find_similar(tuning.fingerprint)
     if record is None:
         table.add_row("tuned", "not yet: `cllm tune` does it, and so does the first `cllm serve`")
         return None
-    load = {name: record.identity.get(name) for name in ("parallel", "ctx_size", "fixed")}
+    load = {name: record.fingerprint.get(name) for name in ("parallel", "ctx_size", "fixed")}
     shown = ", ".join(f"{name} {value}" for name, value in load.items() if value)
     table.add_row("tuned", f"{headline(record).removeprefix('tuned: ')} (for {shown})")
     return record
 
 
-def _build_facts(folder: Path) -> str:
-    """What the build wrote down about itself."""
+def _build_info(folder: Path) -> str:
+    """The options of the build, from its `build.json`."""
     try:
         info = json.loads((folder / "build.json").read_text())
     except (OSError, ValueError):
@@ -101,7 +101,7 @@ def _build_facts(folder: Path) -> str:
 
 
 def _probe(config: EngineConfig, table: Table) -> bool:
-    """Try the settings as serving would; returns whether one works."""
+    """Probe the settings as `cllm serve` would; returns whether one works."""
     for name, attempt in settings_to_try(config):
         result = run_probe(attempt)
         if result.passed:

@@ -1,63 +1,61 @@
-"""The command line. Each command is a file beside this one."""
+"""The command line: which commands there are. A command's module is imported when it is asked for."""
 
 from __future__ import annotations
 
+import runpy
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-import cllm
+from cllm import __version__
+from cllm.errors import ConfigError
+from cllm.logs import configure_logging
 
-COMMANDS = {  # name: the file beside this one, and what it calls the command
-    "serve": ("serve", "serve_command"),
-    "run": ("run", "run_command"),
-    "tune": ("tune", "tune_command"),
-    "doctor": ("doctor", "doctor_command"),
-    "build": ("build", "build_command"),
-    "keys": ("keys", "keys_app"),
+COMMANDS = {  # name: module and function
+    "serve": ("cllm.cli.serve", "serve_command"),
+    "run": ("cllm.cli.run", "run_command"),
+    "tune": ("cllm.cli.tune", "tune_command"),
+    "doctor": ("cllm.cli.doctor", "doctor_command"),
+    "build": (__name__, "build_command"),
+    "keys": (__name__, "keys_app"),
+    "bench": (__name__, "bench_command"),
 }
+_GROUPED = ("serve", "tune")  # their help is grouped: they have an option for every setting
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 class Commands(TyperGroup):
-    """Reads a command's file when it is asked for: a server need not load what draws plots."""
+    """Imports a command's module on demand, so that `cllm --version` takes 0.1 s."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name == "bench":
-            found = _find_bench()
-        elif cmd_name in COMMANDS:
-            file, attribute = COMMANDS[cmd_name]
-            found = getattr(import_module(f"cllm.cli.{file}"), attribute)
-        else:
+        if cmd_name not in COMMANDS:
             return None
+        module, attribute = COMMANDS[cmd_name]
+        found = getattr(import_module(module), attribute)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
-            alone.command(cmd_name)(found)
+            options: dict[str, Any] = {"hidden": cmd_name == "bench"}
+            if cmd_name in _GROUPED:
+                options["cls"] = import_module("cllm.cli.options").GroupedHelp
+            elif cmd_name in ("build", "bench"):
+                options["context_settings"] = _PASSED_ON
+            alone.command(cmd_name, **options)(found)
             found = alone
         command = typer.main.get_command(found)
         command.name = cmd_name
         return command
 
 
-def _find_bench() -> Any:
-    """The command of the repository's benchmarks (hidden). They are beside this package, not in it."""
-    root = Path(cllm.__file__).parents[1]
-    if not (root / "bench" / "__main__.py").is_file():
-        typer.echo("cllm bench: benchmarks are in the repository, not in the package: `make bench`", err=True)
-        raise typer.Exit(2)
-    sys.path.append(str(root))
-    return import_module("bench.__main__").bench_command
-
-
 app = typer.Typer(
     cls=Commands,
-    help="GGUF models for many users at once, on llama.cpp.",
+    help="Serve GGUF models with llama.cpp to many users at once.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,15 +64,73 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"cllm {cllm.__version__}")
+        typer.echo(f"cllm {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True)) -> None:
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=_version, is_eager=True
+    ),
+) -> None:
+    configure_logging("warning")  # until a command sets its own level
+
+
+def build_command(context: typer.Context) -> None:
+    """Build the native library for this CPU (about three minutes, once); --help shows its options."""
+    from cllm.build.build import main as build
+
+    raise typer.Exit(build(context.args, prog="cllm build"))
+
+
+def bench_command(context: typer.Context) -> None:
+    """Run the benchmarks of the repository, which are beside this package, not in it."""
+    repository = Path(__file__).parents[2]
+    if not (repository / "bench" / "__main__.py").is_file():
+        typer.echo("cllm: the benchmarks are in the repository, not in the package: make bench", err=True)
+        raise typer.Exit(2)
+    sys.path.append(str(repository))
+    sys.argv = ["cllm bench", *context.args]
+    runpy.run_module("bench", run_name="__main__")
+
+
+keys_app = typer.Typer(help="Manage the API keys of a server.", no_args_is_help=True)
+
+
+@keys_app.callback()
+def _keys() -> None:
     pass
+
+
+@keys_app.command("new")
+def new_key(
+    name: Annotated[str, typer.Argument(help="The tenant: a person or a program")],
+    admin: Annotated[
+        bool, typer.Option("--admin", help="The key may use /debug, /admin, /metrics, /slots")
+    ] = False,
+    file: Annotated[Path, typer.Option("--file", help="The keys file", envvar="CLLM_API_KEYS")] = Path(
+        "cllm-keys.toml"
+    ),
+) -> None:
+    """Make a key: printed once, kept as a hash. A running server takes it up on SIGHUP."""
+    from cllm.cli.options import fail
+    from cllm.server.keys import add_key
+
+    try:
+        key = add_key(file, name, admin=admin)
+    except ConfigError as error:
+        raise fail(error) from None
+    typer.echo(key)
+    typer.echo(f"kept as a hash in {file}; serve with --api-keys {file}, or send SIGHUP if it runs", err=True)
 
 
 def main() -> None:
     """Entry point of `cllm`."""
     app()
+
+
+def server_main() -> None:
+    """Entry point of `cllm_server --model-path M`, the earlier server's spelling of `cllm serve M`."""
+    arguments = [word.removeprefix("--model-path=") for word in sys.argv[1:] if word != "--model-path"]
+    app(["serve", *arguments], prog_name="cllm_server")

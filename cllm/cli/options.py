@@ -1,22 +1,94 @@
 """Command-line options made from the configuration, so that a default is written down once.
 
-What wins: the command line, then `CLLM_*` variables, then the TOML file (`--config`), then what `cllm tune`
-found, then the defaults.
+Precedence: command line, `CLLM_*` variables, TOML file (`--config`), what `cllm tune` found, defaults.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
 
 from cllm.config import Config, EngineConfig, ServerConfig
+from cllm.deprecated import FLAGS, renamed, warn
 from cllm.errors import CllmError, ConfigError
+
+_METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
+_SECTIONS: dict[type[msgspec.Struct], str] = {EngineConfig: "engine", ServerConfig: "server"}
+_OLD_NAMES = {new: old for old, new in FLAGS.items()}
+_SHOW_ALL = "cllm.show_all"
+_EPILOG = (
+    "Defaults are in brackets. Each option is also a variable (--port: CLLM_PORT, --log-level: "
+    "CLLM_LOG_LEVEL) and a line in the TOML file. The command line wins over variables, they over the file."
+)
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose `--help` is grouped and leaves out what is hidden; `--help-all` shows everything."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Also takes flags by their old names."""
+        for index, word in enumerate(args):
+            flag, separator, value = word.partition("=")
+            old = flag.removeprefix("--").replace("-", "_")
+            if flag.startswith("--") and old in FLAGS:
+                warn(old)
+                args[index] = f"{_flag(FLAGS[old])}{separator}{value}"
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the panels; no flag is cut, however narrow the terminal."""
+        show_all = ctx.meta.get(_SHOW_ALL, False)
+        panels: dict[str, list[Any]] = {}
+        for param in self.get_params(ctx):
+            if show_all or not getattr(param, "hidden", False):
+                panels.setdefault(getattr(param, "rich_help_panel", None) or "other", []).append(param)
+        console = Console(highlight=False)
+        console.print(Text(f"{self.get_usage(ctx).replace('[model]', '[MODEL]')}\n\n{self.help}\n"))
+        shown = [param for params in panels.values() for param in params]
+        width = max(len(line) for param in shown for line in _spellings(param).splitlines())
+        for name, params in panels.items():
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), expand=True)
+            table.add_column(style="bold cyan", width=width, no_wrap=True)
+            table.add_column(ratio=1)
+            for param in params:
+                table.add_row(_spellings(param), _description(param))
+            console.print(Panel(table, title=name.capitalize(), title_align="left", border_style="dim"))
+        console.print(_EPILOG + ("" if show_all else "\n--help-all shows the rarely used options, too."))
+
+
+def _spellings(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return str(param.name.upper())
+    return "\n".join([f"{param.opts[0]} {param.metavar or ''}".rstrip(), *param.secondary_opts])
+
+
+def _description(param: Any) -> Text:
+    text = Text(param.help or "")
+    default = ("off", "on")[param.default] if param.secondary_opts else param.default
+    if param.show_default and default not in ("", None) and default is not False:
+        text.append(f" [{default}]", style="dim")
+    return text
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _variables(name: str) -> list[str]:
+    names = (name, _OLD_NAMES[name]) if name in _OLD_NAMES else (name,)
+    return [f"CLLM_{each.upper()}" for each in names]
 
 
 def _load_file(context: typer.Context, value: Path | None) -> Path | None:
@@ -30,7 +102,7 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     flat: dict[str, Any] = {}
     for key, item in document.items():
         flat.update(item if isinstance(item, dict) else {key: item})
-    flat = {key.replace("-", "_"): item for key, item in flat.items()}
+    flat = renamed({key.replace("-", "_"): item for key, item in flat.items()})
     known = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
     if unknown := sorted(set(flat) - known):
         raise typer.BadParameter(f"{value}: unknown setting {unknown[0]!r}")
@@ -38,73 +110,85 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     return value
 
 
-def _parameter(
-    struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, hint: Any
-) -> inspect.Parameter:
-    assert get_origin(hint) is Annotated
+def _show_all(context: typer.Context, value: bool) -> None:
+    if value:
+        context.meta[_SHOW_ALL] = True
+        context.get_help()  # prints it
+        raise typer.Exit
+
+
+def _parameter(field: msgspec.structs.FieldInfo, hint: Any) -> inspect.Parameter:
     kind, meta = get_args(hint)
-    name = field.name
-    if name == "model":
-        option = typer.Argument(help=meta.description, envvar="CLLM_MODEL", show_default=False)
-    else:
-        flag = name.replace("_", "-")
-        names = [f"--{flag}/--no-{flag}"] if kind is bool else [f"--{flag}"]
-        option = typer.Option(
-            *names, help=meta.description, envvar=f"CLLM_{name.upper()}", min=meta.ge, max=meta.le
-        )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[kind, option]
+    name, info = field.name, meta.extra
+    flags = [f"{_flag(name)}/{_flag('no_' + name)}"] if kind is bool else [_flag(name)]
+    settings = {
+        "help": meta.description,
+        "envvar": _variables(name),
+        "rich_help_panel": info["group"],
+        "hidden": info["advanced"],
+    }
+    option = (
+        typer.Argument(**settings, show_default=False)
+        if name == "model"
+        else typer.Option(*flags, **settings, metavar=info["metavar"] or _METAVARS[kind])
     )
+    return _keyword(name, Annotated[kind, option], field.default)
+
+
+def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+_CONFIG_FILE = typer.Option(
+    "--config",
+    help="TOML file with these settings.",
+    metavar="FILE",
+    callback=_load_file,
+    is_eager=True,
+    envvar="CLLM_CONFIG",
+    rich_help_panel="other",
+)
+_HELP_ALL = typer.Option(
+    "--help-all",
+    help="Show this message with all options.",
+    callback=_show_all,
+    is_eager=True,
+    show_default=False,
+    rich_help_panel="other",
+)
 
 
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option for each field of the given configurations.
 
-    The command receives `config: Config` and, if it has a parameter of that name, `given`: the fields that
-    somebody set, wherever. Its own parameters stay as they are.
+    The command receives `config: Config` and `given`, the names of the fields that were set anywhere. Its own
+    parameters stay as they are. Make it a command of the class `GroupedHelp`.
     """
     generated = [
-        _parameter(struct, field, get_type_hints(struct, include_extras=True)[field.name])
+        _parameter(field, get_type_hints(struct, include_extras=True)[field.name])
         for struct in structs
         for field in msgspec.structs.fields(struct)
     ]
-    file_option = typer.Option(
-        "--config",
-        help="TOML file with these settings",
-        callback=_load_file,
-        is_eager=True,
-        envvar="CLLM_CONFIG",
-    )
-    generated.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
-    generated.append(
-        inspect.Parameter(
-            "config_file",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[Path | None, file_option],
-        )
-    )
+    generated += [
+        _keyword("context", typer.Context),
+        _keyword("config_file", Annotated[Path | None, _CONFIG_FILE], None),
+        _keyword("help_all", Annotated[bool, _HELP_ALL], False),
+    ]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        wants_given = "given" in inspect.signature(command).parameters
-
-        def call(context: typer.Context, **values: Any) -> Any:
-            values.pop("config_file")
-            if wants_given:
-                values["given"] = _given(context, structs)
-            taken = {
-                struct: struct(**{name: values.pop(name) for name in struct.__struct_fields__})
+        def call(context: typer.Context, config_file: Path | None, help_all: bool, **values: Any) -> Any:
+            for old in FLAGS:
+                if f"CLLM_{old.upper()}" in os.environ:
+                    warn(old)
+            fields = {
+                _SECTIONS[struct]: {name: values.pop(name) for name in struct.__struct_fields__}
                 for struct in structs
             }
-            config = Config(
-                engine=taken.get(EngineConfig, EngineConfig()),  # type: ignore[arg-type]
-                server=taken.get(ServerConfig, ServerConfig()),  # type: ignore[arg-type]
-            )
             try:
-                _validate(config)
-            except ConfigError as error:
-                raise fail(error) from None
-            return command(config=config, **values)
+                config = msgspec.convert(fields, Config, strict=False)
+            except msgspec.ValidationError as error:
+                raise fail(ConfigError(f"configuration: {error}")) from None
+            return command(config=config, given=_given(context, structs), **values)
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -131,19 +215,7 @@ def _given(context: typer.Context, structs: tuple[type[msgspec.Struct], ...]) ->
     )
 
 
-def _validate(config: Config) -> None:
-    """Values from a file have not been through the option's own checks. Raises ConfigError."""
-    try:
-        msgspec.convert(msgspec.to_builtins(config), Config, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from None
-    if config.server.log_level.lower() not in ("debug", "info", "warning", "error"):
-        raise ConfigError(
-            f"log_level is {config.server.log_level!r}: it must be debug, info, warning or error"
-        )
-
-
 def fail(error: CllmError) -> typer.Exit:
-    """One clear line on standard error, exit code 2."""
+    """Print one clear line on standard error; exit code 2."""
     typer.echo(f"cllm: {error}", err=True)
     return typer.Exit(2)

@@ -1,4 +1,4 @@
-"""The engine that takes over from the one that serves: which file, whether there is memory for both."""
+"""Reload: make the engine that replaces the serving one, if its file is allowed and memory suffices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def model_in(folder: str, name: str) -> Path:
-    """A file of the folder, wherever links lead. Raises Forbidden for anything outside it."""
+    """A file of the folder, with links resolved. Raises Forbidden for anything outside it."""
     if not folder:
         raise Forbidden("model: no other file may be loaded; start the server with --model-dir FOLDER")
     try:
@@ -34,7 +34,7 @@ def model_in(folder: str, name: str) -> Path:
 
 
 class Reloader:
-    """Checks and makes engines; called in a thread. Remembers which file is served."""
+    """Checks and makes engines; called in a thread. Remembers which configuration is served."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Reloader:
 
     def __call__(self, model: str) -> EngineClient:
         """An engine for a file of --model-dir, or for the one that is served. Raises ClientError."""
-        self._see_who_serves()
+        self._update_serving()
         path = model_in(self._config.server.model_dir, model) if model else Path(self._serving.model)
         asked = msgspec.structs.replace(self._config.engine, model=str(path))
         if str(path) == self._serving.model:
-            # As many cells as now: what fits beside the old one must not change who gets a 400.
+            # As many cells as now: what fits beside the old one must not change which requests get a 400.
             asked = msgspec.structs.replace(asked, ctx_size=self._serving.ctx_size)
         try:
             fit = MemoryFit(GgufHeader(path), asked)
@@ -63,14 +63,14 @@ class Reloader:
                 raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
             ready = with_remembered(asked, find_working(prepare(asked), log.info), self._given)
         except SetupError as error:
-            # Who asked knows the folder; the answer may travel further.
+            # The client knows the folder; the answer may travel further.
             raise ReloadFailed(str(error).replace(str(path), path.name)) from None
         engine = self._make_engine(ready)
         self._made = engine, ready
         return engine
 
-    def _see_who_serves(self) -> None:
-        """What was made last has taken over if it could be loaded."""
+    def _update_serving(self) -> None:
+        """The engine made last has taken over if it could be loaded."""
         if self._made is not None and self._made[0].loaded.exception() is None:
             self._serving = self._made[1]
         self._made = None

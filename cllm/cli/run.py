@@ -18,9 +18,9 @@ from cllm.types import SamplingParams
 
 
 def run_command(
-    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads standard input")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
     model: Annotated[str, typer.Option(envvar="CLLM_MODEL", help="GGUF file; none: the embedded model")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same text")] = 0,
     raw: Annotated[

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
-from cllm.cli.bars import progress_bar
 from cllm.cli.options import fail, with_options
 from cllm.cli.reload import Reloader
-from cllm.cli.tune import tune_at_start
+from cllm.cli.tune import progress_bar, tune_at_start
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.errors import CllmError
 from cllm.frontend.engine_client import EngineClient
@@ -25,7 +24,7 @@ from cllm.workers.executor import ProcessExecutor
 
 @with_options(EngineConfig, ServerConfig)
 def serve_command(config: Config, given: frozenset[str]) -> None:
-    """Serve a GGUF model over HTTP. Without MODEL: the embedded SmolLM2-135M-Instruct."""
+    """Serve a GGUF model over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
     configure_logging(config.server.log_level)
     try:
         run(config, given)
@@ -36,10 +35,10 @@ def serve_command(config: Config, given: frozenset[str]) -> None:
 
 
 def run(config: Config, given: frozenset[str] = frozenset()) -> None:
-    """Check everything that needs no model first; then load and serve until told to stop."""
+    """Check everything that needs no model first; then load and serve until a signal ends it."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with contextlib.closing(bind(config.server)) as listener:
-        from cllm.server.serve import serve  # takes half a second: a port in use is told before
+        from cllm.server.serve import serve  # takes half a second: a port in use is reported before
 
         engine_config = find_working(prepare(config.engine), console.print)
         engine_config = tune_at_start(config.engine, engine_config, given, console)

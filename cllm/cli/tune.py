@@ -1,25 +1,27 @@
-"""`cllm tune`: measure this machine with a model; and the same by itself at the first start."""
+"""`cllm tune`, and the same measurement at the first start with a model."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
-from cllm.cli.bars import progress_bar
+from cllm.backend.llama.threads import cores_used_by_others
 from cllm.cli.options import fail, with_options
 from cllm.config import Config, EngineConfig
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
 from cllm.tune.record import TuneRecord
 from cllm.tune.report import bars, figures, headline, options_table, page
-from cllm.tune.session import TRIAL, Tuning, look_around
+from cllm.tune.session import TRIAL, Tuning
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +31,36 @@ def tune_command(
     config: Config,
     given: frozenset[str],
     kv_types: Annotated[
-        bool, typer.Option("--kv-types", help="Also other types of K and V, where perplexity stays the same")
+        bool,
+        typer.Option(
+            "--kv-types",
+            rich_help_panel="tune",
+            help="Try KV cache types, too, where perplexity stays the same.",
+        ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Measure again what is remembered")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", rich_help_panel="tune", help="Measure again what is remembered.")
+    ] = False,
     budget_s: Annotated[
         float | None,
-        typer.Option(min=1, help="Most seconds to measure, else --tune-budget-s; with --kv-types twice that"),
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="tune",
+            help="Time limit, seconds; twice that with --kv-types. Default: --tune-budget-s.",
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the picture as a page to this file")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", rich_help_panel="tune", help="Write the result as a web page."),
+    ] = None,
 ) -> None:
     """Find the fastest settings for a model on this machine; `cllm serve` uses them from then on."""
     configure_logging("warning")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         tuning = Tuning(config.engine, find_working(prepare(config.engine), console.print), given)
-        others = look_around()
+        others = cores_used_by_others()
         record = tuning.record
         if record is None or force or kv_types > record.kv_types or tuning.is_due(others):
             budget_s = budget_s or config.engine.tune_budget_s
@@ -69,9 +86,9 @@ def tune_at_start(
     console: Console,
     *,
     trial: Sequence[str] = TRIAL,
-    look: Callable[[], float | None] = look_around,
+    look: Callable[[], float | None] = cores_used_by_others,
 ) -> EngineConfig:
-    """`ready` with the fastest settings: remembered, or measured now. Nothing that fails here is fatal."""
+    """Tuned settings: `ready` with what is remembered, or measured now. No failure here is fatal."""
     if not asked.tune:
         return ready
     try:
@@ -79,7 +96,7 @@ def tune_at_start(
         if tuning.record is None or tuning.record.provisional:
             others = look()
             if tuning.is_due(others):
-                # Who has asked for types of K and V once has asked for them.
+                # Cache types that were asked for once are judged again.
                 kv_types = tuning.record is not None and tuning.record.kv_types
                 _measure(tuning, others, console, budget_s=asked.tune_budget_s, kv_types=kv_types)
         if tuning.record is not None:
@@ -110,8 +127,20 @@ def _measure(
     return record
 
 
+def progress_bar(console: Console) -> Progress:
+    """A progress bar on standard error, only on a terminal, gone when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
 def show(record: TuneRecord, console: Console) -> None:
-    """The table, the picture and the figures."""
+    """Print the table, the bars and the figures."""
     console.print(options_table(record))
     console.print()
     console.print(bars(record))

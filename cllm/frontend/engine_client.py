@@ -45,7 +45,7 @@ from cllm.types import (
     TenantLimits,
     Usage,
 )
-from cllm.workers.executor import Executor, TokenizerClient
+from cllm.workers.executor import Executor, TokenizerClient, settle
 from cllm.workers.messages import (
     Cancel,
     Command,
@@ -331,7 +331,8 @@ class EngineClient:
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
         if ended:
-            self._backoff.progress()
+            if self._backoff.count:
+                self._backoff.progress()
             self._dispatch()
 
     def _on_crash(self, error: CllmError) -> None:
@@ -429,14 +430,9 @@ class PendingCalls:
         return call_id, future
 
     def finish(self, call_id: int, answer: object) -> None:
-        """Settle a call: a CllmError is raised there. The caller may have gone."""
-        future = self._futures.pop(call_id, None)
-        if future is None or not future.set_running_or_notify_cancel():
-            return
-        if isinstance(answer, CllmError):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        """Settle a call: a CllmError is raised there."""
+        if (future := self._futures.pop(call_id, None)) is not None:
+            settle(future, answer)
 
     def fail_all(self, error: CllmError) -> None:
         """The engine that was asked is gone."""

@@ -76,10 +76,8 @@ class AsyncOutputStream(OutputStream):
 
     unread_limit = 1 << 20
 
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        # A bare future: asyncio.Event would cost more than all the rest here, once a token.
-        self._waiter: asyncio.Future[None] | None = None
+    # A bare future: asyncio.Event would cost more than all the rest here, once a token.
+    _waiter: asyncio.Future[None] | None = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -164,8 +164,10 @@ class RequestQueue:
         active = self.tenants.active(now)
         if len(active) == 1:
             return queue.pop(None, now)
-        shares = _TenantShares(self.tenants, active, limits.sequences, now)
-        return queue.pop(lambda tenant: limits.sequences - inside > shares.kept_from(tenant), now)
+        free = limits.sequences - inside
+        return queue.pop(
+            lambda tenant: free > _count_kept(self.tenants, active, tenant, limits.sequences, now), now
+        )
 
     def close(self, state: RequestState) -> None:
         """The request has ended: remove it from the table. Exactly once."""
@@ -208,24 +210,19 @@ def window(sequences: int) -> int:
     return sequences + max(2, sequences // 2)
 
 
-class _TenantShares:
-    """Places in the engine that are free, but kept for the next request of a tenant that used them lately."""
+def _count_kept(tenants: Tenants, active: list[Tenant], tenant: Tenant, sequences: int, now: float) -> int:
+    """Free places that a tenant may not take: kept for the next requests of tenants that used them lately.
 
-    def __init__(self, tenants: Tenants, active: list[Tenant], sequences: int, now: float) -> None:
-        self._tenants = tenants
-        weight = sum(tenant.limits.weight for tenant in active)
-        self._kept: list[tuple[Tenant, int]] = []
-        for tenant in active:
-            share = int(sequences * tenant.limits.weight / weight)
-            if (kept := min(share, tenant.peak(now)) - tenant.running) > 0:
-                self._kept.append((tenant, kept))
-
-    def kept_from(self, tenant: Tenant) -> int:
-        """Those it may not take. Places are kept only from tenants that have had at least as much: else many
-        small requests would keep theirs while few large ones take the machine."""
-        start_tag = self._tenants.start_tag
-        tag = start_tag(tenant)
-        return sum(kept for other, kept in self._kept if other is not tenant and start_tag(other) <= tag)
+    They are kept only from tenants that have had at least as much: else many small requests would keep theirs
+    while few large ones take the machine.
+    """
+    weight = sum(each.limits.weight for each in active)
+    kept = 0
+    for other in active:
+        if other is not tenant and tenants.start_tag(other) <= tenants.start_tag(tenant):
+            share = int(sequences * other.limits.weight / weight)
+            kept += max(0, min(share, other.peak(now)) - other.running)
+    return kept
 
 
 def _check_inputs(request: Request, limits: Limits | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
@@ -21,7 +20,7 @@ class RequestTimeouts:
     def __init__(self, expired: Callable[[str], None]) -> None:
         self._expired = expired
         self._due: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []  # may hold some that were removed from `_due`
+        self._wakes_at = float("inf")  # not later than the earliest of them
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -31,22 +30,16 @@ class RequestTimeouts:
             if self._stopped:
                 return
             self._due[request_id] = due
-            heapq.heappush(self._heap, (due, request_id))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="cllm-deadlines", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="cllm-timeouts", daemon=True)
                 self._thread.start()
-            elif self._heap[0][1] == request_id:
+            elif due < self._wakes_at:
                 self._changed.notify()
 
     def remove(self, request_id: str) -> None:
         """The request has ended; one without a deadline is left alone."""
         with self._changed:
-            if self._due.pop(request_id, None) is None:
-                return
-            # Most requests end long before their time: without this, minutes of them would pile up.
-            if len(self._heap) > 2 * len(self._due) + 64:
-                self._heap = [(due, name) for name, due in self._due.items()]
-                heapq.heapify(self._heap)
+            self._due.pop(request_id, None)
 
     def stop(self) -> None:
         """Nothing fires any more, but for a call that is under way. Idempotent."""
@@ -68,13 +61,11 @@ class RequestTimeouts:
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
-                due: list[str] = []
-                while self._heap and self._heap[0][0] <= now:
-                    at, request_id = heapq.heappop(self._heap)
-                    if self._due.get(request_id) == at:
+                if due := sorted((at, request_id) for request_id, at in self._due.items() if at <= now):
+                    for _, request_id in due:
                         del self._due[request_id]
-                        due.append(request_id)
-                if due:
-                    return due
-                self._changed.wait(self._heap[0][0] - now if self._heap else None)
+                    return [request_id for _, request_id in due]
+                # Most requests end long before their time, so this looks through all of them rarely.
+                self._wakes_at = min(self._due.values(), default=float("inf"))
+                self._changed.wait(self._wakes_at - now if self._due else None)
         return None

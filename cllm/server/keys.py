@@ -6,7 +6,7 @@
     weight = 2.0             # the rest is optional: see `TenantLimits`
     concurrent = 4
 
-A key is 256 random bits, so a plain SHA-256 cannot be turned round; a slow hash would only slow the server.
+A key is 256 random bits, so a plain SHA-256 cannot be reversed; a slow hash would only slow the server.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Measure this machine once with this model, and remember the answer."""
+"""Tuning: measure this machine once with this model, and remember the result."""

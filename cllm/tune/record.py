@@ -1,33 +1,29 @@
-"""What was found out, and where it is remembered: a JSON file for each machine, library, model and load."""
+"""Tune record: the result of a search, kept as one JSON file per machine, library, model and load."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
-from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.tune.space import TUNABLE, Settings, with_settings
-from cllm.tune.trial import Measurement, mix_seconds
+from cllm.tune.space import TUNABLE, with_settings
 
 log = logging.getLogger(__name__)
 VERSION = 2  # 1 judged by long contexts that were short
-WHO = ("cpu", "cores", "library", "model")  # what of an identity must agree for a result to be of interest
+MAX_PERPLEXITY_CHANGE = 0.001
+_SAME_MACHINE = ("cpu", "cores", "library", "model")  # parts of a fingerprint that a similar record shares
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A value of a dimension and what it costs, relative to the value that was chosen there (1.0).
+    """A value of a dimension and its cost, relative to the chosen value of the dimension (1.0).
 
     `ratio` is of the whole mix, `cases` of each part of it; both are empty where there is a `problem`.
-    `perplexity_change` is a fraction, relative to the types the search began with.
+    `perplexity_change` is a fraction, relative to the cache types the search began with.
     """
 
     dimension: str
@@ -38,72 +34,87 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     perplexity_change: float | None = None
 
+    @property
+    def harmless(self) -> bool:
+        return self.perplexity_change is not None and abs(self.perplexity_change) < MAX_PERPLEXITY_CHANGE
+
+
+def relative_to(chosen: Option, options: Sequence[Option]) -> list[Option]:
+    """The options with their cost relative to the chosen one, which is marked."""
+    assert chosen.ratio is not None
+    return [
+        msgspec.structs.replace(
+            option,
+            chosen=option is chosen,
+            ratio=None if option.ratio is None else option.ratio / chosen.ratio,
+            cases={case: ratio / chosen.cases[case] for case, ratio in option.cases.items()},
+        )
+        for option in options
+    ]
+
 
 class TuneRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search. `settings` are those that differ from what it began with."""
+    """The result of a search. `settings` are those that differ from the ones it began with."""
 
-    identity: dict[str, str]
+    fingerprint: dict[str, str] = msgspec.field(name="identity")  # its name in the file
     settings: dict[str, int | bool | str]
     options: tuple[Option, ...]
     seconds: dict[str, float]  # by case, of the chosen settings
     speedup: float  # of the chosen settings over those it began with, in the mix
-    noise: float  # by how much the same setting differed from itself
-    streams: int
+    noise: float  # difference between measurements of the same setting
+    requests: int = msgspec.field(name="streams")
     short: int
     long: int
-    kv_types: bool = False  # types of K and V were asked for
-    perplexity_tokens: int = 0  # of our text, where types of K and V were judged
+    kv_types: bool = False  # cache types were varied, too
+    perplexity_tokens: int = 0  # of our text, where cache types were judged
     left_out: tuple[str, ...] = ()
-    provisional: str = ""  # the reason why it should be measured again
+    provisional: str = ""  # the reason to measure again
     took_s: float = 0.0
     created: str = ""
     version: int = VERSION
 
     def applied_to(self, config: EngineConfig, given: frozenset[str] = frozenset()) -> EngineConfig:
-        """The configuration with what was found; what was given explicitly stays."""
-        return with_settings(
-            config, {name: value for name, value in self.settings.items() if name not in given}
-        )
+        """The configuration with the tuned settings; those given explicitly stay."""
+        settings = {name: value for name, value in self.settings.items() if name not in given}
+        return with_settings(config, settings)
 
 
 class TuneMemory:
-    """The remembered results in a folder. What cannot be read or is about something else is not there."""
+    """The records in a folder. An unreadable or foreign file counts as absent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, identity: Mapping[str, str]) -> TuneRecord | None:
-        """The result for exactly this identity."""
-        record = self._read(self._path(identity))
-        return record if record is not None and record.identity == dict(identity) else None
+    def find(self, fingerprint: Mapping[str, str]) -> TuneRecord | None:
+        """The record of exactly this fingerprint."""
+        record = self._read(self._path(fingerprint))
+        return record if record is not None and record.fingerprint == dict(fingerprint) else None
 
-    def find_similar(self, identity: Mapping[str, str]) -> TuneRecord | None:
-        """The newest result for the same machine, library and model, whatever the load."""
+    def find_similar(self, fingerprint: Mapping[str, str]) -> TuneRecord | None:
+        """The newest record of the same machine, library and model, whatever the load."""
         found = [
             record
             for file in self._folder.glob("*.json")
             if (record := self._read(file)) is not None
-            and all(record.identity.get(name) == identity[name] for name in WHO)
+            and all(record.fingerprint.get(name) == fingerprint[name] for name in _SAME_MACHINE)
         ]
         return max(found, key=lambda record: record.created, default=None)
 
     def save(self, record: TuneRecord) -> Path:
         """Write it whole or not at all. Raises OSError."""
-        path = self._path(record.identity)
+        path = self._path(record.fingerprint)
         path.parent.mkdir(parents=True, exist_ok=True)
         data = msgspec.json.format(msgspec.json.encode(record), indent=2)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        new = path.with_name(f".new-{os.getpid()}")
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            new.write_bytes(data)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
         return path
 
-    def _path(self, identity: Mapping[str, str]) -> Path:
-        text = "\n".join(f"{name}={value}" for name, value in sorted(identity.items()))
+    def _path(self, fingerprint: Mapping[str, str]) -> Path:
+        text = "\n".join(f"{name}={value}" for name, value in sorted(fingerprint.items()))
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
     def _read(self, path: Path) -> TuneRecord | None:
@@ -111,83 +122,10 @@ class TuneMemory:
             record = msgspec.json.decode(path.read_bytes(), type=TuneRecord)
             if record.version != VERSION or not record.settings.keys() <= TUNABLE:
                 return None
-            with_settings(EngineConfig(), record.settings)  # values that no configuration may have
+            with_settings(EngineConfig(), record.settings)  # raises for values out of bounds
             return record
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            log.info("a remembered tuning is not readable and is left aside: %s", error)
+            log.info("an unreadable tune record is ignored: %s", error)
             return None
-
-
-MAX_PERPLEXITY_CHANGE = 0.001
-
-
-class Tried(NamedTuple):
-    """An alternative and how it fared against the present settings: ratios, or a `problem`."""
-
-    settings: Settings
-    config: EngineConfig
-    label: str
-    ratio: float | None = None
-    cases: Mapping[str, float] = MappingProxyType({})
-    problem: str = ""
-    perplexity_change: float | None = None
-
-
-def compare(
-    measured: Measurement, baselines: Sequence[Measurement], rest: Mapping[str, float]
-) -> tuple[float, dict[str, float]]:
-    """The ratio of the mix, and of each case, to the mean of the present settings before and after.
-
-    Cases of the mix that were not measured take what they take in `rest`, on both sides.
-    """
-
-    def mix(one: Measurement) -> float:
-        return mix_seconds({**rest, **one.seconds})
-
-    cases = {
-        case: seconds / mean(baseline.seconds[case] for baseline in baselines)
-        for case, seconds in measured.seconds.items()
-    }
-    return mix(measured) / mean(map(mix, baselines)), cases
-
-
-def is_harmless(item: Tried) -> bool:
-    return item.perplexity_change is not None and abs(item.perplexity_change) < MAX_PERPLEXITY_CHANGE
-
-
-def options_of(dimension: str, present: str, tried: Sequence[Tried], winner: Tried | None) -> list[Option]:
-    """All values of a dimension, relative to the one that was chosen."""
-    unit: float = 1.0
-    units: Mapping[str, float] = {}
-    if winner is not None:
-        assert winner.ratio is not None
-        unit, units = winner.ratio, winner.cases
-    cases = tried[0].cases if winner is None else winner.cases
-    rows = [
-        Option(
-            dimension=dimension,
-            label=present,
-            chosen=winner is None,
-            ratio=1 / unit,
-            cases={case: 1 / units.get(case, 1.0) for case in cases},
-        )
-    ]
-    for item in tried:
-        chosen = winner is not None and item.settings == winner.settings
-        rows.append(
-            Option(
-                dimension=dimension,
-                label=item.label,
-                chosen=chosen,
-                ratio=1.0 if chosen else None if item.ratio is None else item.ratio / unit,
-                cases={
-                    case: 1.0 if chosen else ratio / units.get(case, 1.0)
-                    for case, ratio in item.cases.items()
-                },
-                problem=item.problem,
-                perplexity_change=item.perplexity_change,
-            )
-        )
-    return rows

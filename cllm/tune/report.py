@@ -1,22 +1,27 @@
-"""What was found, for a terminal: a table, and a picture of bars."""
+"""Report of a tune record, for a terminal or a web page: a table, bars and figures."""
 
 from __future__ import annotations
 
-from html import escape
+import io
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cllm.tune.record import MAX_PERPLEXITY_CHANGE, Option, TuneRecord
+from cllm.tune.record import MAX_PERPLEXITY_CHANGE, TuneRecord
 from cllm.tune.trial import CASES, mix_seconds
 
 BAR_WIDTH = 40
-_FULL, _PARTS = "█", " ▏▎▍▌▋▊▉"
+PAGE_WIDTH = 140
+_PARTS = " ▏▎▍▌▋▊▉"
 
 
 def headline(record: TuneRecord) -> str:
-    """One line: what differs from the defaults, and what it brings."""
-    chosen = ", ".join(f"{name} {_shown(value)}" for name, value in record.settings.items())
+    """One line: the settings that differ from the defaults, and their gain."""
+    chosen = ", ".join(
+        f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}"
+        for name, value in record.settings.items()
+    )
     if not chosen:
         text = "tuned: the settings as they are were the fastest"
     else:
@@ -27,17 +32,12 @@ def headline(record: TuneRecord) -> str:
     return text + (f"; provisional, {record.provisional}" if record.provisional else "")
 
 
-def _shown(value: int | bool | str) -> str:
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
-
-
 def options_table(record: TuneRecord) -> Table:
-    """Every alternative: what it costs relative to what was chosen, in the mix and in each case."""
+    """Table of all alternatives: their cost relative to the chosen one, in the mix and in each case."""
     cases = [case for case in CASES if case.name in record.seconds]
     table = Table(title="cost relative to the chosen setting (● chosen; 1.10 is 10 % slower)", box=None)
-    table.add_column("")
-    table.add_column("setting")
-    table.add_column("value")
+    for title in ("", "setting", "value"):
+        table.add_column(title)
     for title in ("mix", *(case.title for case in cases)):
         table.add_column(title, justify="right")
     judged = any(option.perplexity_change is not None for option in record.options)
@@ -57,29 +57,24 @@ def options_table(record: TuneRecord) -> Table:
 
 
 def bars(record: TuneRecord) -> Text:
-    """The picture: the mix with each alternative as a bar, beside the chosen one's."""
-    measured = [option for option in record.options if option.ratio is not None]
-    longest = max((option.ratio or 0.0 for option in measured), default=1.0)
-    width = max((len(_name(option)) for option in measured), default=0)
+    """A bar for each alternative: its cost in the mix, beside the chosen one's."""
+    measured = [
+        (f"{option.dimension} {option.label}", option.chosen, option.ratio)
+        for option in record.options
+        if option.ratio is not None
+    ]
+    longest = max((ratio for _, _, ratio in measured), default=1.0)
+    width = max((len(name) for name, _, _ in measured), default=0)
     lines: list[str] = []
-    for option in measured:
-        assert option.ratio is not None
-        mark = "●" if option.chosen else " "
-        lines.append(f"{mark} {_name(option):<{width}}  {_bar(option.ratio / longest)} {option.ratio:.2f}")
+    for name, chosen, ratio in measured:
+        eighths = round(ratio / longest * BAR_WIDTH * 8)
+        bar = "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
+        lines.append(f"{'●' if chosen else ' '} {name:<{width}}  {bar:<{BAR_WIDTH}} {ratio:.2f}")
     return Text("\n".join(lines))
 
 
-def _name(option: Option) -> str:
-    return f"{option.dimension} {option.label}"
-
-
-def _bar(fraction: float) -> str:
-    eighths = round(fraction * BAR_WIDTH * 8)
-    return (_FULL * (eighths // 8) + _PARTS[eighths % 8].strip()).ljust(BAR_WIDTH)
-
-
 def figures(record: TuneRecord) -> str:
-    """Speeds with the chosen settings, and what was measured how."""
+    """Speeds with the chosen settings, and how they were measured."""
     parts = []
     for case in CASES:
         if (seconds := record.seconds.get(case.name)) is not None:
@@ -92,7 +87,7 @@ def figures(record: TuneRecord) -> str:
         )
     lines = [
         f"with the chosen settings: {', '.join(parts)}; the mix {mix_seconds(record.seconds):.1f} s",
-        f"{contexts}; all: {record.streams} streams; "
+        f"{contexts}; all: {record.requests} requests; "
         f"the same setting differed from itself by {record.noise:.1%}; "
         f"measured in {record.took_s:.0f} s on {record.created}",
     ]
@@ -108,47 +103,10 @@ def figures(record: TuneRecord) -> str:
     return "\n".join(lines)
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; color: #222; }
-table { border-collapse: collapse; width: 100%; }
-td, th { padding: .2rem .6rem; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child, td.bar, th.bar { text-align: left; }
-td.bar { width: 45%; } .bar div { height: 1em; background: #b8c4d6; border-radius: 2px; }
-tr.chosen { font-weight: 600; } tr.chosen .bar div { background: #2f6fbb; }
-tr.first td { border-top: 1px solid #ccc; } .problem { color: #a40; text-align: left; }
-"""
-
-
 def page(record: TuneRecord) -> str:
-    """The whole page."""
-    cases = [case for case in CASES if case.name in record.seconds]
-    longest = max((option.ratio or 0.0 for option in record.options), default=1.0)
-    heads = "".join(f"<th>{escape(title)}</th>" for title in ("mix", *(case.title for case in cases)))
-    rows: list[str] = []
-    last = ""
-    for option in record.options:
-        rows.append(_row(option, [case.name for case in cases], longest, option.dimension != last))
-        last = option.dimension
-    info = "".join(f"<p>{escape(line)}</p>" for line in figures(record).splitlines())
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>cllm tune</title>'
-        f"<style>{_STYLE}</style><h1>cllm tune</h1><p>{escape(headline(record))}</p>"
-        "<p>Cost relative to the chosen setting; 1.10 is 10 % slower.</p>"
-        f'<table><tr><th>setting</th><th class="bar"></th>{heads}</tr>{"".join(rows)}</table>'
-        f"{info}</html>\n"
-    )
-
-
-def _row(option: Option, cases: list[str], longest: float, first: bool) -> str:
-    style = " ".join(name for name, wanted in (("chosen", option.chosen), ("first", first)) if wanted)
-    name = f"{option.dimension} {option.label}"
-    if option.perplexity_change is not None:
-        name += f" (perplexity {option.perplexity_change:+.2%})"
-    name = f"<td>{escape(name)}</td>"
-    if option.ratio is None:
-        columns = f'<td class="problem" colspan="{len(cases) + 2}">{escape(option.problem)}</td>'
-    else:
-        cells = (f"{option.cases[case]:.2f}" if case in option.cases else "" for case in cases)
-        numbers = "".join(f"<td>{cell}</td>" for cell in (f"{option.ratio:.2f}", *cells))
-        columns = f'<td class="bar"><div style="width:{option.ratio / longest:.1%}"></div></td>{numbers}'
-    return f'<tr class="{style}">{name}{columns}</tr>'
+    """The same report as a web page."""
+    console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO(), highlight=False)
+    for part in (headline(record), options_table(record), bars(record), figures(record)):
+        console.print(part)
+        console.print()
+    return console.export_html(inline_styles=True)

@@ -1,41 +1,79 @@
-"""What can be varied, in the order in which it is: what matters most comes first, in case time runs out."""
+"""Search space: which settings are varied, the most important first, and how much is measured for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.tune.trial import ALONE, Plan
+from cllm.tune.trial import BATCH1_REPEATS, Plan
 
-Settings = Mapping[str, int | bool | str]
-BATCH_TOKENS = (256, 512, 1024)
-POLL = (0, 50, 100)
-# None that takes more memory than f16: whether it fits has been checked with that.
-CACHE_TYPES = (("bf16", "f16"), ("bf16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0"))
+Value = int | bool | str
+Settings = Mapping[str, Value]
+_WIDE_TYPES = ("f32", "f16", "bf16")  # values in other types are read by the flash kernels only
 
 
 class Part(Enum):
-    """How much of the mix is measured to judge a dimension."""
+    """The part of the serving mix that is measured to judge a dimension."""
 
     ALL = "all"
     PROMPT = "a long prompt alone"
-    SHORT = "generating after short contexts"
+    SHORT = "decoding after short contexts"
 
 
 class Dimension(NamedTuple):
-    """Something that is varied while the rest stays. `alternatives` are other settings than the present."""
+    """Fields that are varied together while the rest stays, and their values."""
 
     name: str
     fields: tuple[str, ...]
-    alternatives: Callable[[EngineConfig, int], list[Settings]]
-    label: Callable[[EngineConfig, int], str]
-    part: Part = Part.ALL  # of the mix: what it can change
-    reloads: bool = False  # the model must be loaded anew to try it
-    quality: bool = False  # the numbers change, not the speed alone
+    values: tuple[tuple[Value, ...], ...] = ((False,), (True,))
+    names: tuple[str, str] = ("off", "on")  # of booleans
+    part: Part = Part.ALL
+    reloads: bool = False  # a change needs the model loaded again
+    quality: bool = False  # it changes the output, not only the speed
+
+    def alternatives(self, config: EngineConfig, cores: int) -> list[Settings]:
+        """The possible settings other than the present."""
+        if self is THREADS:
+            counts = {cores, cores - 1, cores // 2, 1} - {0, thread_count(config, cores)}
+            return [{"max_threads": count} for count in sorted(counts, reverse=True)]
+        if "unified_kv" in self.fields and config.parallel == 1:
+            return []
+        every = (dict(zip(self.fields, values, strict=True)) for values in self.values)
+        return [settings for settings in every if _possible(config, with_settings(config, settings))]
+
+    def label(self, config: EngineConfig, cores: int) -> str:
+        """The value in `config`, for the report."""
+        if self is THREADS:
+            return str(thread_count(config, cores))
+        values = [getattr(config, name) for name in self.fields]
+        return "/".join(self.names[value] if isinstance(value, bool) else str(value) for value in values)
+
+
+THREADS = Dimension("threads", ("threads", "max_threads"))
+DIMENSIONS = (
+    THREADS,
+    Dimension("flash attention", ("flash_attention",)),
+    Dimension("KV layout", ("unified_kv",), names=("split", "unified")),
+    Dimension("repacking", ("extra_buffers",), reloads=True),
+    Dimension("batch tokens", ("batch_tokens",), ((256,), (512,), (1024,)), part=Part.PROMPT),
+    Dimension("poll", ("poll",), ((0,), (50,), (100,)), part=Part.SHORT),
+)
+KV_TYPES = Dimension(
+    "K/V types",
+    ("cache_type_k", "cache_type_v"),
+    # None that takes more memory than f16, with which the fit was checked.
+    (("bf16", "f16"), ("bf16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0")),
+    quality=True,
+)
+TUNABLE = frozenset(field for dimension in (*DIMENSIONS, KV_TYPES) for field in dimension.fields)
+
+
+def _possible(config: EngineConfig, changed: EngineConfig) -> bool:
+    return changed != config and (changed.flash_attention or changed.cache_type_v in _WIDE_TYPES)
 
 
 def thread_count(config: EngineConfig, cores: int) -> int:
@@ -43,88 +81,10 @@ def thread_count(config: EngineConfig, cores: int) -> int:
     return config.threads or min(config.max_threads or cores, cores)
 
 
-def _threads(config: EngineConfig, cores: int) -> list[Settings]:
-    counts = {cores, cores - 1, cores // 2, 1} - {0, thread_count(config, cores)}
-    return [{"max_threads": count} for count in sorted(counts, reverse=True)]
-
-
-def _flash(config: EngineConfig, _: int) -> list[Settings]:
-    if config.cache_type_v not in ("f32", "f16", "bf16"):
-        return []  # such values are read by the flash kernels alone
-    return [{"flash_attention": not config.flash_attention}]
-
-
-def _layout(config: EngineConfig, _: int) -> list[Settings]:
-    return [] if config.parallel == 1 else [{"unified_kv": not config.unified_kv}]
-
-
-def _batch(config: EngineConfig, _: int) -> list[Settings]:
-    return [{"batch_tokens": count} for count in BATCH_TOKENS if count != config.batch_tokens]
-
-
-def _repack(config: EngineConfig, _: int) -> list[Settings]:
-    return [{"extra_buffers": not config.extra_buffers}]
-
-
-def _poll(config: EngineConfig, _: int) -> list[Settings]:
-    return [{"poll": value} for value in POLL if value != config.poll]
-
-
-def _cache_types(config: EngineConfig, _: int) -> list[Settings]:
-    return [
-        {"cache_type_k": keys, "cache_type_v": values}
-        for keys, values in CACHE_TYPES
-        if (keys, values) != (config.cache_type_k, config.cache_type_v)
-        and (config.flash_attention or values in ("f32", "f16", "bf16"))
-    ]
-
-
-DIMENSIONS = (
-    Dimension(
-        "threads",
-        ("threads", "max_threads"),
-        _threads,
-        lambda config, cores: str(thread_count(config, cores)),
-    ),
-    Dimension(
-        "flash attention",
-        ("flash_attention",),
-        _flash,
-        lambda config, _: "on" if config.flash_attention else "off",
-    ),
-    Dimension(
-        "KV layout", ("unified_kv",), _layout, lambda config, _: "unified" if config.unified_kv else "split"
-    ),
-    Dimension(
-        "repacking",
-        ("extra_buffers",),
-        _repack,
-        lambda config, _: "on" if config.extra_buffers else "off",
-        reloads=True,
-    ),
-    Dimension(
-        "batch tokens",
-        ("batch_tokens",),
-        _batch,
-        lambda config, _: str(config.batch_tokens),
-        part=Part.PROMPT,
-    ),
-    Dimension("poll", ("poll",), _poll, lambda config, _: str(config.poll), part=Part.SHORT),
-)
-KV_TYPES = Dimension(
-    "K/V types",
-    ("cache_type_k", "cache_type_v"),
-    _cache_types,
-    lambda config, _: f"{config.cache_type_k}/{config.cache_type_v}",
-    quality=True,
-)
-TUNABLE = frozenset(field for dimension in (*DIMENSIONS, KV_TYPES) for field in dimension.fields)
-
-
-def fixed_settings(config: EngineConfig, given: frozenset[str]) -> dict[str, int | bool | str]:
-    """What of the tunable settings was given, so is not varied. A number of threads of 0 leaves it to us."""
+def fixed_settings(config: EngineConfig, given: frozenset[str]) -> dict[str, Value]:
+    """The tunable settings that were given, so are not varied. 0 threads means "choose"."""
     values = {name: getattr(config, name) for name in sorted(given & TUNABLE)}
-    return {name: value for name, value in values.items() if value or name not in ("threads", "max_threads")}
+    return {name: value for name, value in values.items() if value or name not in THREADS.fields}
 
 
 def with_settings(config: EngineConfig, settings: Settings) -> EngineConfig:
@@ -134,15 +94,15 @@ def with_settings(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 LONG = 800
 PROMPTS = (1024, 512, 256)
-PROMPT_SHARE = 0.07  # of the time, for one prompt; a chunk's size takes three measurements or more
-BEGINNINGS = 3  # of long contexts are computed in all: flash attention and layout change how they are kept
+PROMPT_SHARE = 0.07  # of the time, for one prompt; a chunk size takes three measurements or more
+PREFIXES = 3  # of long contexts are computed in all: flash attention and layout change their state
 OVERHEAD = 1.15  # contexts that are made, states that are copied, pauses between steps
-MAX_STREAMS = 32
+MAX_REQUESTS = 32
 FIRST_LOOK = 32
 SECOND_LOOK = 256
-# From what is wanted to the least that tells anything: (long context, tokens of it that are timed as a
-# prompt, steps of each case). Steps go before context: which attention is the fastest shows in long ones.
-# Without a long one there is still prefill and generation after short ones, a big model's daily bread.
+# From the best to the least useful: (long context, tokens of it that are timed as a prompt, steps of each
+# case). Steps are cut before context: long contexts show which attention is the fastest. The last one, for
+# big models, has only prefill and decoding after short contexts.
 SIZES = (
     *((LONG, 256, 7), (LONG, 128, 5), (LONG, 128, 4), (LONG, 128, 3), (640, 128, 3), (512, 128, 3)),
     *((512, 64, 2), (384, 64, 2), (256, 64, 2), (128, 64, 2), (64, 32, 2), (0, 32, 1)),
@@ -150,8 +110,8 @@ SIZES = (
 
 
 def first_look(parallel: int, tokens: int = FIRST_LOOK) -> Plan:
-    """A small measurement that says how fast this model is here."""
-    return Plan(streams=min(parallel, MAX_STREAMS), short=tokens, long=0, steps=2)
+    """A small measurement that shows how fast this model is here."""
+    return Plan(requests=min(parallel, MAX_REQUESTS), short=tokens, long=0, steps=2)
 
 
 def make_plans(
@@ -162,7 +122,7 @@ def make_plans(
     longest: int,
     budget_s: float,
 ) -> dict[Part, Plan]:
-    """What is measured for each part of the mix, so that so many alternatives fit into the time."""
+    """The plan of each part of the mix, so that all alternatives fit into the time."""
     prompt = prompt_plan(look, longest=longest, budget_s=budget_s)
     # The present settings are measured between any two alternatives, and a winner twice.
     plan = fitted_plan(
@@ -185,32 +145,34 @@ def fitted_plan(
     """
     plan = first_look(parallel)
     for long, prompt, steps in SIZES:
-        wanted = Plan(streams=plan.streams, long=long, prompt=prompt, steps=steps)
-        most = longest - wanted.room
-        plan = msgspec.structs.replace(wanted, short=min(wanted.short, most), long=min(long, most))
-        if BEGINNINGS * beginning_s(plan, look) + runs * expected_s(plan, look) <= budget_s:
+        wanted = Plan(requests=plan.requests, long=long, prompt=prompt, steps=steps)
+        limit = longest - wanted.decode_cells
+        plan = msgspec.structs.replace(wanted, short=min(wanted.short, limit), long=min(long, limit))
+        if PREFIXES * prefix_s(plan, look) + runs * expected_s(plan, look) <= budget_s:
             break
     return plan
 
 
 def prompt_plan(look: Mapping[str, float], *, longest: int, budget_s: float) -> Plan:
-    """A long prompt and nothing else: what the size of its chunks can be judged by."""
+    """The plan to judge chunk sizes by: a long prompt and nothing else."""
     for prompt in PROMPTS:
-        plan = Plan(streams=1, short=0, steps=0, prompt=prompt, long=prompt)
-        if prompt + plan.room <= longest and expected_s(plan, look) <= PROMPT_SHARE * budget_s:
+        plan = Plan(requests=1, short=0, steps=0, prompt=prompt, long=prompt)
+        if prompt + plan.decode_cells <= longest and expected_s(plan, look) <= PROMPT_SHARE * budget_s:
             break
-    most = longest - plan.room
-    return msgspec.structs.replace(plan, prompt=min(plan.prompt, most), long=min(plan.long, most))
+    limit = longest - plan.decode_cells
+    return msgspec.structs.replace(plan, prompt=min(plan.prompt, limit), long=min(plan.long, limit))
 
 
-def beginning_s(plan: Plan, look: Mapping[str, float]) -> float:
-    """About what a setting takes longer whose beginning of a long context is not there yet."""
+def prefix_s(plan: Plan, look: Mapping[str, float]) -> float:
+    """Estimated time to compute the prefix of a long context, for a setting that cannot restore it."""
     return max(0, plan.long - plan.prompt) * look["prefill"]
 
 
 def expected_s(plan: Plan, look: Mapping[str, float]) -> float:
-    """About what a setting will take. A step of everybody after long contexts costs some three short ones."""
-    one, everybody = look["one_short"], look.get("all_short", 0.0)
-    steps = 2 * ALONE * one + everybody * (2 + 3 * plan.long / LONG) if plan.long else ALONE * one + everybody
+    """Estimated time of a plan. A full batch after long contexts costs some three of short ones."""
+    one, full = look["one_short"], look.get("all_short", 0.0)
+    steps = BATCH1_REPEATS * one + full
+    if plan.long:
+        steps = 2 * BATCH1_REPEATS * one + full * (2 + 3 * plan.long / LONG)
     tokens = plan.short + min(plan.prompt, plan.long)
     return OVERHEAD * (tokens * look["prefill"] + ((plan.steps + 1) * steps if plan.steps else 0.0))

@@ -1,7 +1,7 @@
-"""`python -m cllm.tune.trial_worker`: a throw-away process that measures settings.
+"""Trial worker: a throw-away process that measures settings (`python -m cllm.tune.trial_worker`).
 
 For each line on standard input (a `TrialTask`) it makes a context, times decodes in it, frees it and prints
-one line (a `Measurement`). The model stays loaded between lines, unless a setting needs it loaded anew.
+one line (a `Measurement`). The model stays loaded between lines, unless a setting needs it loaded again.
 """
 
 from __future__ import annotations
@@ -23,49 +23,35 @@ from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
-from cllm.tune.trial import ALONE, Measurement, Plan, TrialTask
+from cllm.tune.trial import BATCH1_REPEATS, Measurement, Plan, TrialTask
 
-BETWEEN_STEPS_S = 0.0005  # the engine's own work: long enough for threads that do not poll to fall asleep
+BETWEEN_STEPS_S = 0.0005  # stands for the work between steps: threads that do not poll fall asleep
 MIN_S_TO_JUDGE = 0.2  # the system counts in hundredths of a second
 LOGIT_ROWS = 128  # of a whole vocabulary each
-MAX_BEGINNINGS = 3  # flash attention and layout are varied one after the other
+MAX_PREFIXES = 3  # flash attention and layout are varied one after the other
 
-
-class Beginnings:
-    """States of the beginning of our text, by its length and by what makes them interchangeable."""
-
-    def __init__(self) -> None:
-        self._states: dict[Hashable, bytes] = {}
-
-    def find(self, key: Hashable) -> bytes | None:
-        return self._states.get(key)
-
-    def keep(self, key: Hashable, state: bytes) -> None:
-        """One more, and no more than `MAX_BEGINNINGS`: the oldest goes."""
-        while len(self._states) >= MAX_BEGINNINGS:
-            del self._states[next(iter(self._states))]
-        self._states[key] = state
+Prefixes = dict[Hashable, bytes]  # saved states, by length and by the settings they depend on
 
 
 class Bench:
-    """A context in which decodes are timed. Sequences are filled once and copied as saved states."""
+    """Decode bench: a context in which decodes are timed. Sequences are copied as saved states."""
 
     def __init__(
-        self, context: LlamaContext, text: Sequence[int], task: TrialTask, beginnings: Beginnings
+        self, context: LlamaContext, text: Sequence[int], task: TrialTask, prefixes: Prefixes
     ) -> None:
         self._context = context
         self._text = text
         self._plan = task.plan
-        self._batch = NativeBatch(context.api, context.batch_tokens, task.plan.streams)
+        self._batch = NativeBatch(context.api, context.batch_tokens, task.plan.requests)
         config = task.config
         types = (config.cache_type_k, config.cache_type_v)
         self._kind = (config.model, config.flash_attention, config.unified_kv, *types)
-        self._beginnings = beginnings
+        self._prefixes = prefixes
 
     def measure(self) -> dict[str, float]:
         """Seconds by case. Raises EngineError where a decode fails."""
-        plan, everybody = self._plan, range(self._plan.streams)
-        first, rest = everybody[0], everybody[1:]
+        plan, ids = self._plan, range(self._plan.requests)
+        first, rest = ids[0], ids[1:]
         seconds: dict[str, float] = {}
         short = b""
         if plan.steps:
@@ -76,26 +62,26 @@ class Bench:
             seconds["one_short"] = self._decode([first])
             if rest:
                 self._restore(rest, short)
-                seconds["all_short"] = self._decode(everybody)
+                seconds["all_short"] = self._decode(ids)
         if plan.long <= plan.short:
             return seconds
-        self._clear(everybody)
+        self._clear(ids)
         begin = max(0, plan.long - plan.prompt)
-        self._begin(first, begin)
+        self._restore_prefix(first, begin)
         seconds["prefill"] = self._fill(first, begin, plan.long)
         if plan.steps:
             long = self._save(first)
             seconds["one_long"] = self._decode([first])
             if rest:
                 self._restore(rest, short)
-                seconds["ragged"] = self._decode(everybody)
+                seconds["ragged"] = self._decode(ids)
                 self._clear(rest)
                 self._restore(rest, long)
-                seconds["all_long"] = self._decode(everybody)
+                seconds["all_long"] = self._decode(ids)
         return seconds
 
     def perplexity(self) -> float:
-        """Of the text, as one prompt: e to the mean surprise at each token after the first."""
+        """Perplexity of the text as one prompt: e to the mean surprise at each token after the first."""
         text = self._text[: self._plan.perplexity_tokens]
         surprise = 0.0
         width = min(LOGIT_ROWS, self._batch.capacity)
@@ -118,18 +104,20 @@ class Bench:
             raise EngineError(f"llama_decode returned {code}")
         return elapsed
 
-    def _begin(self, seq_id: int, length: int) -> None:
-        """The beginning of the text without its time: how it was computed does not matter to what follows."""
+    def _restore_prefix(self, seq_id: int, length: int) -> None:
+        """Put the first tokens of the text into KV, untimed: from a saved state, or computed and saved."""
         key = (*self._kind, length)
-        state = self._beginnings.find(key)
+        state = self._prefixes.get(key)
         if not length or (state is not None and self._context.restore(seq_id, state)):
             return
         self._clear([seq_id])
         self._fill(seq_id, 0, length)
-        self._beginnings.keep(key, self._save(seq_id))
+        while len(self._prefixes) >= MAX_PREFIXES:
+            del self._prefixes[next(iter(self._prefixes))]
+        self._prefixes[key] = self._save(seq_id)
 
     def _fill(self, seq_id: int, begin: int, end: int) -> float:
-        """Compute a part of the text as a prompt, in the largest chunks; seconds for each token."""
+        """Compute a part of the text as a prompt, in the largest chunks; seconds per token."""
         total = 0.0
         for place in range(begin, end, self._batch.capacity):
             tokens = [self._token(at) for at in range(place, min(end, place + self._batch.capacity))]
@@ -137,9 +125,9 @@ class Bench:
         return total / (end - begin)
 
     def _decode(self, ids: Iterable[int]) -> float:
-        """The median of some steps with a token of each; the first, which lays things out, is not counted."""
+        """The median of some steps with one token each; the first one, a warm-up, does not count."""
         ids, taken = list(ids), []
-        for _ in range(_steps(self._plan, len(ids)) + 1):
+        for _ in range(self._plan.steps * (BATCH1_REPEATS if len(ids) == 1 else 1) + 1):
             positions = {seq_id: self._context.next_position(seq_id) for seq_id in ids}
             rows = [Row(i, position, [self._token(position)], 1, None) for i, position in positions.items()]
             time.sleep(BETWEEN_STEPS_S)
@@ -156,7 +144,7 @@ class Bench:
         return state
 
     def _restore(self, ids: Iterable[int], state: bytes) -> None:
-        # not llama_memory_seq_cp: in one pool the copies would share their cells, and look cheap
+        # Not llama_memory_seq_cp: in a unified pool the copies would share cells, and look cheap.
         for seq_id in ids:
             if not self._context.restore(seq_id, state):
                 raise EngineError("a sequence's state cannot be restored")
@@ -174,10 +162,10 @@ class Trial:
         self._deferred_frees = DeferredFrees()
         self._model: LlamaModel | None = None
         self._loaded: tuple[str, bool, int] | None = None
-        self._beginnings = Beginnings()
+        self._prefixes: Prefixes = {}
 
     def measure(self, task: TrialTask) -> Measurement:
-        """One setting. What cllm can tell is wrong with it is an answer, too; the rest kills the process."""
+        """Measure one setting. An error that cllm detects is an answer, too; others kill the process."""
         started, load_s, before = time.perf_counter(), 0.0, read_cpu_times()
         try:
             loaded, model = self._model, self._load(task.config)
@@ -187,7 +175,7 @@ class Trial:
             with LlamaContext(
                 self._library, model, _small(task.config, plan), self._deferred_frees
             ) as context:
-                bench = Bench(context, text, task, self._beginnings)
+                bench = Bench(context, text, task, self._prefixes)
                 if plan.perplexity_tokens:
                     measured = Measurement(perplexity=bench.perplexity())
                 else:
@@ -197,7 +185,7 @@ class Trial:
         elapsed, after = time.perf_counter() - started, read_cpu_times()
         others = None
         if before is not None and after is not None and elapsed >= MIN_S_TO_JUDGE:
-            others = max(0.0, after.busy - before.busy - (after.own - before.own)) / elapsed
+            others = after.others_since(before)
         return msgspec.structs.replace(measured, load_s=load_s, took_s=elapsed - load_s, others=others)
 
     def _load(self, config: EngineConfig) -> LlamaModel:
@@ -218,21 +206,17 @@ class Trial:
         return self._model
 
 
-def _steps(plan: Plan, streams: int) -> int:
-    return plan.steps * (ALONE if streams == 1 else 1)
-
-
 def _small(config: EngineConfig, plan: Plan) -> EngineConfig:
-    """The setting with no more cells than the plan touches: how many lie idle beside them does not matter."""
-    deepest = max(plan.perplexity_tokens, max(plan.long, plan.short) + plan.room)
+    """The setting with as many KV cells as the plan touches: idle cells do not change the speed."""
+    deepest = max(plan.perplexity_tokens, max(plan.long, plan.short) + plan.decode_cells)
     cells = -(-deepest // CELL_BLOCK) * CELL_BLOCK
     return msgspec.structs.replace(
-        config, parallel=plan.streams, ctx_size=plan.streams * cells, max_request_tokens=0
+        config, parallel=plan.requests, ctx_size=plan.requests * cells, max_request_tokens=0
     )
 
 
 def main() -> int:
-    """Until the input ends."""
+    """Answer tasks until the input ends."""
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # or an abort would start a debugger first
     decoder = msgspec.json.Decoder(TrialTask)
     trial = Trial(load())

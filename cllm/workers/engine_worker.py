@@ -151,13 +151,13 @@ def main(
             EngineWorker(channel).run(config, make_runner)
         else:
             serve_tokenizer(channel, config)
-    except CllmError as error:
-        channel.send(msgspec.msgpack.encode(Died(error.code, error.message)))
-        return 1
     except Exception as error:
-        log.exception("the %s process failed", role)
-        message = f"the {role} process failed: {type(error).__name__}"
-        channel.send(msgspec.msgpack.encode(Died("engine_died", message)))
+        if isinstance(error, CllmError):
+            died = Died(error.code, error.message)
+        else:
+            log.exception("the %s process failed", role)
+            died = Died("engine_died", f"the {role} process failed: {type(error).__name__}")
+        channel.send(msgspec.msgpack.encode(died))
         return 1
     return 0
 

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -91,8 +91,8 @@ class ProcessExecutor:
         self.tokenizer.close()
 
 
-def settle(future: Future[TokenizerAnswer], answer: TokenizerAnswer | CllmError) -> None:
-    """Give a future its answer. A refusal is raised there."""
+def settle(future: Future[Any], answer: object) -> None:
+    """Give a future its answer; a refusal or an error is raised there. The caller may have gone."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, Refused):
@@ -138,7 +138,7 @@ class ProcessTokenizer:
             "tokenizer", config, reports, heartbeats=False, log_level=log_level, module=module
         )
         self._backoff = Backoff()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._call_ids = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._up = False  # a process runs
@@ -147,14 +147,11 @@ class ProcessTokenizer:
         self._aborted = False  # the process is being killed because of an aborted task: no other is to blame
 
     def start(self) -> None:
-        """Start the process before the first task comes. Idempotent."""
+        """Start the process, before the first task or after a crash. Idempotent."""
         with self._lock:
-            self._start()
-
-    def _start(self) -> None:
-        if not (self._up or self._restarting or self._closed):
-            self._up = True
-            self._supervisor.start(self._receive)
+            if not (self._up or self._restarting or self._closed):
+                self._up = True
+                self._supervisor.start(self._receive)
 
     def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
         call_id = next(self._call_ids)
@@ -169,23 +166,21 @@ class ProcessTokenizer:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
             self._calls[call_id] = call
-            self._start()
+            if not self._up:
+                self.start()
             self._dispatch()
         return call.future
 
     def _dispatch(self) -> None:
         """Send what may be sent, oldest first."""
-        if not self._up:
-            return
-        running = next((call for call in self._calls.values() if call.sent), None)
-        for call in self._calls.values():
-            if call.sent:
-                continue
-            if running is not None and (call.alone or running.alone):
-                return
-            call.sent = True
+        running: _Call | None = None
+        for call in self._calls.values() if self._up else ():
+            if not call.sent:
+                if running is not None and (call.alone or running.alone):
+                    return
+                call.sent = True
+                self._supervisor.send(call.frame)
             running = call
-            self._supervisor.send(call.frame)
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:
         with self._lock:
@@ -195,67 +190,62 @@ class ProcessTokenizer:
                     self._supervisor.kill()  # it may hang in native code; the other tasks are sent again
 
     def _receive(self, report: TokenizerReply | Died) -> None:
-        if isinstance(report, Died):
-            self._on_crash(report)
-            return
         with self._lock:
-            self._backoff.progress()
+            if isinstance(report, Died):
+                self._up = False
+                if not self._closed:
+                    self._on_crash(report)
+                return
+            if self._backoff.count:
+                self._backoff.progress()
             call = self._calls.pop(report.call_id, None)
-            if call is not None and call.crashes:
+            if call is None:
+                return
+            if call.crashes:
                 self._dispatch()  # others waited for it to run alone
-        if call is not None:
-            settle(call.future, report.answer)
+        settle(call.future, report.answer)
 
     def _on_crash(self, died: Died) -> None:
-        with self._lock:
-            self._up = False
-            if self._closed:
-                rejected: list[tuple[_Call, CllmError]] = [
-                    (call, ShuttingDown("the server is shutting down")) for call in self._take(lambda _: True)
-                ]
-            else:
-                log.warning("the tokenizer process ended: %s", died.message)
-                rejected = self._blame(died)
-                # Without a pending task the next one starts it: a process that cannot start must not spin.
-                self._restarting = bool(self._calls) and self._backoff.schedule(self._restart)
-                if not self._restarting:
-                    rejected += [(call, EngineDied(died.message)) for call in self._take(lambda _: True)]
-        for call, error in rejected:
-            settle(call.future, error)
-
-    def _restart(self) -> None:
-        with self._lock:
-            self._restarting = False
-            self._start()
-            self._dispatch()
-
-    def _blame(self, died: Died) -> list[tuple[_Call, CllmError]]:
-        """The tasks to reject, with why. All others are to be sent again."""
-        rejected: list[tuple[_Call, CllmError]] = []
+        """Reject the tasks that are to blame, and send all others again."""
+        log.warning("the tokenizer process ended: %s", died.message)
+        rejected: list[_Call] = []
         if died.signal == signal.SIGPROF:
             # The template's own guard. Every conversation goes through the template: none is tried again.
             message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
-            rendering = self._take(lambda call: call.sent and call.renders)
-            rejected = [(call, InvalidRequest(message, field="messages")) for call in rendering]
+            rejected = self._take(lambda call: call.sent and call.renders)
+            for call in rejected:
+                settle(call.future, InvalidRequest(message, field="messages"))
         elif not self._aborted:
-            causes = self._take(lambda call: call.sent and call.blame())
-            rejected = [(call, call.rejection_error) for call in causes]
+            rejected = self._take(lambda call: call.sent and call.blame())
+            for call in rejected:
+                settle(call.future, call.rejection_error)
         if rejected or self._aborted:
             self._backoff.progress()
         self._aborted = False
         for call in self._calls.values():
             call.sent = False
-        return rejected
+        # Without a pending task the next one starts it: a process that cannot start must not spin.
+        self._restarting = bool(self._calls) and self._backoff.schedule(self._restart)
+        if not self._restarting:
+            self._fail_all(EngineDied(died.message))
+
+    def _restart(self) -> None:
+        with self._lock:
+            self._restarting = False
+            self.start()
+            self._dispatch()
 
     def _take(self, which: Callable[[_Call], bool]) -> list[_Call]:
         """Remove those calls, and return them."""
         call_ids = [call_id for call_id, call in self._calls.items() if which(call)]
         return [self._calls.pop(call_id) for call_id in call_ids]
 
+    def _fail_all(self, error: CllmError) -> None:
+        for call in self._take(lambda _: True):
+            settle(call.future, error)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            rejected = [] if self._up else self._take(lambda _: True)
-        for call in rejected:
-            settle(call.future, ShuttingDown("the server is shutting down"))
+            self._fail_all(ShuttingDown("the server is shutting down"))
         self._supervisor.close()

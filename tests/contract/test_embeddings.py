@@ -19,7 +19,7 @@ from cllm.backend.base import Batch, BatchKind, Row, StepStatus
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import load
 from cllm.backend.llama.memory import EmbeddingMemory, prepare
-from cllm.backend.llama.model import PairFrame
+from cllm.backend.llama.model import RerankPrompt
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
@@ -238,7 +238,7 @@ def test_a_pair_is_framed_as_the_model_was_trained(opened_for: Open) -> None:
 
 def test_a_template_for_pairs_is_filled_and_never_parsed_out_of_the_texts(opened_for: Open) -> None:
     vocabulary = opened_for("dense").vocabulary
-    frame = PairFrame((), (), (), "<|im_start|>{query}|{document}<|im_end|>")
+    frame = RerankPrompt((), (), (), "<|im_start|>{query}|{document}<|im_end|>")
 
     def tokenize(text: str, parse_special: bool) -> list[int]:
         return vocabulary.tokenize(text, add_special=False, parse_special=parse_special)

@@ -12,13 +12,12 @@ import pytest
 
 from cllm.backend.llama.library import load
 from cllm.config import EngineConfig
-from cllm.tune.process import TrialProcess
 from cllm.tune.session import TRIAL
-from cllm.tune.trial import CASES, Plan, TrialTask
+from cllm.tune.trial import CASES, Plan, TrialProcess, TrialTask
 from cllm.tune.trial_worker import Bench, Trial
 
 EVERY_CASE = {case.name for case in CASES}
-PLAN = Plan(streams=3, short=16, long=96, steps=2)
+PLAN = Plan(requests=3, short=16, long=96, steps=2)
 LIMIT_S = 60.0
 # The real trial, but a setting of poll kills it, or lets it hang: what a wrong instruction would do.
 MORTAL = """
@@ -89,14 +88,14 @@ def test_the_model_is_loaded_once_unless_the_setting_needs_it(models: dict[str, 
 
 
 def test_one_stream_and_short_contexts_alone(trial: TrialProcess, models: dict[str, Path]) -> None:
-    one = trial.ask(settings(models), Plan(streams=1, short=16, long=64, steps=1), LIMIT_S)
+    one = trial.ask(settings(models), Plan(requests=1, short=16, long=64, steps=1), LIMIT_S)
     assert set(one.seconds) == {"prefill", "one_short", "one_long"}
-    short = trial.ask(settings(models), Plan(streams=2, short=16, long=0, steps=1), LIMIT_S)
+    short = trial.ask(settings(models), Plan(requests=2, short=16, long=0, steps=1), LIMIT_S)
     assert set(short.seconds) == {"prefill", "one_short", "all_short"}
 
 
 def test_perplexity_distinguishes_cache_types(trial: TrialProcess, models: dict[str, Path]) -> None:
-    plan = Plan(streams=1, perplexity_tokens=300)
+    plan = Plan(requests=1, perplexity_tokens=300)
     found = {
         types: trial.ask(settings(models, cache_type_k=types, cache_type_v=types), plan, LIMIT_S).perplexity
         for types in ("f32", "f16", "q4_0")
@@ -109,7 +108,7 @@ def test_perplexity_distinguishes_cache_types(trial: TrialProcess, models: dict[
 
 def test_perplexity_does_not_depend_on_the_chunks(trial: TrialProcess, models: dict[str, Path]) -> None:
     """Without flash attention and in f32, where nothing rounds differently by the size of a batch."""
-    plan = Plan(streams=1, perplexity_tokens=300)
+    plan = Plan(requests=1, perplexity_tokens=300)
     exact: dict[str, Any] = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
     whole, chunked = (
         trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 SERVE = ("from cllm.cli.main import main; main()", "serve")
-ALIAS = ("from cllm.cli.server_alias import main; main()",)
+ALIAS = ("from cllm.cli.main import server_main; server_main()",)
 PATIENCE_S = 90.0  # for whatever has no limit of its own: the machine may be busy
 FREED_WITHIN_S = 5.0  # a step and the way to the parent, on a busy machine
 _KEPT = ("CLLM_LIBRARY", "CLLM_CACHE_DIR", "CLLM_THREADS")

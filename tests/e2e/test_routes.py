@@ -77,7 +77,7 @@ def test_metrics_equal_the_clients_ledger(tiny: Server) -> None:
         part: after[f"cllm_memory_bytes{{part={part}}}"] for part in ("model", "kv", "buffers", "ram_tier")
     }
     assert all(memory[part] > 0 for part in ("model", "kv", "buffers"))
-    assert memory["ram_tier"] == after["cllm_prefix_ram_bytes"] + after["cllm_parked_ram_bytes"]
+    assert memory["ram_tier"] == after["cllm_prefix_ram_bytes"] + after["cllm_swapped_ram_bytes"]
     assert after["cllm_memory_bytes{part=ram_tier_limit}"] == 1 << 30
 
 

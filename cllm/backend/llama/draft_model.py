@@ -1,4 +1,4 @@
-"""A small model that guesses for the large one. Its memory is its own and is kept in step with the texts."""
+"""Draft model: a small model that proposes draft tokens for the served one, with a KV cache of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cllm.errors import ConfigError
 from cllm.types import Limits, ModelInfo, SamplingParams, Vocabulary
 
 log = logging.getLogger(__name__)
-SLOTS = 2  # with more who generate, guesses cost the others more than they save
+SLOTS = 2  # sequences with drafts; more of them would cost the batch more than they save
 COMPARED_TOKENS = 1000
 
 
 def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
-    """How the small model is loaded: room for `SLOTS` requests of the large one, all else alike."""
+    """The draft model's configuration: `SLOTS` requests of the served model's length, all else alike."""
     return msgspec.structs.replace(
         config,
         model=config.draft_model,
@@ -34,36 +34,36 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
 
 
 def check_cuttable(info: ModelInfo, which: str) -> None:
-    """Raises ConfigError for a memory from which wrong guesses cannot be removed."""
+    """Raises ConfigError for a KV memory from which rejected drafts cannot be removed."""
     if info.recurrent or info.sliding_window:
         kind = "recurrent" if info.recurrent else "with a sliding window"
-        raise ConfigError(f"draft_model: the {which} model is {kind}, so guesses could not be taken back")
+        raise ConfigError(f"draft_model: the {which} model is {kind}, so drafts could not be rolled back")
 
 
-def check_vocabulary(mine: Vocabulary, theirs: Vocabulary) -> None:
-    """Raises ConfigError unless a token means the same in both, as far as a sample tells."""
-    if mine.size != theirs.size:
+def check_vocabulary(served: Vocabulary, draft: Vocabulary) -> None:
+    """Raises ConfigError unless both vocabularies agree on a sample of tokens."""
+    if served.size != draft.size:
         raise ConfigError(
-            f"draft_model: its vocabulary has {theirs.size} tokens, that of the model {mine.size}; "
+            f"draft_model: its vocabulary has {draft.size} tokens, that of the model {served.size}; "
             "they must be the same"
         )
-    if mine.ends != theirs.ends:
+    if served.ends != draft.ends:
         raise ConfigError("draft_model: its end tokens are not those of the model")
-    for token in range(0, mine.size, max(1, mine.size // COMPARED_TOKENS)):
-        if mine.piece(token) != theirs.piece(token):
+    for token in range(0, served.size, max(1, served.size // COMPARED_TOKENS)):
+        if served.piece(token) != draft.piece(token):
             raise ConfigError(
-                f"draft_model: token {token} is {theirs.piece(token)!r} there, {mine.piece(token)!r} in the "
+                f"draft_model: token {token} is {draft.piece(token)!r} there, {served.piece(token)!r} in the "
                 "model; the vocabularies must be the same"
             )
 
 
 class _Slot:
-    """A sequence of the small model: what it holds, and for whom."""
+    """A slot of the draft model: the tokens in KV, and the drafter they belong to."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.held: list[int] = []
-        self.settled = 0  # so many first tokens are the owner's for certain
+        self.settled = 0  # the first tokens known to agree with the owner's
         self.owner: weakref.ref[ModelDrafter] | None = None
 
     @property
@@ -72,13 +72,13 @@ class _Slot:
 
 
 class DraftModel:
-    """Owns the small model. Guesses for as many sequences as it has slots; whoever comes later gets none.
+    """Owns the draft model. Drafts for as many sequences as it has slots; further ones get no drafts.
 
-    Nothing that goes wrong in it goes further: then there is no guess.
+    A failure of the draft model costs drafts and nothing else.
     """
 
     def __init__(self, runner: ModelRunner, vocabulary: Vocabulary) -> None:
-        """Takes the runner over, and closes it if it cannot guess for that vocabulary (ConfigError)."""
+        """Takes the runner over, and closes it if its vocabulary does not match (ConfigError)."""
         try:
             check_cuttable(runner.info, "draft")
             check_vocabulary(vocabulary, runner.vocabulary)
@@ -101,20 +101,20 @@ class DraftModel:
         self._runner.close()
 
     def propose(self, drafter: ModelDrafter, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """What the small model would say next; nothing while it has not caught up with a long prompt."""
+        """Draft tokens for the sequence; none while the draft model still prefills a long prompt."""
         if len(tokens) + max_tokens > self.limits.request_tokens:
             return []
-        slot = self._slot_of(drafter, tokens)
+        slot = self._get_slot(drafter, tokens)
         if slot is None:
             return []
         try:
-            return self._guess(slot, tokens, max_tokens)
+            return self._draft(slot, tokens, max_tokens)
         except Exception:
-            log.exception("the draft model failed; its memory is made anew")
+            log.exception("the draft model failed; its KV is cleared")
             self._empty(slot)
             return []
 
-    def _slot_of(self, drafter: ModelDrafter, tokens: Sequence[int]) -> _Slot | None:
+    def _get_slot(self, drafter: ModelDrafter, tokens: Sequence[int]) -> _Slot | None:
         for slot in self._slots:
             if slot.owner is not None and slot.owner() is drafter:
                 return slot
@@ -125,8 +125,8 @@ class DraftModel:
         slot.owner, slot.settled = weakref.ref(drafter), 0
         return slot
 
-    def _guess(self, slot: _Slot, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        # The last token is always computed: what comes after it is wanted.
+    def _draft(self, slot: _Slot, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        # The last token is always computed: its output is the first draft token.
         common = min(_common(slot.held, tokens, slot.settled), len(tokens) - 1)
         if common < len(slot.held):
             common = self._runner.truncate(slot.number, common)
@@ -134,17 +134,17 @@ class DraftModel:
         slot.settled = common
         pending = list(tokens[common : common + self.limits.batch_tokens])
         wanted = common + len(pending) == len(tokens)
-        guesses: list[int] = []
-        while pending and len(guesses) < max_tokens:
+        drafts: list[int] = []
+        while pending and len(drafts) < max_tokens:
             row = Row(slot.number, len(slot.held), pending, int(wanted), self._sampler)
             result = self._runner.run(Batch((row,)))
             if result.status is not StepStatus.DONE:
                 self._empty(slot)
-                return guesses
+                return drafts
             slot.held += pending
             pending = list(result.rows[0].tokens)
-            guesses += pending
-        return guesses
+            drafts += pending
+        return drafts
 
     def _empty(self, slot: _Slot) -> None:
         slot.held, slot.settled = [], 0
@@ -152,7 +152,7 @@ class DraftModel:
 
 
 class ModelDrafter:
-    """One sequence's way to the draft model."""
+    """The drafter of one sequence, backed by the shared draft model."""
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
@@ -162,7 +162,7 @@ class ModelDrafter:
 
 
 def _common(held: Sequence[int], tokens: Sequence[int], begin: int) -> int:
-    """How many first tokens are the same; the first `begin` are known to be."""
+    """The length of the common prefix; the first `begin` tokens are known to agree."""
     end = min(len(held), len(tokens))
     while begin < end and held[begin] == tokens[begin]:
         begin += 1

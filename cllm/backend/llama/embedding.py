@@ -1,4 +1,4 @@
-"""The context that makes vectors: apart from generation's, with a memory of its own."""
+"""Embedding context: pools embeddings in a llama_context of its own, apart from generation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 from cllm.types import EmbedLimits, Pooling
 
-ROWS = 32  # inputs of a step
-# Flash attention on a CPU sums in 16 bits and differently at each batch size: a text's vectors alone and in a
-# batch had a cosine of 0.996 (0.999999 without). So it is used only where attention would need more.
+ROWS = 32  # inputs per step
+# Flash attention on a CPU sums in 16 bits and differently at each batch size: the embeddings of a text alone
+# and in a batch had a cosine of 0.996 (0.999999 without). So it is used only above this size of attention.
 EXACT_BYTES = 1 << 30
 _POOLING = {Pooling.MEAN: 1, Pooling.CLS: 2, Pooling.LAST: 3, Pooling.RANK: 4}  # llama_pooling_type
 
@@ -32,12 +32,12 @@ Vector = npt.NDArray[np.float32]
 def embed_limits(
     model: LlamaModel, config: EngineConfig, request_tokens: int, *, generates: bool
 ) -> EmbedLimits:
-    """How much one step of vectors holds; `request_tokens` is what a generation may hold.
+    """Limits of one embedding step; `request_tokens` is the limit of a generation.
 
-    Only causal attention can be cut into chunks: an encoder's tokens all look at each other.
+    Only causal attention can be cut into chunks: in an encoder every token attends to all others.
     """
-    most = request_tokens if generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
-    tokens = min(config.embed_tokens or most, model.context_train)
+    default = request_tokens if generates else min(DEFAULT_REQUEST_CELLS, model.context_train)
+    tokens = min(config.embed_tokens or default, model.context_train)
     return EmbedLimits(
         tokens=tokens,
         batch_tokens=min(config.batch_tokens, tokens),
@@ -47,7 +47,7 @@ def embed_limits(
 
 
 class EmbeddingContext(Owned):
-    """Owns a `llama_context` that pools. One EMBED batch at a time; see `Batch` for its contract."""
+    """Owns a `llama_context` with pooling. One EMBED batch at a time; see `Batch` for its contract."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class EmbeddingContext(Owned):
         widest = limits.batch_tokens if limits.chunked else limits.tokens
         params = api.llama_context_default_params()
         params.n_seq_max = limits.rows
-        # What it pools lies within one physical batch: so a batch is never cut.
-        # llama.cpp dies of a batch that its rows do not divide, when it lays out its largest graph.
+        # Pooling works within one ubatch, so a batch is never cut. llama.cpp aborts at a batch that is no
+        # multiple of its rows, when it reserves its largest graph.
         params.n_batch = params.n_ubatch = -(-widest // limits.rows) * limits.rows
         params.n_ctx = max(limits.tokens, params.n_batch)
-        params.kv_unified = True  # one input may need all cells, and rows of any length make one batch
+        params.kv_unified = True  # one input may need all cells, and rows of any length make one ubatch
         params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(flash)
         params.embeddings = True
@@ -88,12 +88,12 @@ class EmbeddingContext(Owned):
         self._pooling = model.pooling
         self._length = model.vector_length
         self._batch = NativeBatch(api, widest, limits.rows)
-        self._sum: Vector | None = None  # of the chunks so far, where one is half computed
-        # The same workers as generation's: the two never compute at the same time.
+        self._sum: Vector | None = None  # over the chunks so far of an unfinished input
+        # Shared with generation: the two never compute at the same time.
         self._workers = workers
 
     def run(self, batch: Batch) -> StepResult:
-        """Compute the rows; unless a chunk is to be continued, the memory is empty afterwards."""
+        """Compute the rows; afterwards the KV memory is empty, unless a chunk is to be continued."""
         keep = False
         try:
             self._batch.fill([row._replace(outputs=len(row.tokens)) for row in batch.rows])
@@ -114,31 +114,31 @@ class EmbeddingContext(Owned):
                 self.reset()
 
     def reset(self) -> None:
-        """Empty the memory."""
+        """Clear the KV memory."""
         self._sum = None
         self._api.llama_memory_clear(self._memory, False)
 
     @property
     def cells_used(self) -> int:
-        """Positions in memory, all ids together: 0 between two inputs."""
+        """KV cells in use, all ids together: 0 between two inputs."""
         position = self._api.llama_memory_seq_pos_max
         return sum(int(position(self._memory, row)) + 1 for row in range(self._limits.rows))
 
     def _result(self, row: Row) -> RowResult:
         pointer = self._api.llama_get_embeddings_seq(self.pointer, row.seq_id)
         if not pointer:
-            return RowResult(error="llama.cpp gave no vector")
+            return RowResult(error="llama.cpp returned no embedding")
         pooled = np.ctypeslib.as_array(pointer, (self._length,)).copy()
         if row.position or not row.outputs:
             pooled = self._joined(row, pooled)
         if not row.outputs:
             return RowResult()
         if not np.isfinite(pooled).all():
-            return RowResult(error="the model's vector is not finite")
+            return RowResult(error="the embedding is not finite")
         return RowResult(embedding=pooled.tobytes())
 
     def _joined(self, row: Row, pooled: Vector) -> Vector:
-        """The pooled vector of a long input up to this chunk, from that of the chunk alone."""
+        """The embedding of a long input up to this chunk, from that of the chunk alone."""
         before = self._sum
         match self._pooling:
             case Pooling.MEAN:

@@ -1,4 +1,4 @@
-"""What a measurement is true for: this CPU, this build of the library, this model, this load."""
+"""Fingerprints: the CPU, library build, model and load that a measurement or a saved state is valid for."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import find
 from cllm.backend.llama.threads import default_threads
-from cllm.build import options as cpu
+from cllm.build.options import features, read_cpuinfo
 from cllm.config import EngineConfig
 
 
-def tune_identity(
+def tune_fingerprint(
     config: EngineConfig, header: GgufHeader, fixed: Mapping[str, int | bool | str]
 ) -> dict[str, str]:
-    """Facts that tell apart what was measured. Where the model's file lies does not matter.
+    """The fingerprint of a tune record. The model counts by its content, not by its path.
 
     `fixed` are the settings that were given, so not varied. Raises SetupError.
     """
     return {
-        "cpu": f"{cpu_name()} {_digest(' '.join(cpu.features()).encode())}",
+        "cpu": f"{cpu_name()} {_digest(' '.join(features()).encode())}",
         "cores": str(default_threads()),
         "library": _library(find()),
         "model": _model(header),
@@ -33,8 +33,8 @@ def tune_identity(
     }
 
 
-def state_identity(config: EngineConfig, *, unified: bool) -> str:
-    """Facts that the bytes of a saved sequence depend on. Raises SetupError."""
+def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
+    """The fingerprint of saved sequence states: everything their bytes depend on. Raises SetupError."""
     header = GgufHeader(Path(config.model))
     info = {
         "model": _model(header),
@@ -49,7 +49,7 @@ def state_identity(config: EngineConfig, *, unified: bool) -> str:
 
 
 def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
-    """Of the whole file, evenly: models that were trained further have the same header, other weights."""
+    """A digest of pieces of the whole file: a fine-tuned model has the same header, other weights."""
     digest = hashlib.sha256()
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -60,19 +60,12 @@ def _sample(path: Path, pieces: int = 64, piece_bytes: int = 1 << 16) -> str:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the system tells it, else its architecture."""
-    try:
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "model name":
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    """The processor's name from the system, else its architecture."""
+    return read_cpuinfo(cpuinfo).get("model name") or platform.processor() or platform.machine()
 
 
 def _library(folder: Path) -> str:
-    """A rebuilt library is another one; a folder that was moved is not."""
+    """A digest of the library's files: it changes with a rebuild, not when the folder is moved."""
     files = (file for pattern in ("libllama.*", "libggml*") for file in sorted(folder.glob(pattern)))
     info = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
     return _digest("\n".join(info).encode())

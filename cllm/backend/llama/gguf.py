@@ -1,8 +1,8 @@
-"""The GGUF header, read in Python before native code sees the file.
+"""GGUF header, checked in Python before native code reads the file.
 
-llama.cpp trusts counts and offsets it finds there; a hostile or damaged file must be refused earlier.
-(The `gguf` package's reader maps and keeps everything, which takes seconds for a large vocabulary; here
-the arrays are skipped. Its table of block sizes is used.)
+llama.cpp trusts the counts and offsets in it, so a hostile or damaged file must be refused earlier. (The
+reader of the `gguf` package keeps every array, which takes seconds for a large vocabulary; here long arrays
+are skipped. Its table of block sizes is used.)
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 
 
 class GgufHeader:
-    """The metadata of a GGUF file whose structure holds together. Raises ModelFileError otherwise."""
+    """The metadata of a GGUF file with a valid structure. Raises ModelFileError otherwise."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self.tensor_count = 0
-        self.ranks = False  # it has a classification head
-        self.header_bytes = 0  # where the description ends and the tensors' data begins
+        self.ranks = False  # it has a classification head, so it is a reranker
+        self.header_bytes = 0  # where the tensor data begins
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -112,7 +112,7 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture", ""))
 
     def number(self, name: str, default: int = 0) -> int:
-        """An integer of the architecture's own metadata; per-layer lists give their largest."""
+        """An integer of the architecture's metadata; the largest one of a per-layer list."""
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         if isinstance(value, list):
             value = max(value, default=default)
@@ -123,7 +123,7 @@ class GgufHeader:
         return self.number("context_length", 4096)
 
     def kv_bytes_per_cell(self, key_type: str = "f16", value_type: str = "f16") -> int:
-        """Upper estimate of K and V for one token; 0 for models that keep a state or nothing instead."""
+        """Upper estimate of K and V for one token; 0 for recurrent models and encoders."""
         heads = self.number("attention.head_count")
         if "bert" in self.architecture or self.architecture == "gemma-embedding":
             return 0
@@ -133,17 +133,17 @@ class GgufHeader:
         width = self.number("embedding_length") // heads
         key = self.number("attention.key_length", width)
         value = self.number("attention.value_length", width)
-        row = _bytes_of(kv_heads * key, key_type) + _bytes_of(kv_heads * value, value_type)
+        row = _row_bytes(kv_heads * key, key_type) + _row_bytes(kv_heads * value, value_type)
         return self.number("block_count") * row
 
 
-def _bytes_of(elements: int, type_name: str) -> int:
+def _row_bytes(elements: int, type_name: str) -> int:
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
     return -(-elements // int(block)) * int(block_bytes)
 
 
 class _Cursor:
-    """Walks little-endian GGUF values; running off the end raises struct.error or IndexError."""
+    """Reads little-endian GGUF values; the end of the file raises struct.error or IndexError."""
 
     def __init__(self, view: mmap.mmap, offset: int) -> None:
         self._view = view

@@ -1,7 +1,7 @@
-"""The native library: find it, load it, and give its functions to the rest of this room.
+"""Native library: find it, load it, and own its pointers.
 
-Nobody else imports `llama_cpp`. Its package is bypassed on purpose: importing it would load further
-libraries, pull in a second server and hook a logger of its own; only its ctypes declarations are used.
+No other module imports `llama_cpp`. Its package is bypassed on purpose: importing it would load further
+libraries, a second server and a logging hook; only its ctypes declarations are used.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LEVELS = {
     3: logging.WARNING,
     4: logging.ERROR,
 }  # debug, info, warn, error
-_FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # a log may travel further than paths should
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
 
 
 class ThreadpoolParams(ctypes.Structure):
-    """ggml_threadpool_params; the bindings do not declare it."""
+    """ggml_threadpool_params, which the bindings do not declare."""
 
     _fields_ = (
         ("cpumask", ctypes.c_bool * MAX_THREADS),
@@ -78,12 +78,12 @@ class Library:
         self.attach_threadpool.restype = None
 
     def system_info(self) -> str:
-        """llama.cpp's own account of what it was compiled for."""
+        """The instruction sets that llama.cpp was compiled for."""
         return str(self.api.llama_print_system_info().decode())
 
 
 def find() -> Path:
-    """The library's folder: `CLLM_LIBRARY`, else what `cllm build` made, else the bindings' own."""
+    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the bindings' own."""
     if named := os.environ.get("CLLM_LIBRARY"):
         return Path(named)
     if (built := find_built()) is not None:
@@ -126,7 +126,7 @@ def _import_bindings(directory: Path) -> types.ModuleType:
             "rebuild it with `cllm build --force`"
         ) from error
     finally:
-        # Whoever imports llama_cpp after us gets the real package.
+        # A later import of llama_cpp gets the real package.
         sys.modules.pop("llama_cpp", None)
         if before is None:
             del os.environ["LLAMA_CPP_LIB_PATH"]
@@ -156,7 +156,7 @@ PendingFree = tuple[Callable[[Any], Any], Any]
 
 
 class DeferredFrees:
-    """Pointers whose Python owner was garbage-collected; the owner thread frees them between steps."""
+    """Deferred free list: pointers of garbage-collected owners; the owner thread frees them between steps."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[PendingFree] = SimpleQueue()
@@ -166,8 +166,8 @@ class DeferredFrees:
         self._queue.put((free, pointer))
 
     def free_all(self) -> None:
-        """Free what has come in. Owner thread only."""
-        while not self._queue.empty():  # nobody else takes out of it
+        """Free all pointers in the list. Owner thread only."""
+        while not self._queue.empty():  # only this thread takes out of it
             free, pointer = self._queue.get()
             free(pointer)
 
@@ -180,7 +180,7 @@ class Owned:
         self._pointer = pointer
         self._free = free
         self._finalizer = weakref.finalize(self, deferred_frees.put, free, pointer)
-        self._finalizer.atexit = False  # the process is going: the system takes everything back
+        self._finalizer.atexit = False  # at exit the system frees everything
 
     @property
     def pointer(self) -> Any:

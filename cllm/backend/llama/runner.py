@@ -233,7 +233,7 @@ class LlamaRunner(ModelRunner):
         }
 
     def state_fingerprint(self) -> str:
-        return fingerprint.state_identity(self._config, unified=self._context.unified)
+        return fingerprint.state_fingerprint(self._config, unified=self._context.unified)
 
     def open_embedding(self) -> None:
         if self._embedding is None:

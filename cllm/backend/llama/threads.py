@@ -1,7 +1,8 @@
-"""How many threads compute: as many as there are cores, less those that other programs keep busy.
+"""Compute threads: as many as there are cores, less those that other programs keep busy.
 
-ggml's threads meet at a barrier after every operation. One that has lost its core to a neighbour makes all
-the others wait for a scheduler's turn: two threads on two busy cores are far slower than one.
+ggml's threads meet at a barrier after every operation. A thread that has lost its core to another program
+makes all others wait for a turn of the system's scheduler: two threads on two busy cores are far slower than
+one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ log = logging.getLogger(__name__)
 
 
 class CpuTimes(NamedTuple):
-    """Seconds since some beginning: the clock's, what our cores worked, and what of it this process did."""
+    """Seconds: by the clock, of work on our cores, and of that the part of this process."""
 
     now: float
     busy: float
     own: float
+
+    def others_since(self, before: CpuTimes) -> float:
+        """Cores that other programs kept busy since the earlier reading."""
+        return max(0.0, (self.busy - before.busy) - (self.own - before.own)) / (self.now - before.now)
 
 
 def usable_cores() -> frozenset[int] | None:
@@ -52,7 +57,7 @@ def default_threads() -> int:
 
 
 def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
-    """The system's account; None where there is none, or where it is not about our cores alone."""
+    """CPU times from the system; None where there are none, or where they cover more than our cores."""
     cores = usable_cores()
     if cores is None or core_quota() is not None:
         return None
@@ -69,32 +74,31 @@ def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
 
 
 class ThreadGovernor:
-    """Says how many threads the next step should use. Asked before every step; looks four times a second."""
+    """Decides how many threads the next step uses. Asked before every step; looks four times a second."""
 
     INTERVAL_S = 0.25
-    TAKEN = 0.5  # a core of which others use this much is lost to us
-    LOOKS_DOWN = 2  # in a row before a thread is taken away: a burst is not a neighbour
+    TAKEN = 0.5  # a core counts as lost when other programs use this much of it
+    LOOKS_DOWN = 2  # in a row before a thread is removed: a burst does not count
     LOOKS_UP = 4
-    COMPUTING = 0.25  # cores we must have used ourselves
+    COMPUTING = 0.25  # cores that this process must have used itself
 
     def __init__(
         self,
-        most: int,
+        max_threads: int,
         cores: int,
         read: Callable[[], CpuTimes | None] = read_cpu_times,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.threads = most
-        self._most = most
+        self.threads = self._max_threads = max_threads
         self._cores = cores
         self._read = read
         self._clock = clock
         self._last = read()
         self._next_look = clock() + self.INTERVAL_S
-        self._looks = 0  # in a row that said something else than what we do
+        self._looks = 0  # in a row that asked for another number
 
     def look(self) -> int:
-        """How many threads to use now."""
+        """The number of threads to use now."""
         now = self._clock()
         if self._last is None or now < self._next_look:
             return self.threads
@@ -105,16 +109,15 @@ class ThreadGovernor:
         last, self._last = self._last, times
         elapsed = times.now - last.now
         own = times.own - last.own
-        # Where hardly anything was computed meanwhile, an average over that time says nothing. A long time in
-        # which much was is one slow step: the neighbour is here already.
+        # An average over a time with hardly any computing says nothing. A long time with much of it is one
+        # slow step: the other program is already there.
         if elapsed < self.INTERVAL_S / 2 or own < self.COMPUTING * elapsed:
             return self.threads
-        others = max(0.0, (times.busy - last.busy) - own) / elapsed
-        self._decide(others, looks=max(1, int(elapsed / self.INTERVAL_S)))
+        self._decide(times.others_since(last), looks=max(1, int(elapsed / self.INTERVAL_S)))
         return self.threads
 
     def _decide(self, others: float, looks: int) -> None:
-        wanted = min(self._most, max(1, self._cores - math.floor(others + 1 - self.TAKEN)))
+        wanted = min(self._max_threads, max(1, self._cores - math.floor(others + 1 - self.TAKEN)))
         if wanted == self.threads:
             self._looks = 0
             return
@@ -125,16 +128,13 @@ class ThreadGovernor:
 
 
 def cores_used_by_others(window_s: float = 0.4) -> float | None:
-    """How many cores other programs keep busy now, looked at for a moment; None where nobody can tell."""
+    """Cores that other programs keep busy now, over a short window; None where that is unknown."""
     before = read_cpu_times()
     if before is None:
         return None
     time.sleep(window_s)
     after = read_cpu_times()
-    if after is None:
-        return None
-    others = (after.busy - before.busy) - (after.own - before.own)
-    return max(0.0, others) / (after.now - before.now)
+    return None if after is None else after.others_since(before)
 
 
 class Threadpool(Owned):
@@ -150,7 +150,7 @@ class Threadpool(Owned):
 
 
 class Workers:
-    """Work for one context at a time. Close them after every context they work for."""
+    """Thread pools that compute for one context at a time. Close them after every such context."""
 
     def __init__(self, library: Library, config: EngineConfig, deferred_frees: DeferredFrees) -> None:
         self._library = library
@@ -158,13 +158,13 @@ class Workers:
         self._deferred_frees = deferred_frees
         cores = default_threads()
         self.threads = config.threads or min(config.max_threads or cores, cores)
-        # A number that was asked for is kept; our own default makes room for neighbours.
+        # An explicit number is kept; the default adapts to other programs.
         self.governor = None if config.threads else ThreadGovernor(self.threads, cores)
         self._pools: dict[int, Threadpool] = {}
-        self._attached: dict[Any, int] = {}  # by context: how many threads work for it
+        self._attached: dict[Any, int] = {}  # by context: its number of threads
 
     def work_for(self, context: Any) -> None:
-        """Called before each decode. Pools are swapped: one with idle workers would have them spin."""
+        """Attach the right pool; called before each decode. Idle workers of a larger pool would spin."""
         if self.governor is not None:
             self.threads = self.governor.look()
         if self._attached.get(context) == self.threads:

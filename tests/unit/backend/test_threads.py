@@ -34,8 +34,8 @@ class Machine:
         self.reads += 1
         return CpuTimes(self.now, self.busy, self.process)
 
-    def governor(self, most: int = 2, cores: int = 2) -> ThreadGovernor:
-        return ThreadGovernor(most, cores, self.read, lambda: self.now)
+    def governor(self, max_threads: int = 2, cores: int = 2) -> ThreadGovernor:
+        return ThreadGovernor(max_threads, cores, self.read, lambda: self.now)
 
     def run(self, governor: ThreadGovernor, seconds: float, step_s: float = 0.02) -> int:
         for _ in range(round(seconds / step_s)):
@@ -79,7 +79,7 @@ def test_a_burst_and_a_small_neighbour_change_nothing() -> None:
 )
 def test_cores_we_do_not_use_may_be_used_by_others(others: float, threads: int) -> None:
     machine = Machine()
-    governor = machine.governor(most=8, cores=16)
+    governor = machine.governor(max_threads=8, cores=16)
     machine.others = others
     assert machine.run(governor, 2) == threads
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cllm.build import build, toolchain
-from cllm.build import options as cpu
-from cllm.build.options import Recipe, revision
+from cllm.build.options import BuildOptions, features, machine, revision
 from cllm.build.toolchain import Compiler
 
 GCC = Compiler(("gcc",), ("g++",), "gcc 12.2.0")
@@ -26,8 +25,8 @@ def finished(cache: Path, name: str, age_s: float = 0, **differing: object) -> P
     """A folder as a finished build leaves it."""
     info = {
         "version": build.BINDINGS_VERSION,
-        "machine": cpu.machine(),
-        "cpu_features": list(cpu.features()),
+        "machine": machine(),
+        "cpu_features": list(features()),
         "recipe": revision(),
         **differing,
     }
@@ -47,7 +46,7 @@ def test_the_newest_suitable_build_is_taken(cache: Path) -> None:
     finished(cache, "old", age_s=100)
     newest = finished(cache, "new")
     finished(cache, "other-cpu", cpu_features=["quantum"])
-    finished(cache, "other-recipe", recipe="something else")
+    finished(cache, "other-options", recipe="something else")
     finished(cache, "other-version", version="0.0.1")
     (cache / "native" / f"{build.BINDINGS_VERSION}-broken").mkdir()
     (cache / "native" / f"{build.BINDINGS_VERSION}-broken" / "build.json").write_text("{")
@@ -91,17 +90,17 @@ def test_a_flag_the_compiler_does_not_take_is_left_out(monkeypatch: pytest.Monke
 
 def test_every_difference_that_matters_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiler, "native_flags", lambda self: ())
-    plain = Recipe(GCC).key
-    assert plain == Recipe(GCC).key
-    assert plain != Recipe(GCC, portable=True).key
-    assert plain != Recipe(Compiler(("gcc",), ("g++",), "gcc 13.1.0")).key
+    plain = BuildOptions(GCC).key
+    assert plain == BuildOptions(GCC).key
+    assert plain != BuildOptions(GCC, portable=True).key
+    assert plain != BuildOptions(Compiler(("gcc",), ("g++",), "gcc 13.1.0")).key
     monkeypatch.setattr(Compiler, "native_flags", lambda self: ("-mno-avx512fp16",))
-    assert plain != Recipe(GCC).key
+    assert plain != BuildOptions(GCC).key
 
 
 def test_hot_sources_are_optimised_and_openmp_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Compiler, "native_flags", lambda self: ())
-    arguments = Recipe(GCC).cmake_arguments(tmp_path, with_server=False)
+    arguments = BuildOptions(GCC).cmake_arguments(tmp_path, with_server=False)
     assert "-DGGML_OPENMP=OFF" in arguments and "-DGGML_NATIVE=ON" in arguments
     levels = (tmp_path / "optimisation.cmake").read_text()
     assert "llama-kv-cache.cpp" in levels and "-O3" in levels

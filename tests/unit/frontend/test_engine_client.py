@@ -1,4 +1,4 @@
-"""The parent's side: ledger, refusals, and what a dead engine means for whom (laws 4, 6, 8)."""
+"""Engine client: one terminal event per request, refusals at once, survival of a native death."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request
 
 
 class ScriptedExecutor:
-    """A host whose engine does what the test says."""
+    """An executor whose engine does what the test says."""
 
     restartable = True
 
@@ -79,13 +79,13 @@ class ScriptedExecutor:
 
 
 @pytest.fixture
-def host() -> ScriptedExecutor:
+def executor() -> ScriptedExecutor:
     return ScriptedExecutor()
 
 
 @pytest.fixture
-def engine(host: ScriptedExecutor) -> Iterator[EngineClient]:
-    engine = EngineClient(host, queue_size=10)
+def engine(executor: ScriptedExecutor) -> Iterator[EngineClient]:
+    engine = EngineClient(executor, queue_size=10)
     engine.start()
     yield engine
     engine.stop()
@@ -101,18 +101,18 @@ def last(name: str) -> RequestOutput:
 
 
 def read(stream: BlockingOutputStream) -> RequestOutput:
-    """The terminal delta; iteration ends with it."""
+    """The terminal output; iteration ends with it."""
     return list(stream)[-1]
 
 
 def test_the_engine_gets_a_few_more_than_it_can_run_and_the_rest_wait(
-    engine: EngineClient, host: ScriptedExecutor
+    engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     for number in range(8):
         engine.submit(request(f"r{number}"), BlockingOutputStream)
-    assert host.submitted() == ["r0", "r1", "r2", "r3"]
-    host.say(last("r1"))
-    assert host.submitted()[-1] == "r4"
+    assert executor.submitted() == ["r0", "r1", "r2", "r3"]
+    executor.say(last("r1"))
+    assert executor.submitted()[-1] == "r4"
 
 
 def test_a_full_queue_refuses_at_once_with_a_time_to_come_back(engine: EngineClient) -> None:
@@ -131,68 +131,70 @@ def test_prompts_that_cannot_fit_are_refused_with_both_numbers(engine: EngineCli
         engine.submit(request("empty", b""), BlockingOutputStream)
 
 
-def test_a_cancel_in_the_queue_never_reaches_the_engine(engine: EngineClient, host: ScriptedExecutor) -> None:
+def test_a_cancel_in_the_queue_never_reaches_the_engine(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
     streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
     engine.cancel("r5")
     assert read(streams[5]).finish_reason is FinishReason.CANCELLED
-    assert "r5" not in host.submitted() and Cancel("r5") not in host.sent
+    assert "r5" not in executor.submitted() and Cancel("r5") not in executor.sent
     engine.cancel("r0")
-    assert Cancel("r0") in host.sent
+    assert Cancel("r0") in executor.sent
 
 
 def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
-    engine: EngineClient, host: ScriptedExecutor
+    engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
-    host.say(token("r0"))
+    executor.say(token("r0"))
     engine.cancel("r1")
-    host.die()
+    executor.die()
     assert read(streams[0]).error is not None and read(streams[1]).finish_reason is FinishReason.CANCELLED
-    assert host.submitted() == ["r2", "r3", "r4", "r5"]
+    assert executor.submitted() == ["r2", "r3", "r4", "r5"]
     for number in range(2, 6):
-        host.say(token(f"r{number}"), last(f"r{number}"))
+        executor.say(token(f"r{number}"), last(f"r{number}"))
         assert read(streams[number]).finish_reason is FinishReason.STOP
     assert engine.requests == () and engine.health is Health.READY
 
 
 def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
-    engine: EngineClient, host: ScriptedExecutor
+    engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     poison = engine.submit(request("poison"), BlockingOutputStream)
     others = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(2)]
-    host.die()
-    assert host.submitted() == ["poison", "r0", "r1"], "once together"
-    host.die()
-    assert host.submitted() == ["poison"], "once alone"
-    host.die()
+    executor.die()
+    assert executor.submitted() == ["poison", "r0", "r1"], "once together"
+    executor.die()
+    assert executor.submitted() == ["poison"], "once alone"
+    executor.die()
     failure = read(poison).error
     assert failure is not None and failure.code == "poison_request"
     for number, stream in enumerate(others):
-        assert host.submitted()[-1] == f"r{number}"
-        host.say(last(f"r{number}"))
+        assert executor.submitted()[-1] == f"r{number}"
+        executor.say(last(f"r{number}"))
         assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, host: ScriptedExecutor) -> None:
+def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, executor: ScriptedExecutor) -> None:
     stream = engine.submit(request("r0"), BlockingOutputStream)
-    stale = host.receive
-    host.die()
+    stale = executor.receive
+    executor.die()
     assert stale is not None
     stale(StepReport((last("r0"),), StepStats()))
     assert not stream.finished
-    host.say(last("r0"))
+    executor.say(last("r0"))
     assert stream.finished
 
 
 def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
-    engine: EngineClient, host: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+    engine: EngineClient, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Backoff, "MAX_IN_A_ROW", 1)
     stream = engine.submit(request("r0"), BlockingOutputStream)
-    host.die()
-    host.restartable = False
-    assert host.receive is not None
-    host.receive(Died("engine_died", "again"))
+    executor.die()
+    executor.restartable = False
+    assert executor.receive is not None
+    executor.receive(Died("engine_died", "again"))
     assert engine.health is Health.FAILED
     assert read(stream).finish_reason is FinishReason.ERROR
     with pytest.raises(EngineDied):
@@ -211,22 +213,22 @@ def test_what_keeps_the_model_from_loading_reaches_whoever_waits() -> None:
 
 
 def test_draining_refuses_the_new_and_lets_the_old_finish(
-    engine: EngineClient, host: ScriptedExecutor
+    engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     stream = engine.submit(request("r0"), BlockingOutputStream)
     engine.drain()
     with pytest.raises(ShuttingDown):
         engine.submit(request("r1"), BlockingOutputStream)
-    host.say(last("r0"))
+    executor.say(last("r0"))
     assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_stopping_ends_everybody_exactly_once(engine: EngineClient, host: ScriptedExecutor) -> None:
+def test_stopping_ends_everybody_exactly_once(engine: EngineClient, executor: ScriptedExecutor) -> None:
     streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(9)]
     engine.stop()
     engine.stop()
     assert [read(stream).finish_reason for stream in streams] == [FinishReason.ERROR] * 9
-    assert host.stopped and engine.requests == ()
+    assert executor.stopped and engine.requests == ()
 
 
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:

@@ -1,4 +1,4 @@
-"""Who comes in, and in which order: bounds, limits of tenants, fair shares, priorities (law 6)."""
+"""Request queue: bounds, limits of tenants, fair shares, priorities (refusal is an answer)."""
 
 from __future__ import annotations
 
@@ -309,15 +309,15 @@ def test_higher_priority_goes_first_and_nobody_starves(clock: Clock) -> None:
 
 def test_without_tenants_and_priorities_it_is_first_come_first_served(clock: Clock) -> None:
     line = Line(sequences=2)
-    tickets = []
+    states = []
     for _ in range(10):
         clock.now += 0.01
-        tickets.append(line.ask())
+        states.append(line.ask())
     order = line.feed()
     while line.inside():
         line.finish(line.inside()[0], 3)
         order += line.feed()
-    assert order == tickets
+    assert order == states
 
 
 def test_accounts_of_unknown_tenants_do_not_pile_up(clock: Clock) -> None:

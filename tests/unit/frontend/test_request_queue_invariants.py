@@ -1,4 +1,4 @@
-"""Random lives of the ledger: tenants, priorities, cancels, deadlines, deaths; the laws hold throughout."""
+"""Random histories of the request table: tenants, priorities, cancels, timeouts, crashes; invariants hold."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ numbers = st.integers(0, 10**6)
 
 
 class Lives(RuleBasedStateMachine):
-    """Clients keep their own account of who was accepted and who has ended."""
+    """Clients keep their own account of accepted and ended requests."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.host = ScriptedExecutor()
-        self.engine = EngineClient(self.host, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
+        self.executor = ScriptedExecutor()
+        self.engine = EngineClient(self.executor, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
         self.engine.set_tenants(TENANTS)
         self.engine.start()
         self.streams: dict[str, BlockingOutputStream] = {}
@@ -70,12 +70,12 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.inside())
     @rule(number=numbers)
     def a_token_comes(self, number: int) -> None:
-        self.host.say(token(self.inside()[number % len(self.inside())]))
+        self.executor.say(token(self.inside()[number % len(self.inside())]))
 
     @precondition(lambda self: self.inside())
     @rule(number=numbers)
     def one_is_done(self, number: int) -> None:
-        self.host.say(last(self.inside()[number % len(self.inside())]))
+        self.executor.say(last(self.inside()[number % len(self.inside())]))
 
     @precondition(lambda self: self.streams)
     @rule(number=numbers)
@@ -85,49 +85,49 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.streams)
     @rule(number=numbers)
     def time_is_up(self, number: int) -> None:
-        ticket = self.engine._queue.states.get(f"r{number % len(self.streams)}")
-        if ticket is not None and ticket.request.timeout_s is not None:
-            cancelled = ticket.cancelled
-            self.engine._expire(ticket.request.id)
-            assert cancelled or ticket.stage is Stage.DONE
+        state = self.engine._queue.states.get(f"r{number % len(self.streams)}")
+        if state is not None and state.request.timeout_s is not None:
+            cancelled = state.cancelled
+            self.engine._expire(state.request.id)
+            assert cancelled or state.stage is Stage.DONE
 
     @precondition(lambda self: self.engine._backoff.count == 0)
     @rule()
     def the_engine_dies(self) -> None:
-        self.host.die()
+        self.executor.die()
 
     @invariant()
-    def everybody_is_somewhere_exactly_once(self) -> None:
-        tickets = [each.request.id for each in self.engine.requests]
-        assert len(tickets) == len(set(tickets))
-        assert set(tickets) == {name for name, stream in self.streams.items() if not stream.finished}
+    def every_request_is_in_the_table_exactly_once(self) -> None:
+        states = [each.request.id for each in self.engine.requests]
+        assert len(states) == len(set(states))
+        assert set(states) == {name for name, stream in self.streams.items() if not stream.finished}
 
     @invariant()
     def bounds_are_kept(self) -> None:
-        tickets = self.engine.requests
-        queued = [each for each in tickets if each.stage is Stage.QUEUED]
+        states = self.engine.requests
+        queued = [each for each in states if each.stage is Stage.QUEUED]
         replayed = [each for each in queued if each.crashes]
         assert len(queued) - len(replayed) <= QUEUE_SIZE
-        assert len(tickets) - len(queued) <= window(SEQUENCES)
+        assert len(states) - len(queued) <= window(SEQUENCES)
         assert self.living()["few"] <= 3
         queue = self.engine._queue
         assert queue.waiting == (len(queued), sum(len(each.request.prompt) for each in queued))
         for tenant in queue.tenants._tenants.values():
-            mine = [each for each in tickets if each.tenant is tenant]
+            mine = [each for each in states if each.tenant is tenant]
             assert tenant.waiting == sum(each.stage is Stage.QUEUED for each in mine)
             assert tenant.running == len(mine) - tenant.waiting
 
     @invariant()
     def the_engine_is_fed(self) -> None:
-        """Whoever waits, waits for somebody: nobody is forgotten in an empty house."""
+        """No request waits while the engine is empty."""
         if any(each.stage is Stage.QUEUED for each in self.engine.requests):
             assert self.inside()
 
     def teardown(self) -> None:
-        """Nobody starves: with the engine at work, everybody ends."""
+        """None starves: with the engine at work, every request ends."""
         for _ in range(len(self.streams) + 1):
             if inside := self.inside():
-                self.host.say(last(inside[0]))
+                self.executor.say(last(inside[0]))
         assert self.engine.requests == ()
         for stream in self.streams.values():
             assert [delta.finish_reason is not None for delta in stream][-1]

@@ -8,33 +8,33 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.llama.fingerprint import cpu_name, tune_identity
+from cllm.backend.llama.fingerprint import cpu_name, tune_fingerprint
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
-from cllm.tune.process import sample_text
 from cllm.tune.record import TuneMemory, TuneRecord
 from cllm.tune.session import Tuning
 from cllm.tune.space import fixed_settings
+from cllm.tune.trial import sample_text
 from tests.tiny_models import make_dense
 
-IDENTITY = {"cpu": "c", "cores": "2", "library": "l", "model": "m", "parallel": "8", "fixed": ""}
+FINGERPRINT = {"cpu": "c", "cores": "2", "library": "l", "model": "m", "parallel": "8", "fixed": ""}
 
 
-def make_record(identity: dict[str, str] = IDENTITY, **fields: object) -> TuneRecord:
+def make_record(fingerprint: dict[str, str] = FINGERPRINT, **fields: object) -> TuneRecord:
     values: dict[str, object] = {
         "settings": {"flash_attention": False},
         "options": (),
         "seconds": {"prefill": 0.001},
         "speedup": 1.2,
         "noise": 0.02,
-        "streams": 8,
+        "requests": 8,
         "short": 32,
         "long": 800,
         "created": "2026-01-01T00:00:00+00:00",
     }
-    return TuneRecord(identity=identity, **{**values, **fields})  # type: ignore[arg-type]
+    return TuneRecord(fingerprint=fingerprint, **{**values, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def memory(tmp_path: Path) -> TuneMemory:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that passes for a library: an identity is made without loading it."""
+    """A folder that passes for a library: a fingerprint is made without loading it."""
     folder = tmp_path / "library"
     folder.mkdir()
     (folder / "libllama.so").write_bytes(b"one build")
@@ -55,10 +55,10 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_saved_is_found_again(memory: TuneMemory) -> None:
     record = make_record()
-    assert memory.find(IDENTITY) is None
+    assert memory.find(FINGERPRINT) is None
     path = memory.save(record)
-    assert memory.find(IDENTITY) == record
-    assert memory.find({**IDENTITY, "parallel": "4"}) is None
+    assert memory.find(FINGERPRINT) == record
+    assert memory.find({**FINGERPRINT, "parallel": "4"}) is None
     assert [file.name for file in path.parent.iterdir()] == [path.name], "nothing half-written stays"
 
 
@@ -76,15 +76,15 @@ def test_what_is_saved_is_found_again(memory: TuneMemory) -> None:
 )
 def test_a_corrupt_file_is_not_there(memory: TuneMemory, content: bytes) -> None:
     memory.save(make_record()).write_bytes(content)
-    assert memory.find(IDENTITY) is None
-    assert memory.find_similar(IDENTITY) is None
+    assert memory.find(FINGERPRINT) is None
+    assert memory.find_similar(FINGERPRINT) is None
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"version": 99},
-        {"identity": {**IDENTITY, "cpu": "another"}},
+        {"identity": {**FINGERPRINT, "cpu": "another"}},
         {"settings": {"model": "/etc/passwd"}},
         {"settings": {"max_threads": -3}},
         {"settings": {"cache_type_k": "q99"}},
@@ -97,15 +97,15 @@ def test_a_foreign_or_impossible_record_is_not_believed(
 ) -> None:
     path = memory.save(make_record())
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert memory.find(IDENTITY) is None
+    assert memory.find(FINGERPRINT) is None
 
 
 def test_the_newest_of_the_same_machine_and_model(memory: TuneMemory) -> None:
     for parallel, created in (("1", "2026-01-01"), ("4", "2026-03-01"), ("2", "2026-02-01")):
-        memory.save(make_record({**IDENTITY, "parallel": parallel}, created=created))
-    memory.save(make_record({**IDENTITY, "model": "other"}, created="2026-09-01"))
-    found = memory.find_similar(IDENTITY)
-    assert found is not None and found.identity["parallel"] == "4"
+        memory.save(make_record({**FINGERPRINT, "parallel": parallel}, created=created))
+    memory.save(make_record({**FINGERPRINT, "model": "other"}, created="2026-09-01"))
+    found = memory.find_similar(FINGERPRINT)
+    assert found is not None and found.fingerprint["parallel"] == "4"
 
 
 def test_what_was_given_stays() -> None:
@@ -114,24 +114,24 @@ def test_what_was_given_stays() -> None:
     assert (config.flash_attention, config.poll) == (False, 70)
 
 
-def test_an_identity_knows_the_model_by_its_content(tmp_path: Path, library: Path) -> None:
+def test_a_fingerprint_knows_the_model_by_its_content(tmp_path: Path, library: Path) -> None:
     first = make_dense(tmp_path / "a.gguf")
     (tmp_path / "elsewhere").mkdir()
     same = tmp_path / "elsewhere" / "b.gguf"
     same.write_bytes(first.read_bytes())
     other = make_dense(tmp_path / "c.gguf", context=2048)
 
-    def identity(path: Path, **settings: Any) -> dict[str, str]:
+    def fingerprint(path: Path, **settings: Any) -> dict[str, str]:
         fixed = settings.pop("fixed", {})
-        return tune_identity(EngineConfig(model=str(path), **settings), GgufHeader(path), fixed)
+        return tune_fingerprint(EngineConfig(model=str(path), **settings), GgufHeader(path), fixed)
 
-    assert identity(first) == identity(same)
-    assert identity(first) != identity(other)
-    assert identity(first) != identity(first, parallel=4) != identity(first, ctx_size=4096)
-    assert identity(first, fixed={"threads": 1}) != identity(first)
-    before = identity(first)
+    assert fingerprint(first) == fingerprint(same)
+    assert fingerprint(first) != fingerprint(other)
+    assert fingerprint(first) != fingerprint(first, parallel=4) != fingerprint(first, ctx_size=4096)
+    assert fingerprint(first, fixed={"threads": 1}) != fingerprint(first)
+    before = fingerprint(first)
     (library / "libllama.so").write_bytes(b"another build")
-    assert identity(first) != before
+    assert fingerprint(first) != before
     assert str(tmp_path) not in json.dumps(before), "no path is remembered"
 
 
@@ -154,12 +154,12 @@ def test_a_provisional_result_is_used_and_measured_again_when_it_is_quiet(
     config = EngineConfig(model=str(make_dense(tmp_path / "a.gguf")))
     tuning = Tuning(config, config, frozenset())
     assert tuning.is_due(0.0) and tuning.is_due(3.0), "nothing is known"
-    tuning.memory.save(make_record(tuning.identity, provisional="other programs used 1.0 cores"))
+    tuning.memory.save(make_record(tuning.fingerprint, provisional="other programs used 1.0 cores"))
     tuning = Tuning(config, config, frozenset())
     assert tuning.tuned.flash_attention is False
     assert tuning.is_due(0.0) and tuning.is_due(None)
     assert not tuning.is_due(1.0), "it would be provisional again"
-    tuning.memory.save(make_record(tuning.identity))
+    tuning.memory.save(make_record(tuning.fingerprint))
     assert not Tuning(config, config, frozenset()).is_due(0.0)
 
 

@@ -27,7 +27,7 @@ def unit(_: EngineConfig) -> dict[str, float]:
 
 
 def measured_cases(plan: Plan) -> set[str]:
-    crowd = plan.streams > 1
+    crowd = plan.requests > 1
     cases = {"prefill"} if plan.prompt else set()
     if plan.steps:
         cases |= {"one_short", "all_short"} if crowd else {"one_short"}
@@ -314,17 +314,17 @@ def test_the_perplexities_are_of_the_same_tokens() -> None:
 def test_plans_fit_the_time_and_the_context() -> None:
     look = {"prefill": 0.001, "one_short": 0.006, "all_short": 0.02}
     plan = fitted_plan(look, 8, longest=4096, budget_s=100, runs=10)
-    assert (plan.long, plan.short, plan.streams) == (LONG, 32, 8)
+    assert (plan.long, plan.short, plan.requests) == (LONG, 32, 8)
     assert fitted_plan(look, 8, longest=4096, budget_s=5, runs=10).long < LONG
     assert (
-        fitted_plan(look, 200, longest=4096, budget_s=100, runs=10).streams == first_look(200).streams == 32
+        fitted_plan(look, 200, longest=4096, budget_s=100, runs=10).requests == first_look(200).requests == 32
     )
     tight = fitted_plan(look, 8, longest=256, budget_s=100, runs=10)
-    assert tight.long + tight.room <= 256
+    assert tight.long + tight.decode_cells <= 256
     assert prompt_plan(look, longest=4096, budget_s=100).prompt == 1024
     assert prompt_plan(look, longest=4096, budget_s=15).prompt == 512
     tight = prompt_plan(look, longest=128, budget_s=100)
-    assert tight.prompt == tight.long == 128 - tight.room
+    assert tight.prompt == tight.long == 128 - tight.decode_cells
 
 
 def test_a_small_model_has_long_contexts_in_the_time_of_a_first_start() -> None:
@@ -350,6 +350,8 @@ def test_the_report_shows_every_alternative() -> None:
     picture = bars(record).plain
     assert "flash attention on " in picture and "1.25" in picture and "█" in picture
     html = page(record)
-    assert html.count("<tr class=") == len(record.options) and "SIGILL" in html and "http" not in html
+    for item in record.options:
+        assert item.dimension in html and item.label in html
+    assert html.count("●") >= 2 and "█" in html and "SIGILL" in html and "http" not in html
     assert "tokens/s" in figures(record) and f"{record.long} tokens (long;" in figures(record)
     assert "no time for long ones" in figures(msgspec.structs.replace(record, long=0))

@@ -14,6 +14,7 @@ from cllm.workers.channel import Channel
 from cllm.workers.messages import (
     Chat,
     CheckConstraint,
+    Died,
     RenderChat,
     Text,
     TokenizerCall,
@@ -31,6 +32,9 @@ def main() -> None:
         match call.task:
             case TokenizeText(text="die") | CheckConstraint():
                 os.kill(os.getpid(), signal.SIGKILL)
+            case TokenizeText(text="give up"):
+                channel.send(msgspec.msgpack.encode(Died("model_file_error", "no such file")))
+                sys.exit(1)
             case TokenizeText(text="hang"):
                 time.sleep(600)
             case RenderChat(Chat(({"content": "endless"},))):

@@ -1,0 +1,106 @@
+"""Options made from the configuration: help, and settings by their old names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cllm import deprecated
+from cllm.cli import main, serve
+from cllm.config import Config, EngineConfig, ServerConfig
+
+MAX_HELP_LINES = 110
+
+
+def help_text(*arguments: str, columns: int = 80) -> str:
+    result = CliRunner().invoke(main.app, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def flags(*structs: type[EngineConfig | ServerConfig]) -> set[str]:
+    return {f"--{name.replace('_', '-')}" for struct in structs for name in struct.__struct_fields__} - {
+        "--model"
+    }
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that `cllm serve` would have served."""
+    found: list[Config] = []
+    monkeypatch.setattr(serve, "run", lambda config, given: found.append(config))
+    monkeypatch.setattr(deprecated, "_warned", set())
+    return found
+
+
+def test_help_is_grouped_and_fits_the_terminal() -> None:
+    text = help_text("serve", "--help")
+    lines = text.splitlines()
+    assert len(lines) <= MAX_HELP_LINES and max(map(len, lines)) <= 80
+    for group in ("Model", "Context", "Cache", "Speculation", "Server", "Security"):
+        assert f"─ {group} ─" in text
+    assert "--cache-ram-mb" in text and "--poll" not in text and "--help-all" in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_all_shows_every_flag_whole(columns: int) -> None:
+    words = set(help_text("serve", "--help-all", columns=columns).split())
+    assert flags(EngineConfig, ServerConfig) <= words
+    assert {"--no-tune", "--no-share-prefixes-across-tenants"} <= words
+
+
+def test_no_flag_is_cut_in_help() -> None:
+    cut = [
+        word
+        for command in (("serve", "--help"), ("tune", "--help"), ("tune", "--help-all"))
+        for word in help_text(*command).split()
+        if word.startswith("--") and word.endswith("…")
+    ]
+    assert not cut
+
+
+def test_old_names_are_not_shown() -> None:
+    text = help_text("serve", "--help-all")
+    for old in deprecated.FLAGS:
+        assert old.replace("_", "-") not in text
+
+
+@pytest.mark.parametrize("how", ["flag", "flag=", "variable", "file"])
+def test_a_setting_by_its_old_name(settings: list[Config], tmp_path: Path, how: str) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text("[engine]\npark-mb = 77\n")
+    arguments = {
+        "flag": ["--park-mb", "77"],
+        "flag=": ["--park-mb=77"],
+        "variable": [],
+        "file": ["--config", str(file)],
+    }[how]
+    variables = {"CLLM_PARK_MB": "77"} if how == "variable" else {}
+    result = CliRunner().invoke(main.app, ["serve", *arguments], env=variables)
+    assert result.exit_code == 0, result.output
+    assert settings[0].engine.swap_space_mb == 77
+    lines = [line for line in result.output.splitlines() if "deprecated" in line]
+    assert len(lines) == 1 and "park_mb" in lines[0] and "swap_space_mb" in lines[0]
+
+
+def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text("park_mb = 1\nswap_space_mb = 2\n")
+    CliRunner().invoke(main.app, ["serve", "--config", str(file)])
+    CliRunner().invoke(main.app, ["serve", "--swap-space-mb", "3"], env={"CLLM_PARK_MB": "4"})
+    assert [config.engine.swap_space_mb for config in settings] == [2, 3]
+
+
+def test_renamed_settings_of_a_call() -> None:
+    assert deprecated.renamed({"park_mb": 5, "parallel": 2}) == {"swap_space_mb": 5, "parallel": 2}
+
+
+def test_the_benchmark_is_hidden_and_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "bench" not in help_text("--help").split()
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "site" / "cllm" / "cli" / "main.py"))
+    result = CliRunner().invoke(main.app, ["bench", "--quick"])
+    assert result.exit_code == 2 and "make bench" in result.output
