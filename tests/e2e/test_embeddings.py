@@ -81,7 +81,7 @@ def test_similar_texts_are_closer_than_dissimilar_ones(client: openai.OpenAI) ->
 
 
 def test_numbers_and_base64_are_the_same_floats(client: openai.OpenAI, embedded: Server) -> None:
-    """The SDK asks for base64 unless it is told otherwise."""
+    """The SDK asks for base64 by default."""
     (by_default,) = vectors(client, CAT)
     (numbers,) = vectors(client, CAT, encoding_format="float")
     np.testing.assert_allclose(by_default, numbers, atol=1e-6)
@@ -188,7 +188,7 @@ def test_llama_servers_own_shape(embedded: Server, client: openai.OpenAI) -> Non
     assert refused.status_code == 400 and refused.json()["success"] is False
 
 
-# Beside streams, and when somebody goes --------------------------------------------------------------
+# Beside streams, and after disconnects --------------------------------------------------------------
 
 
 def test_streams_go_on_while_many_texts_are_embedded(tiny: Server) -> None:

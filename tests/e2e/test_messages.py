@@ -1,4 +1,4 @@
-"""Anthropic's own SDK against `/v1/messages`: it must not notice that it talks to somebody else."""
+"""Anthropic's own SDK against `/v1/messages`: it must work as with Anthropic."""
 
 from __future__ import annotations
 

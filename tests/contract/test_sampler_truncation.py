@@ -1,4 +1,4 @@
-"""What is drawn, and from which candidates, on the real library; against figures worked out here."""
+"""Samplers that select candidates (temperature, top-k, top-p, XTC, mirostat), against worked-out figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from cllm.backend.base import Batch, Row
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import SamplingParams
-from tests.contract.drawing import (
+from tests.contract.sampler_draws import (
     OFF,
     A,
     B,
@@ -87,7 +87,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_something_else(
     assert draws(runner, logits, 30, seed=1) != draws(runner, logits, 30, seed=2)
 
 
-def test_the_same_seed_writes_the_same_text_whoever_else_is_there(runner: LlamaRunner) -> None:
+def test_the_same_seed_writes_the_same_text_beside_any_other_request(runner: LlamaRunner) -> None:
     def text(neighbours: int, seed: int) -> Tokens:
         driver = StepDriver(runner)
         driver.submit(ask("it", words(3, 10), 20, temperature=1.0, seed=seed))
