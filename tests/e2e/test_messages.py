@@ -241,7 +241,7 @@ def test_thoughts_are_a_block_of_their_own(thinking: Server) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
             anthropic.BadRequestError,
-            "no eyes",
+            "text only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "x"}]}]},

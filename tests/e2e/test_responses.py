@@ -213,7 +213,7 @@ def test_thoughts_are_an_item_of_their_own(thinking: Server) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///x"}]}]},
             openai.BadRequestError,
             "input",
-            "no eyes",
+            "text only",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "stored"),
         ({"input": [{"type": "message"}]}, openai.BadRequestError, "input", "missing"),

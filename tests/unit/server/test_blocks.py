@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from cllm.chat.conversation import Step, Turns
-from cllm.server.blocks import Begun, Block, BlockKind, Blocks, Ended, Grew
+from cllm.chat.conversation import MessageBuilder
+from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockKind, BlockStart, ParsedOutput, ReplyBuilder
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
 from tests.unit.server.answers import USAGE, answers, logprob, said, step
@@ -13,83 +13,86 @@ from tests.unit.server.answers import USAGE, answers, logprob, said, step
 
 @settings(deadline=None)
 @given(answers())
-def test_blocks_are_well_formed(steps: list[Step]) -> None:
-    blocks = Blocks()
+def test_blocks_are_well_formed(steps: list[ParsedOutput]) -> None:
+    reply = ReplyBuilder()
     open_block: Block | None = None
     texts: list[str] = []
     for events, delta in steps:
-        for event in blocks.add(events, delta):
+        for event in reply.add(events, delta):
             match event:
-                case Begun(block):
+                case BlockStart(block):
                     assert open_block is None and block.index == len(texts)
                     open_block = block
                     texts.append("")
-                case Grew(block, text):
+                case BlockDelta(block, text):
                     assert block is open_block
                     texts[-1] += text
-                case Ended(block):
+                case BlockEnd(block):
                     assert block is open_block
                     open_block = None
     assert open_block is None and texts
-    assert [block.text for block in blocks.blocks] == texts
+    assert [block.text for block in reply.blocks] == texts
     assert "".join(texts) == said(steps)
-    assert blocks.finish_reason is steps[-1][1].finish_reason and blocks.usage == USAGE
-    assert not any(block.cut for block in blocks.blocks[:-1])
+    assert reply.finish_reason is steps[-1][1].finish_reason and reply.usage == USAGE
+    assert not any(block.cut for block in reply.blocks[:-1])
     begun = [event.name for events, _ in steps for event in events if isinstance(event, ToolCallStart)]
-    assert [block.name for block in blocks.blocks if block.kind is BlockKind.CALL] == begun
+    assert [block.name for block in reply.blocks if block.kind is BlockKind.TOOL_CALL] == begun
 
 
 def test_an_answer_of_nothing_is_an_empty_text() -> None:
-    blocks = Blocks()
-    begun, ended = blocks.add(*step(end=FinishReason.STOP))
-    assert isinstance(begun, Begun) and isinstance(ended, Ended)
-    assert [(block.kind, block.text) for block in blocks.blocks] == [(BlockKind.WORDS, "")]
+    reply = ReplyBuilder()
+    begun, ended = reply.add(*step(end=FinishReason.STOP))
+    assert isinstance(begun, BlockStart) and isinstance(ended, BlockEnd)
+    assert [(block.kind, block.text) for block in reply.blocks] == [(BlockKind.TEXT, "")]
 
 
 def test_what_the_length_ends_is_cut() -> None:
-    blocks = Blocks()
-    blocks.add(*step(ReasoningText("hm")))
-    blocks.add(*step(ContentText("so"), end=FinishReason.LENGTH))
-    assert [block.cut for block in blocks.blocks] == [False, True]
+    reply = ReplyBuilder()
+    reply.add(*step(ReasoningText("hm")))
+    reply.add(*step(ContentText("so"), end=FinishReason.LENGTH))
+    assert [block.cut for block in reply.blocks] == [False, True]
 
 
 def test_tokens_of_thoughts_are_counted() -> None:
-    blocks = Blocks()
-    blocks.add(*step(ReasoningText("a"), tokens=3))
-    blocks.add(*step(tokens=2))  # held back
-    blocks.add(*step(ContentText("b"), tokens=5))
-    blocks.add(*step(end=FinishReason.STOP, tokens=1))
-    assert blocks.thought_tokens == 5
+    reply = ReplyBuilder()
+    reply.add(*step(ReasoningText("a"), tokens=3))
+    reply.add(*step(tokens=2))  # held back
+    reply.add(*step(ContentText("b"), tokens=5))
+    reply.add(*step(end=FinishReason.STOP, tokens=1))
+    assert reply.reasoning_tokens == 5
 
 
 def test_logprobs_stay_with_the_words() -> None:
-    blocks = Blocks()
-    blocks.add(*step(ReasoningText("t"), logprobs=(logprob("t"),)))
-    blocks.add(*step(logprobs=(logprob("a"),)))  # of a text that is held back in the thoughts' block
-    blocks.add(*step(ContentText("b"), logprobs=(logprob("b"),)))
-    blocks.add(*step(logprobs=(logprob("c"),)))
-    grown = blocks.add(*step(ContentText("cd"), logprobs=(logprob("d"),)))
-    assert isinstance(grown[0], Grew) and [entry.pieces[0] for entry in grown[0].logprobs] == [b"c", b"d"]
-    blocks.add(*step(ToolCallStart(0, "look"), logprobs=(logprob("x"),)))
-    blocks.add(*step(ToolCallArguments(0, "{}"), logprobs=(logprob("y"),), end=FinishReason.STOP))
-    assert [entry.pieces[0] for entry in blocks.blocks[1].logprobs] == [b"b", b"c", b"d"]
-    assert [len(block.logprobs) for block in blocks.blocks] == [0, 3, 0]
+    reply = ReplyBuilder()
+    reply.add(*step(ReasoningText("t"), logprobs=(logprob("t"),)))
+    reply.add(*step(logprobs=(logprob("a"),)))  # of a text that is held back in the thoughts' block
+    reply.add(*step(ContentText("b"), logprobs=(logprob("b"),)))
+    reply.add(*step(logprobs=(logprob("c"),)))
+    grown = reply.add(*step(ContentText("cd"), logprobs=(logprob("d"),)))
+    assert isinstance(grown[0], BlockDelta) and [entry.pieces[0] for entry in grown[0].logprobs] == [
+        b"c",
+        b"d",
+    ]
+    reply.add(*step(ToolCallStart(0, "look"), logprobs=(logprob("x"),)))
+    reply.add(*step(ToolCallArguments(0, "{}"), logprobs=(logprob("y"),), end=FinishReason.STOP))
+    assert [entry.pieces[0] for entry in reply.blocks[1].logprobs] == [b"b", b"c", b"d"]
+    assert [len(block.logprobs) for block in reply.blocks] == [0, 3, 0]
 
 
 def test_turns_are_put_together() -> None:
-    turns = Turns()
-    turns.say("system", "one")
-    turns.say("system", "two")
-    turns.say("user", "a")
-    turns.say("user", "b")
-    turns.think("hm")
-    turns.say("assistant", "c")
-    turns.call("1", "look", "{}")
-    turns.call("2", "look", "{}")
-    turns.result("1", "found")
-    turns.say("assistant", "d")
-    turns.say("assistant", "e")
-    assert [(turn["role"], turn["content"]) for turn in turns.messages] == [
+    builder = MessageBuilder()
+    builder.add_text("system", "one")
+    builder.add_text("system", "two")
+    builder.add_text("user", "a")
+    builder.add_text("user", "b")
+    builder.add_reasoning("hm")
+    builder.add_text("assistant", "c")
+    builder.add_tool_call("1", "look", "{}")
+    builder.add_tool_call("2", "look", "{}")
+    builder.add_tool_result("1", "found")
+    builder.add_text("assistant", "d")
+    builder.add_text("assistant", "e")
+    assert [(turn["role"], turn["content"]) for turn in builder.messages] == [
         ("system", "one\ntwo"),
         ("user", "a"),
         ("user", "b"),
@@ -98,12 +101,12 @@ def test_turns_are_put_together() -> None:
         ("assistant", "d"),
         ("assistant", "e"),
     ]
-    assert turns.messages[3]["reasoning_content"] == "hm"
-    assert [call["id"] for call in turns.messages[3]["tool_calls"]] == ["1", "2"]
+    assert builder.messages[3]["reasoning_content"] == "hm"
+    assert [call["id"] for call in builder.messages[3]["tool_calls"]] == ["1", "2"]
 
 
 def test_turns_in_a_row_can_be_combined() -> None:
-    turns = Turns(combine=True)
+    builder = MessageBuilder(combine=True)
     for role, text in (("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")):
-        turns.say(role, text)
-    assert [turn["content"] for turn in turns.messages] == ["a\nb", "c\nd"]
+        builder.add_text(role, text)
+    assert [turn["content"] for turn in builder.messages] == ["a\nb", "c\nd"]

@@ -150,7 +150,7 @@ def test_arguments_that_are_no_object_stay_text(tool_format: ToolFormat, argumen
 
 def accepts(tool_format: ToolFormat, tools: list[Tool], written: str, *, parallel: bool = True) -> bool:
     """True when the grammar lets this be written and may end after it."""
-    constraint = COMPILER.compile(tool_format.forced(tools, parallel=parallel))
+    constraint = COMPILER.compile(tool_format.make_call_grammar(tools, parallel=parallel))
     for token in written.encode():
         if constraint.complete or not constraint.mask()[token]:
             return False
@@ -201,7 +201,7 @@ def test_whatever_the_model_wants_its_calls_parse_and_fit(
     tool_format: ToolFormat, seed: int, single: bool, parallel: bool
 ) -> None:
     tools = [WEATHER] if single else [WEATHER, NOTHING]
-    (deltas,) = answer(tool_format.forced(tools, parallel=parallel), seed=seed, max_tokens=500)
+    (deltas,) = answer(tool_format.make_call_grammar(tools, parallel=parallel), seed=seed, max_tokens=500)
     reader = OutputParser(tool_format, [tool.name for tool in tools], calling=True, parallel=parallel)
     parts = joined(events_of(reader, [delta.text for delta in deltas]))
     assert parts.calls and (len(parts.calls) == 1 or parallel)
@@ -226,7 +226,9 @@ def test_a_hundred_tools(tool_format: ToolFormat) -> None:
 @each_dialect
 def test_parameters_that_cannot_be_honoured_are_refused(tool_format: ToolFormat) -> None:
     with pytest.raises(InvalidRequest, match="tools"):
-        COMPILER.compile(tool_format.forced([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True))
+        COMPILER.compile(
+            tool_format.make_call_grammar([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True)
+        )
 
 
 @each_dialect
