@@ -8,8 +8,8 @@ import pytest
 
 from cllm.backend.llama.runner import LlamaRunner
 from tests.contract.drawing import Logits
-from tests.contract.harness import native
-from tests.contract.kinds import DENSE, open_runner
+from tests.driver.kinds import DENSE, open_runner
+from tests.driver.runner import native
 from tests.tiny_models import VOCABULARY
 
 

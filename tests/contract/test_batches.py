@@ -6,9 +6,10 @@ import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
 from cllm.backend.llama.context import get_status
-from tests.contract.alone import Reference, assert_alike
-from tests.contract.harness import GREEDY, feed, native, row, says, words
-from tests.contract.kinds import DENSE, KINDS, NATIVE, Kind, Opened
+from tests.driver.engine import words
+from tests.driver.kinds import DENSE, KINDS, NATIVE, Kind, Opened
+from tests.driver.runner import GREEDY, feed, native, row, says
+from tests.driver.same_text import Reference, assert_alike
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 native_kinds = pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.label)

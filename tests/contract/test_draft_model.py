@@ -14,9 +14,9 @@ from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, ask, words
-from tests.contract.kinds import DENSE
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE
+from tests.driver.same_text import Reference
 from tests.tiny_models import make_dense
 
 Drafted = Callable[..., LlamaRunner]
@@ -59,9 +59,9 @@ def drafts_of(runner: LlamaRunner) -> DraftModel:
 def test_a_model_that_guesses_for_itself_is_right(
     unified: bool, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    drive = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft").freeze_cost()
-    drive.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
-    answer = drive.finish()["r"]
+    driver = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft").freeze_cost()
+    driver.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
+    answer = driver.finish()["r"]
     reference.check(DENSE, words(1, 150), 60, answer, endless=True)
     work = answer.work
     assert work.drafted_tokens > 30 and work.accepted_tokens > 0.8 * work.drafted_tokens
@@ -71,10 +71,10 @@ def test_a_model_that_guesses_for_itself_is_right(
 def test_another_model_is_mostly_wrong_and_changes_nothing(
     drafted: Drafted, other: Path, reference: Reference
 ) -> None:
-    drive = StepDriver(drafted(other), draft_model="draft").freeze_cost()
+    driver = StepDriver(drafted(other), draft_model="draft").freeze_cost()
     for seed in range(4):
-        drive.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
-        answer = drive.finish()[f"r{seed}"]
+        driver.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
+        answer = driver.finish()[f"r{seed}"]
         reference.check(DENSE, words(seed, 30), 40, answer, endless=True)
         assert answer.work.drafted_tokens > 0 and answer.recomputed == 0
         assert answer.work.accepted_tokens < 0.5 * answer.work.drafted_tokens
@@ -84,11 +84,11 @@ def test_several_at_once_and_one_after_another(
     drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
     """Two get guesses at a time; those who come later find memory of those before."""
-    drive = StepDriver(drafted(models["dense"]), draft_model="draft", draft_tokens=24, cache_mb=16)
-    drive.freeze_cost()
+    driver = StepDriver(drafted(models["dense"]), draft_model="draft", draft_tokens=24, cache_mb=16)
+    driver.freeze_cost()
     prompts = {f"r{seed}": words(seed % 4, 20 + seed % 4 * 9) for seed in range(9)}
-    drive.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
-    answers = drive.finish()
+    driver.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
+    answers = driver.finish()
     for name, prompt in prompts.items():
         reference.check(DENSE, prompt, 30, answers[name], endless=True)
     assert sum(answer.work.accepted_tokens for answer in answers.values()) > 50
@@ -137,9 +137,9 @@ def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
         return StepResult(status, code=-3)
 
     inner.run = failing  # type: ignore[method-assign]
-    drive = StepDriver(runner, draft_model="draft").freeze_cost()
-    drive.submit(ask("r", words(1, 30), 60, ignore_eos=True))
-    answer = drive.finish()["r"]
+    driver = StepDriver(runner, draft_model="draft").freeze_cost()
+    driver.submit(ask("r", words(1, 30), 60, ignore_eos=True))
+    answer = driver.finish()["r"]
     reference.check(DENSE, words(1, 30), 60, answer, endless=True)
     assert len(calls) > 10 and answer.work.accepted_tokens > 0
 

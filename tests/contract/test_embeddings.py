@@ -23,10 +23,10 @@ from cllm.backend.llama.model import RerankPrompt
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
-from cllm.types import EmbedLimits, Pooling, Request
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, Tokens, ask, words
-from tests.contract.kinds import DENSE
+from cllm.types import EmbedLimits, Pooling
+from tests.driver.engine import StepDriver, Tokens, ask, words
+from tests.driver.kinds import DENSE
+from tests.driver.same_text import Reference
 from tests.tiny_encoders import CLS, SEP, TOKENS, make_encoder, make_reranker
 
 Vector = npt.NDArray[np.float32]
@@ -337,30 +337,18 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
 ) -> None:
     kind = DENSE._replace(model=name)
     runner = opened_for(name)
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
     alone = bare(name, CODES["mean"])
     inputs = inputs_for(name, 10, 300, 40, 128, 5, 60)
-    vectors: dict[str, tuple[bytes, ...]] = {}
-    take = drive.loop._emit
-
-    def watch(report: Any) -> None:
-        vectors.update((delta.request_id, delta.embeddings) for delta in report.outputs if delta.embeddings)
-        take(report)
-
-    drive.loop._emit = watch
-    drive.submit(*(ask(f"r{seed}", words(seed, 30 + 60 * seed), 12) for seed in range(4)))
-    for call in ("e0", "e1"):
-        drive.answers[call] = type(drive.answers["r0"])()
-        drive.loop.embedding.add(Request(id=call, prompt=(), max_tokens=0, embed=tuple(inputs)))
-    while not drive.loop.embedding.idle:
-        drive.step()
-    answers = drive.finish()
+    driver.submit(*(ask(f"r{seed}", words(seed, 30 + 60 * seed), 12) for seed in range(4)))
+    calls = [driver.embed(*inputs), driver.embed(*inputs)]
+    answers = driver.finish()
     for seed in range(4):
         reference.check(kind, words(seed, 30 + 60 * seed), 12, answers[f"r{seed}"])
-    for call in ("e0", "e1"):
-        for tokens, data in zip(inputs, vectors[call], strict=True):
+    for call in calls:
+        for tokens, data in zip(inputs, answers[call].embeddings, strict=True):
             assert cosine(np.frombuffer(data, np.float32), alone.tokens(tokens)[0]) > SAME
-    kinds = [batch.kind for batch in drive.runner.batches]
+    kinds = [batch.kind for batch in driver.runner.batches]
     assert BatchKind.EMBED in kinds and BatchKind.GENERATE in kinds
     assert cells(runner) == 0
 

@@ -13,8 +13,9 @@ import pytest
 from cllm.backend.base import Batch, Row, StepStatus
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import SamplingParams, TokenLogprob
-from tests.contract.harness import native, words
-from tests.contract.kinds import NATIVE, open_runner
+from tests.driver.engine import words
+from tests.driver.kinds import NATIVE, open_runner
+from tests.driver.runner import native
 from tests.tiny_models import VOCABULARY
 
 CLOSE = 1e-3

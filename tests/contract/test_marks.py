@@ -16,8 +16,9 @@ from cllm.text.prompt import Gap, Snippet
 from cllm.types import InfillTokens, Request
 from cllm.workers.messages import Chat, Detokenize, RenderChat, Text, TokenizeInfill, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
-from tests.contract.harness import StepDriver, ask, native, words
-from tests.contract.kinds import DENSE, open_runner
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE, open_runner
+from tests.driver.runner import native
 from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense
 
 CONTROLS = ("<PRE>", "<SUF>", "<MID>", "<REP>", "<SEP>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -82,7 +83,7 @@ def test_a_template_for_tools_is_used_with_tools_only(model: LlamaModel) -> None
 
 def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> None:
     runner = native(open_runner({"dense": taught}, DENSE))
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
 
     def biased(name: str, *markers: str) -> Request:
         asked = ask(name, words(1, 9), 3, logit_bias=((TOOL_CALLS, 100.0),))
@@ -90,8 +91,8 @@ def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> No
 
     shown, hidden = biased("shown", "[TOOL_CALLS]", "no such token"), biased("hidden")
     other = biased("other", "<|python_tag|>")
-    drive.submit(shown, hidden, other)
-    answers = drive.finish()
+    driver.submit(shown, hidden, other)
+    answers = driver.finish()
     assert {answer.tokens for answer in answers.values()} == {(TOOL_CALLS,) * 3}
     assert answers["shown"].text == "[TOOL_CALLS]" * 3
     assert answers["hidden"].text == answers["other"].text == ""

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, StepStatus
-from tests.contract.alone import Reference, assert_alike
-from tests.contract.harness import feed, row, says, words
-from tests.contract.kinds import KINDS, NATIVE, SLIDING, Kind, Opened, open_runner
+from tests.driver.engine import words
+from tests.driver.kinds import KINDS, NATIVE, SLIDING, Kind, Opened, open_runner
+from tests.driver.runner import feed, row, says
+from tests.driver.same_text import Reference, assert_alike
 
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 native_kinds = pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.label)

@@ -20,8 +20,9 @@ from cllm.backend.llama.sampler import LlamaSampler
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
 from cllm.types import SamplingParams
-from tests.contract.harness import GREEDY, StepDriver, ask, feed, native, says, words
-from tests.contract.kinds import DENSE, NATIVE_LAYOUTS, RECURRENT, SLIDING, Kind, Opened, open_runner
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE, NATIVE_LAYOUTS, RECURRENT, SLIDING, Kind, Opened, open_runner
+from tests.driver.runner import GREEDY, feed, native, says
 
 DRAWN = SamplingParams(temperature=1.0)
 
@@ -69,7 +70,7 @@ def test_a_forgotten_resource_is_freed_by_the_owner_thread_and_not_before() -> N
     forgotten = [Owned(7, lambda _: freed_on.append(threading.get_ident()), deferred_frees)]
     thread = threading.Thread(target=forgotten.clear)  # the last reference dies on another thread
     thread.start()
-    thread.join()
+    thread.join(10)
     gc.collect()
     assert freed_on == []
     deferred_frees.free_all()
@@ -109,11 +110,11 @@ def test_samplers_of_answered_requests_are_freed_at_once(
     runner = native(opened(DENSE))
     freed: list[int] = []
     monkeypatch.setattr(runner._api, "llama_sampler_free", told(runner._api.llama_sampler_free, freed))
-    drive = StepDriver(runner)
-    drive.submit(*(ask(f"r{seed}", words(seed, 9), 5, temperature=1.0) for seed in range(9)))
-    drive.step(2)
-    drive.scheduler.cancel("r0")
-    drive.finish()
+    driver = StepDriver(runner)
+    driver.submit(*(ask(f"r{seed}", words(seed, 9), 5, temperature=1.0) for seed in range(9)))
+    driver.step(2)
+    driver.scheduler.cancel("r0")
+    driver.finish()
     assert len(freed) == 9
     assert runner._deferred_frees._queue.empty()
 

@@ -24,7 +24,7 @@ from tests.contract.drawing import (
     probabilities,
     row_of,
 )
-from tests.contract.harness import StepDriver, Tokens, ask, words
+from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.tiny_models import END_OF_TEXT, TURN_END, VOCABULARY
 
 # Greedy ----------------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ def test_the_same_seed_draws_the_same_and_another_seed_something_else(
 
 def test_the_same_seed_writes_the_same_text_whoever_else_is_there(runner: LlamaRunner) -> None:
     def text(neighbours: int, seed: int) -> Tokens:
-        drive = StepDriver(runner)
-        drive.submit(ask("it", words(3, 10), 20, temperature=1.0, seed=seed))
-        drive.submit(*(ask(f"n{n}", words(n, 10), 20, temperature=1.0, seed=n) for n in range(neighbours)))
-        return drive.finish()["it"].tokens
+        driver = StepDriver(runner)
+        driver.submit(ask("it", words(3, 10), 20, temperature=1.0, seed=seed))
+        driver.submit(*(ask(f"n{n}", words(n, 10), 20, temperature=1.0, seed=n) for n in range(neighbours)))
+        return driver.finish()["it"].tokens
 
     assert text(0, 1) == text(0, 1) == text(2, 1)
     assert text(0, 1) != text(0, 2)

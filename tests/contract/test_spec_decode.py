@@ -10,9 +10,10 @@ import pytest
 
 from cllm.backend.base import Batch, Drafter, ModelRunner, Row, StepStatus
 from cllm.types import FinishReason, Request
-from tests.contract.alone import Reference
-from tests.contract.harness import GREEDY, Answer, StepDriver, Tokens, ask, words
-from tests.contract.kinds import NATIVE, RECURRENT, SLIDING, Kind, Opened
+from tests.driver.engine import Answer, StepDriver, Tokens, ask, words
+from tests.driver.kinds import NATIVE, RECURRENT, SLIDING, Kind, Opened
+from tests.driver.runner import GREEDY
+from tests.driver.same_text import Reference
 from tests.tiny_models import VOCABULARY
 
 DENSE = tuple(kind for kind in NATIVE if kind.model == "dense")
@@ -49,9 +50,9 @@ def knowing(texts: Sequence[Tokens], wrong: float) -> Callable[[], Drafter]:
 
 def answered(runner: ModelRunner, requests: Sequence[Request], **options: object) -> dict[str, Answer]:
     """All of them at once; afterwards the memory is empty (laws 3 and 7, by what llama.cpp says of it)."""
-    drive = StepDriver(runner, **options)  # type: ignore[arg-type]
-    drive.submit(*requests)
-    return drive.finish()
+    driver = StepDriver(runner, **options)  # type: ignore[arg-type]
+    driver.submit(*requests)
+    return driver.finish()
 
 
 @every_dense
@@ -85,9 +86,9 @@ def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
     begin = words(3, 20)
     said = reference.alone(kind, begin, 40, endless=True).tokens
     prompt = begin + said + words(4, 3) + begin
-    drive = StepDriver(opened(kind)).freeze_cost()
-    drive.submit(ask("r", prompt, 60, ignore_eos=True))
-    answer = drive.finish()["r"]
+    driver = StepDriver(opened(kind)).freeze_cost()
+    driver.submit(ask("r", prompt, 60, ignore_eos=True))
+    answer = driver.finish()["r"]
     reference.check(kind, prompt, 60, answer, endless=True)
     assert answer.work.drafted_tokens > 0
 
@@ -102,9 +103,9 @@ def test_the_same_request_takes_the_same_steps_every_time(
     runner = opened(kind)
     works = set()
     for number in range(6):
-        drive = StepDriver(runner)
-        drive.submit(ask(f"r{number}", prompt, 60, ignore_eos=True))
-        works.add(drive.finish()[f"r{number}"].work)
+        driver = StepDriver(runner)
+        driver.submit(ask(f"r{number}", prompt, 60, ignore_eos=True))
+        works.add(driver.finish()[f"r{number}"].work)
     (work,) = works
     assert work.drafted_tokens > 0
 
@@ -146,9 +147,9 @@ def test_a_stop_string_inside_right_guesses_ends_there(
         stop = free.text[at : at + 2]
     request = msgspec.structs.replace(plain, stop=(stop,))
     (without,) = answered(runner, [request], draft_tokens=0).values()
-    drive = StepDriver(runner, cache_mb=64, new_drafter=drafter).freeze_cost()
-    drive.submit(request)
-    (guessed,) = drive.finish().values()
+    driver = StepDriver(runner, cache_mb=64, new_drafter=drafter).freeze_cost()
+    driver.submit(request)
+    (guessed,) = driver.finish().values()
     assert guessed.text == without.text and guessed.tokens == without.tokens
     assert guessed.finish_reason is without.finish_reason is FinishReason.STOP
     assert len(guessed.logprobs) == len(guessed.tokens)
@@ -207,15 +208,15 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
     history, known = words(77, 150), 0
     runner = opened(kind, sequences=2, cells=2048)
     texts: list[Tokens] = []
-    drive = StepDriver(
+    driver = StepDriver(
         runner, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1))
     ).freeze_cost()
-    drive.freeze_cost()
+    driver.freeze_cost()
     for turn in range(3):
         history += words(turn, 40)
         texts.append(history + reference.alone(kind, history, 40, endless=True).tokens)
-        drive.submit(ask(f"turn {turn}", history, 40, ignore_eos=True))
-        answer = drive.finish()[f"turn {turn}"]
+        driver.submit(ask(f"turn {turn}", history, 40, ignore_eos=True))
+        answer = driver.finish()[f"turn {turn}"]
         reference.check(kind, history, 40, answer, endless=True)
         assert answer.work.cached_tokens == known and answer.work.drafted_tokens > 0
         assert answer.recomputed == 0

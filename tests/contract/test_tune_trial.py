@@ -104,10 +104,17 @@ def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Pat
     assert exact is not None and half is not None and coarse is not None
     assert exact > 2, "random weights know nothing"
     assert abs(half / exact - 1) < 0.001 < abs(coarse / exact - 1)
-    chunked = trial.ask(
-        settings(models, batch_tokens=32, cache_type_k="f32", cache_type_v="f32"), plan, LIMIT_S
+
+
+def test_perplexity_does_not_depend_on_the_chunks(trial: TrialProcess, models: dict[str, Path]) -> None:
+    """Without flash attention and in f32, where nothing rounds differently by the size of a batch."""
+    plan = Plan(requests=1, perplexity_tokens=300)
+    exact: dict[str, Any] = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+    whole, chunked = (
+        trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity
+        for size in (512, 32)
     )
-    assert chunked.perplexity == pytest.approx(exact, rel=1e-3)
+    assert whole is not None and chunked == pytest.approx(whole, rel=1e-4)
 
 
 def test_an_impossible_setting_is_an_answer(trial: TrialProcess, models: dict[str, Path]) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row, StepStatus, count_ubatches
-from tests.contract.harness import GREEDY, Aborts, native
-from tests.contract.kinds import NATIVE, Kind, open_runner
+from tests.driver.kinds import NATIVE, Kind, open_runner
+from tests.driver.runner import GREEDY, Aborts, native
 
 
 def rows(lengths: dict[int, int]) -> tuple[Row, ...]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.driver.server import Server
 from tests.e2e.clients import only_loopback
-from tests.e2e.server import Server
 from tests.e2e.thinking import make_thinking
 from tests.tiny_models import make_dense
 

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.driver.server import Server
 from tests.e2e.clients import Weather
-from tests.e2e.server import Server
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::ResourceWarning"

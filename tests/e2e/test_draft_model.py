@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.server import StartServer, cllm, wait_for
+from tests.driver.server import StartServer, cllm, wait_for
 from tests.tiny_models import make_dense
 
 

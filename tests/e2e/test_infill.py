@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, StartServer, cllm, events_of
+from tests.driver.server import Server, StartServer, cllm, parse_events
 from tests.e2e.test_cli import one_line
 from tests.tiny_models import make_dense
 
@@ -40,7 +40,7 @@ def test_infill_asks_as_the_model_was_taught(taught: Server) -> None:
     assert whole.json()["tokens_predicted"] == 8
     begun = taught.post("/infill", {**body, "prompt": "a, "}).json()
     assert begun["content"] == completion(taught, "<PRE>def f(a, <SUF>): pass<MID>")
-    streamed = list(events_of(iter(taught.post("/infill", {**body, "stream": True}).text.splitlines())))
+    streamed = list(parse_events(iter(taught.post("/infill", {**body, "stream": True}).text.splitlines())))
     assert "".join(event["content"] for event in streamed) == whole.json()["content"]
 
 

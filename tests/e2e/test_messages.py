@@ -16,7 +16,7 @@ import pytest
 from anthropic.types import MessageParam
 from pydantic import BaseModel
 
-from tests.e2e.server import Server, StartServer
+from tests.driver.server import Server, StartServer
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
 GREEDY = {"temperature": 0}

@@ -14,8 +14,8 @@ import jsonschema
 import openai
 import pytest
 
+from tests.driver.server import Server, StartServer, wait_for
 from tests.e2e.clients import WEATHER_TOOL, Weather
-from tests.e2e.server import Server, StartServer, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "What is AI?"}]
 SCHEMA: dict[str, Any] = {

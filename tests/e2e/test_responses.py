@@ -15,7 +15,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.server import Server, StartServer
+from tests.driver.server import Server, StartServer
 
 QUESTION = "What is AI?"
 SCHEMA: dict[str, Any] = {

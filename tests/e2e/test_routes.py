@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.server import Server, wait_for
+from tests.driver.server import Server, wait_for
 
 LONG = 4000
 TEXTS = [

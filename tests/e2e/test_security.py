@@ -13,7 +13,7 @@ import httpx
 import pytest
 import trustme
 
-from tests.e2e.server import PATIENCE_S, Server, StartServer, cllm, wait_for
+from tests.driver.server import PATIENCE_S, Server, StartServer, cllm, wait_for
 from tests.tiny_models import make_dense
 
 CANARY = "xyzzyplugh"

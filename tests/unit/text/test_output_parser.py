@@ -21,6 +21,7 @@ from cllm.text.output_parser import (
 from cllm.text.tool_formats import ToolFormat
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
+from tests.profiles import examples
 
 NAMES = ("look", "get.weather", "add-2", "f_")
 FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
@@ -149,7 +150,7 @@ FRAGMENTS = (
 SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(data=st.data(), soup=SOUP, tool_format=st.sampled_from([None, *FORMATS]), flags=st.integers(0, 7))
 def test_pieces_never_matter(
     data: st.DataObject, soup: str, tool_format: ToolFormat | None, flags: int
@@ -166,7 +167,7 @@ def test_pieces_never_matter(
     assert len(whole.calls) <= 1 or flags & 2
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(soup=SOUP.filter(lambda soup: "<think>" not in soup), tool_format=st.sampled_from([None, *FORMATS]))
 @example(soup='  <tool_call>\n{"nam', tool_format=FORMATS[0])
 @example(soup="text [TOOL_CALLS][", tool_format=FORMATS[1])
@@ -177,7 +178,7 @@ def test_an_answer_without_a_call_is_all_text(soup: str, tool_format: ToolFormat
         assert parts.text == soup
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     fragments=st.lists(st.sampled_from([*FRAGMENTS, "WORD"]), max_size=14),
     tool_format=st.sampled_from(FORMATS),

@@ -18,6 +18,7 @@ from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
 from cllm.types import FinishReason
+from tests.profiles import examples
 from tests.unit.text.test_output_parser import Parts, events_of, joined
 from tests.unit.text.test_structured_output import answer, text
 
@@ -193,7 +194,7 @@ def test_the_grammar_takes_what_fits_and_nothing_else(tool_format: ToolFormat) -
     )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(seed=st.integers(0, 1000), single=st.booleans(), parallel=st.booleans())
 @each_dialect
 def test_whatever_the_model_wants_its_calls_parse_and_fit(
