@@ -1,4 +1,4 @@
-"""What tests of more than one folder share: models, runners, servers, and the count of ties at the end."""
+"""Fixtures of more than one folder: models, runners, servers; and the count of ties at the end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import ModelRunner
-from tests.contract.alone import Reference, Tally
-from tests.contract.kinds import Kind, Opened, open_runner
-from tests.e2e.server import Server, StartServer
+from tests.driver.kinds import Kind, Opened, open_runner
+from tests.driver.same_text import Reference, Tally
+from tests.driver.server import Server, StartServer
+from tests.profiles import load_profile
 from tests.tiny_models import make_all
 
 _TALLY = pytest.StashKey[Tally]()
 
-# Whoever starts the tests in the background of a shell has them ignore Ctrl-C, and all that they start.
+# Tests that a shell starts in the background ignore Ctrl-C, and so would the servers they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,7 +48,7 @@ def opened(models: dict[str, Path]) -> Iterator[Opened]:
 
 @pytest.fixture(scope="session")
 def reference(models: dict[str, Path], pytestconfig: pytest.Config) -> Iterator[Reference]:
-    """What each prompt says alone."""
+    """The greedy answer to each prompt alone."""
     reference = Reference(models, pytestconfig.stash[_TALLY])
     yield reference
     reference.close()
@@ -55,7 +56,7 @@ def reference(models: dict[str, Path], pytestconfig: pytest.Config) -> Iterator[
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartServer]:
-    """Start a server of one's own; whatever still runs afterwards is killed."""
+    """Start servers for one test; those that still run afterwards are killed."""
     with ExitStack() as stack:
         started = 0
 
@@ -69,22 +70,23 @@ def start(tmp_path: Path) -> Iterator[StartServer]:
         yield start_one
 
 
-# The same-text rule's figures are counted in each process (with `-n 2`: each worker) and told by the first.
+# The figures of the same-text rule are counted in each process (with `-n 2`: each worker), then added up.
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    load_profile(config)
     config.stash[_TALLY] = Tally()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     tally = session.config.stash[_TALLY]
-    if (told := getattr(session.config, "workeroutput", None)) is not None:
-        told["same_text"] = dict(tally)
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["same_text"] = dict(tally)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist is done; one that crashed has told nothing."""
+    """A worker of pytest-xdist is done; one that crashed has no output."""
     node.config.stash[_TALLY].update(getattr(node, "workeroutput", {}).get("same_text", {}))
 
 

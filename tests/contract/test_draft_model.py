@@ -1,4 +1,4 @@
-"""A small model that guesses: the text is the large one's, whatever the small one says or does."""
+"""Speculative decoding with a draft model: the text is the target model's, whatever the draft model does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, ask, words
-from tests.contract.kinds import DENSE
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE
+from tests.driver.same_text import Reference
 from tests.tiny_models import make_dense
 
 Drafted = Callable[..., LlamaRunner]
@@ -56,12 +56,12 @@ def drafts_of(runner: LlamaRunner) -> DraftModel:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_model_that_guesses_for_itself_is_right(
+def test_a_model_that_drafts_for_itself_is_right(
     unified: bool, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    drive = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft").freeze_cost()
-    drive.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
-    answer = drive.finish()["r"]
+    driver = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft").freeze_cost()
+    driver.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
+    answer = driver.finish()["r"]
     reference.check(DENSE, words(1, 150), 60, answer, endless=True)
     work = answer.work
     assert work.drafted_tokens > 30 and work.accepted_tokens > 0.8 * work.drafted_tokens
@@ -71,10 +71,10 @@ def test_a_model_that_guesses_for_itself_is_right(
 def test_another_model_is_mostly_wrong_and_changes_nothing(
     drafted: Drafted, other: Path, reference: Reference
 ) -> None:
-    drive = StepDriver(drafted(other), draft_model="draft").freeze_cost()
+    driver = StepDriver(drafted(other), draft_model="draft").freeze_cost()
     for seed in range(4):
-        drive.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
-        answer = drive.finish()[f"r{seed}"]
+        driver.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
+        answer = driver.finish()[f"r{seed}"]
         reference.check(DENSE, words(seed, 30), 40, answer, endless=True)
         assert answer.work.drafted_tokens > 0 and answer.recomputed == 0
         assert answer.work.accepted_tokens < 0.5 * answer.work.drafted_tokens
@@ -83,12 +83,12 @@ def test_another_model_is_mostly_wrong_and_changes_nothing(
 def test_several_at_once_and_one_after_another(
     drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    """Two get guesses at a time; those who come later find memory of those before."""
-    drive = StepDriver(drafted(models["dense"]), draft_model="draft", draft_tokens=24, cache_mb=16)
-    drive.freeze_cost()
+    """Two requests get drafts at a time; later ones find the memory of earlier ones."""
+    driver = StepDriver(drafted(models["dense"]), draft_model="draft", draft_tokens=24, cache_mb=16)
+    driver.freeze_cost()
     prompts = {f"r{seed}": words(seed % 4, 20 + seed % 4 * 9) for seed in range(9)}
-    drive.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
-    answers = drive.finish()
+    driver.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
+    answers = driver.finish()
     for name, prompt in prompts.items():
         reference.check(DENSE, prompt, 30, answers[name], endless=True)
     assert sum(answer.work.accepted_tokens for answer in answers.values()) > 50
@@ -98,30 +98,30 @@ def test_a_slot_belongs_to_one_text_until_that_is_gone(drafted: Drafted, models:
     model = drafts_of(drafted(models["dense"]))
     first, second, third = (model.new_drafter() for _ in range(3))
     texts = [words(seed, 20) for seed in range(3)]
-    guesses = [each.propose(text, 4) for each, text in zip((first, second, third), texts, strict=True)]
-    assert guesses[0] and guesses[1] and guesses[2] == []
+    drafts = [each.propose(text, 4) for each, text in zip((first, second, third), texts, strict=True)]
+    assert drafts[0] and drafts[1] and drafts[2] == []
     del first
-    assert third.propose(texts[2], 4) and second.propose(texts[1], 4) == guesses[1]
+    assert third.propose(texts[2], 4) and second.propose(texts[1], 4) == drafts[1]
 
 
-def test_the_small_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
+def test_the_draft_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
     """On the drafter itself: it says the same whether it followed step by step or begins anew."""
     model = drafts_of(drafted(models["dense"]))
     following = model.new_drafter()
     text = list(words(5, 20))
     for step in range(12):
-        guesses = following.propose(text, 5)
+        drafts = following.propose(text, 5)
         fresh = model.new_drafter()
-        assert fresh.propose(text, 5) == guesses and len(guesses) == 5
+        assert fresh.propose(text, 5) == drafts and len(drafts) == 5
         del fresh
-        text += [*guesses[: step % 4], 65 + step]
+        text += [*drafts[: step % 4], 65 + step]
     for slot in model._slots:
         assert model._runner.next_position(slot.number) == len(slot.held)
     assert following.propose(list(words(6, 510)), 5) == [], "beyond what a request may hold"
 
 
 @pytest.mark.parametrize("status", [StepStatus.NO_ROOM, StepStatus.FAILED, None])
-def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
+def test_a_draft_model_that_fails_costs_drafts_and_nothing_else(
     status: StepStatus | None, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
     runner = drafted(models["dense"])
@@ -133,18 +133,18 @@ def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
         if len(calls) % 10:
             return run(batch)
         if status is None:
-            raise RuntimeError("the small model broke")
+            raise RuntimeError("the draft model broke")
         return StepResult(status, code=-3)
 
     inner.run = failing  # type: ignore[method-assign]
-    drive = StepDriver(runner, draft_model="draft").freeze_cost()
-    drive.submit(ask("r", words(1, 30), 60, ignore_eos=True))
-    answer = drive.finish()["r"]
+    driver = StepDriver(runner, draft_model="draft").freeze_cost()
+    driver.submit(ask("r", words(1, 30), 60, ignore_eos=True))
+    answer = driver.finish()["r"]
     reference.check(DENSE, words(1, 30), 60, answer, endless=True)
     assert len(calls) > 10 and answer.work.accepted_tokens > 0
 
 
-def test_what_cannot_guess_is_refused_before_serving(
+def test_a_model_that_cannot_draft_is_refused_before_serving(
     drafted: Drafted, models: dict[str, Path], tmp_path: Path
 ) -> None:
     small = make_dense(tmp_path / "small.gguf", vocabulary=400)

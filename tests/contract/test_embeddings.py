@@ -1,4 +1,4 @@
-"""Vectors on real llama.cpp equal what the bare bindings say of each input alone, whatever is around it."""
+"""Embeddings on llama.cpp equal those of each input alone by the bare bindings, whatever is around it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from cllm.backend.llama.model import RerankPrompt
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError, NotEnoughMemory
-from cllm.types import EmbedLimits, Pooling, Request
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, Tokens, ask, words
-from tests.contract.kinds import DENSE
+from cllm.types import EmbedLimits, Pooling
+from tests.driver.engine import StepDriver, Tokens, ask, words
+from tests.driver.kinds import DENSE
+from tests.driver.same_text import Reference
 from tests.tiny_encoders import CLS, SEP, TOKENS, make_encoder, make_reranker
 
 Vector = npt.NDArray[np.float32]
@@ -149,10 +149,8 @@ def cells(runner: LlamaRunner) -> int:
 
 def inputs_for(name: str, *lengths: int) -> list[Tokens]:
     """Different inputs of these lengths, of tokens that the model has."""
-    most = len(TOKENS) if name not in DECODERS else 127
-    return [
-        tuple(4 + (token * 31) % (most - 4) for token in words(seed, n)) for seed, n in enumerate(lengths)
-    ]
+    end = len(TOKENS) if name not in DECODERS else 127
+    return [tuple(4 + (token * 31) % (end - 4) for token in words(seed, n)) for seed, n in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -303,8 +301,8 @@ def test_a_batch_over_the_limit_raises_and_nothing_is_computed(name: str, opened
     runner = opened_for(name, embed_tokens=200)
     limits = runner.limits.embed
     assert limits.tokens == 200 and limits.batch_tokens == 128
-    most = limits.batch_tokens if limits.chunked else limits.tokens
-    (tokens,) = inputs_for(name, most + 1)
+    limit = limits.batch_tokens if limits.chunked else limits.tokens
+    (tokens,) = inputs_for(name, limit + 1)
     with pytest.raises(ValueError, match="over the limit"):
         embed(runner, tokens)
     assert cells(runner) == 0
@@ -332,40 +330,28 @@ def test_as_many_rows_as_a_step_may_have(opened_for: Open) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_vectors_and_tokens_do_not_disturb_each_other(
+def test_embeddings_and_generation_do_not_disturb_each_other(
     name: str, opened_for: Open, reference: Reference, bare: Callable[..., Bare]
 ) -> None:
     kind = DENSE._replace(model=name)
     runner = opened_for(name)
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
     alone = bare(name, CODES["mean"])
     inputs = inputs_for(name, 10, 300, 40, 128, 5, 60)
-    vectors: dict[str, tuple[bytes, ...]] = {}
-    take = drive.loop._emit
-
-    def watch(report: Any) -> None:
-        vectors.update((delta.request_id, delta.embeddings) for delta in report.outputs if delta.embeddings)
-        take(report)
-
-    drive.loop._emit = watch
-    drive.submit(*(ask(f"r{seed}", words(seed, 30 + 60 * seed), 12) for seed in range(4)))
-    for call in ("e0", "e1"):
-        drive.answers[call] = type(drive.answers["r0"])()
-        drive.loop.embedding.add(Request(id=call, prompt=(), max_tokens=0, embed=tuple(inputs)))
-    while not drive.loop.embedding.idle:
-        drive.step()
-    answers = drive.finish()
+    driver.submit(*(ask(f"r{seed}", words(seed, 30 + 60 * seed), 12) for seed in range(4)))
+    calls = [driver.embed(*inputs), driver.embed(*inputs)]
+    answers = driver.finish()
     for seed in range(4):
         reference.check(kind, words(seed, 30 + 60 * seed), 12, answers[f"r{seed}"])
-    for call in ("e0", "e1"):
-        for tokens, data in zip(inputs, vectors[call], strict=True):
+    for call in calls:
+        for tokens, data in zip(inputs, answers[call].embeddings, strict=True):
             assert cosine(np.frombuffer(data, np.float32), alone.tokens(tokens)[0]) > SAME
-    kinds = [batch.kind for batch in drive.runner.batches]
+    kinds = [batch.kind for batch in driver.runner.batches]
     assert BatchKind.EMBED in kinds and BatchKind.GENERATE in kinds
     assert cells(runner) == 0
 
 
-def test_nobody_pays_who_does_not_embed(files: dict[str, Path]) -> None:
+def test_generation_alone_pays_nothing_for_embeddings(files: dict[str, Path]) -> None:
     config = EngineConfig(model=str(files["dense"]), parallel=1, ctx_size=512, threads=1)
     runner = LlamaRunner(prepare(config))
     assert runner._embedding is None

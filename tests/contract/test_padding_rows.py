@@ -1,4 +1,4 @@
-"""Holes filled with a token that is thrown away: one pass instead of two, and nobody's text shows it."""
+"""Padding rows between slots: one ubatch instead of two, and no text shows it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.core.step_cost import StepCost, StepCostModel
-from tests.contract.alone import Reference, assert_alike
-from tests.contract.harness import (
-    Aborts,
-    CheckedRunner,
-    StepDriver,
-    ask,
-    feed,
-    native,
-    row,
-    words,
-)
-from tests.contract.kinds import DENSE, SLIDING, Kind, Opened
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE, SLIDING, Kind, Opened
+from tests.driver.runner import Aborts, CheckedRunner, feed, native, row
+from tests.driver.same_text import Reference, assert_alike
 
 STREAMS = (DENSE, Kind("dense", flash=False), SLIDING)
 streams = pytest.mark.parametrize("kind", STREAMS, ids=lambda kind: kind.label)
@@ -28,7 +20,7 @@ def positions(runner: CheckedRunner) -> list[int]:
 
 
 @streams
-def test_a_filler_makes_one_pass_of_two_and_is_gone_afterwards(
+def test_a_padding_row_makes_one_ubatch_of_two_and_is_gone_afterwards(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     runner = CheckedRunner(opened(kind, sequences=4))
@@ -48,7 +40,7 @@ def test_a_filler_makes_one_pass_of_two_and_is_gone_afterwards(
 
 
 @streams
-def test_a_filler_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -> None:
+def test_a_padding_row_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -> None:
     runner = CheckedRunner(opened(kind, sequences=3))
     for seq_id in (0, 2):
         feed(runner, seq_id, words(seq_id, 30))
@@ -67,10 +59,10 @@ def test_a_filler_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -
 
 
 @streams
-def test_a_filler_in_an_id_that_was_just_given_up_spoils_no_copy(
+def test_padding_in_a_slot_that_was_just_released_spoils_no_copy(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    # The copy from 1 to 2 is carried out by the very decode that puts the filler into 1.
+    # The copy from 1 to 2 is carried out by the very decode that puts the padding into 1.
     runner = CheckedRunner(opened(kind, sequences=3))
     prompt = words(4, 80)
     feed(runner, 0, words(0, 20))
@@ -88,41 +80,41 @@ FREE_PASS = StepCost(ubatch=0.0, prefill_token=1e-3, row=1e-3, attended=0.0)
 
 
 @pytest.mark.parametrize("kind", [Kind("fake"), *STREAMS], ids=lambda kind: kind.label)
-def test_a_crowd_with_holes_says_the_same_in_fewer_passes(
+def test_slots_with_gaps_give_the_same_texts_in_fewer_ubatches(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     lengths = {n: 3 + 7 * (n % 5) for n in range(16)}
     passes = {}
     for filling in (False, True):
-        drive = StepDriver(opened(kind, sequences=5), cache_mb=64)
-        drive.scheduler.budget.cost = StepCostModel(known=DEAR_PASS if filling else FREE_PASS, frozen=True)
+        driver = StepDriver(opened(kind, sequences=5), cache_mb=64)
+        driver.scheduler.budget.cost = StepCostModel(known=DEAR_PASS if filling else FREE_PASS, frozen=True)
         for number, count in lengths.items():
-            drive.submit(ask(f"r{number}", words(number, 9 + number % 3), count, ignore_eos=True))
-            drive.step(number % 4)
-        answers = drive.finish()
+            driver.submit(ask(f"r{number}", words(number, 9 + number % 3), count, ignore_eos=True))
+            driver.step(number % 4)
+        answers = driver.finish()
         for number, count in lengths.items():
             reference.check(kind, words(number, 9 + number % 3), count, answers[f"r{number}"], endless=True)
-        assert any(batch.padding for batch in drive.runner.batches) == filling
+        assert any(batch.padding for batch in driver.runner.batches) == filling
         passes[filling] = sum(answer.work.ubatches for answer in answers.values())
     assert passes[True] < passes[False] or kind.model == "fake"
 
 
-def test_a_failed_step_with_fillers_is_undone_whole(opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(DENSE, sequences=4))
-    drive.scheduler.budget.cost = StepCostModel(known=DEAR_PASS, frozen=True)
+def test_a_failed_step_with_padding_is_rolled_back_whole(opened: Opened, reference: Reference) -> None:
+    driver = StepDriver(opened(DENSE, sequences=4))
+    driver.scheduler.budget.cost = StepCostModel(known=DEAR_PASS, frozen=True)
     failed: list[int] = []
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if not batch.padding or len(failed) > 3 or number % 2:
             return None
         failed.append(number)
-        drive.runner.inner.run(batch)
+        driver.runner.inner.run(batch)
         return StepResult(StepStatus.FAILED, code=-3)
 
-    drive.runner.fail = fail
+    driver.runner.fail = fail
     counts = (20, 3, 3, 20)
-    drive.submit(*(ask(f"r{n}", words(n, 9), count, ignore_eos=True) for n, count in enumerate(counts)))
-    answers = drive.finish()
+    driver.submit(*(ask(f"r{n}", words(n, 9), count, ignore_eos=True) for n, count in enumerate(counts)))
+    answers = driver.finish()
     assert failed
     for number, count in enumerate(counts):
         reference.check(DENSE, words(number, 9), count, answers[f"r{number}"], endless=True)

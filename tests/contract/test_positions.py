@@ -1,4 +1,4 @@
-"""Law 3: positions are read from the memory; a sequence that disagrees with it fails alone."""
+"""Derived positions: they are read from KV memory; a sequence that disagrees with it fails alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import logging
 import pytest
 
 from cllm.types import FinishReason
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, ask, feed, words
-from tests.contract.kinds import LAYOUTS, Kind, Opened
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import LAYOUTS, Kind, Opened
+from tests.driver.runner import feed
+from tests.driver.same_text import Reference
 
 pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 
@@ -18,22 +19,22 @@ pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.labe
 def test_a_tampered_sequence_fails_alone_with_both_numbers(
     kind: Kind, tampering: str, opened: Opened, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drive = StepDriver(opened(kind))
-    drive.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
-    drive.step(3)
-    (victim,) = [lease for lease in drive.scheduler.pool.leases if lease.request_id == "r1"]
-    computed = drive.runner.next_position(victim.seq_id)
+    driver = StepDriver(opened(kind))
+    driver.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
+    driver.step(3)
+    (victim,) = [lease for lease in driver.scheduler.pool.leases if lease.request_id == "r1"]
+    computed = driver.runner.next_position(victim.seq_id)
     match tampering:
         case "cut":
-            found = drive.runner.truncate(victim.seq_id, computed - 1)
+            found = driver.runner.truncate(victim.seq_id, computed - 1)
             assert found == (0 if kind.recurrent else computed - 1)
         case "grown":
-            feed(drive.runner, victim.seq_id, [65])
+            feed(driver.runner, victim.seq_id, [65])
             found = computed + 1
         case _:
-            found = drive.runner.truncate(victim.seq_id, 0)
+            found = driver.runner.truncate(victim.seq_id, 0)
     with caplog.at_level(logging.ERROR, logger="cllm.core.scheduler"):
-        answers = drive.finish()
+        answers = driver.finish()
     assert answers["r1"].finish_reason is FinishReason.ERROR
     assert answers["r1"].error_code == "position_mismatch"
     assert f"next position is {found}," in answers["r1"].error_message
@@ -46,8 +47,8 @@ def test_a_tampered_sequence_fails_alone_with_both_numbers(
 def test_without_tampering_no_position_is_ever_inconsistent(
     kind: Kind, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drive = StepDriver(opened(kind))
+    driver = StepDriver(opened(kind))
     with caplog.at_level(logging.ERROR, logger="cllm"):
-        drive.submit(*(ask(f"r{seed}", words(seed, 30), 6) for seed in range(12)))
-        drive.finish()
+        driver.submit(*(ask(f"r{seed}", words(seed, 30), 6) for seed in range(12)))
+        driver.finish()
     assert caplog.records == []

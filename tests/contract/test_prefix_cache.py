@@ -1,4 +1,4 @@
-"""PrefixCache that outlive their request, on every kind of memory: the same texts, and less to compute."""
+"""The prefix cache on every kind of memory: the same texts, and less to compute."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import Request
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, Tokens, ask, words
-from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
+from tests.driver.engine import StepDriver, Tokens, ask, words
+from tests.driver.kinds import DENSE, LAYOUTS, Kind, Opened
+from tests.driver.same_text import Reference
 
 every_layout = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 
@@ -19,36 +19,36 @@ def cuttable(kind: Kind) -> bool:
     return kind.model in ("dense", "fake")
 
 
-def cached(drive: StepDriver, request: Request) -> int:
+def cached(driver: StepDriver, request: Request) -> int:
     """Ask alone; how many tokens were taken over."""
-    drive.submit(request)
-    drive.finish()
-    assert drive.answers[request.id].recomputed == 0
-    return drive.answers[request.id].work.cached_tokens
+    driver.submit(request)
+    driver.finish()
+    assert driver.answers[request.id].recomputed == 0
+    return driver.answers[request.id].work.cached_tokens
 
 
 @every_layout
 def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
-    assert cached(drive, ask("first", SYSTEM, 12, ignore_eos=True)) == 0
-    again = cached(drive, ask("again", SYSTEM, 12, ignore_eos=True))
+    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    assert cached(driver, ask("first", SYSTEM, 12, ignore_eos=True)) == 0
+    again = cached(driver, ask("again", SYSTEM, 12, ignore_eos=True))
     assert again == (149 if cuttable(kind) else 0)
     for name in ("first", "again"):
-        reference.check(kind, SYSTEM, 12, drive.answers[name], endless=True)
+        reference.check(kind, SYSTEM, 12, driver.answers[name], endless=True)
 
 
 @every_layout
 def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).freeze_cost()
     history: Tokens = SYSTEM
     known = 0
     for turn in range(4):
         history += words(turn, 40)
-        # Every memory can do this: what was computed is the beginning of the next turn as a whole.
-        assert cached(drive, ask(f"turn {turn}", history, 40, ignore_eos=True)) == known
-        answer = drive.answers[f"turn {turn}"]
+        # Every memory can do this: what was computed is a prefix of the next turn as a whole.
+        assert cached(driver, ask(f"turn {turn}", history, 40, ignore_eos=True)) == known
+        answer = driver.answers[f"turn {turn}"]
         reference.check(kind, history, 40, answer, endless=True)
         known = len(history) + 39
         history += answer.tokens
@@ -56,32 +56,32 @@ def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, referen
 
 @every_layout
 def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     prompts = {f"r{n}": SYSTEM + words(n, 20 + 30 * n) for n in range(6)}
     for number, (name, prompt) in enumerate(prompts.items()):
-        found = cached(drive, ask(name, prompt, 10))
+        found = cached(driver, ask(name, prompt, 10))
         # now and then a first token of the rest is the same, too
         assert found in ((150, 151, 152) if cuttable(kind) and number else (0,))
     for name, prompt in prompts.items():
-        reference.check(kind, prompt, 10, drive.answers[name])
+        reference.check(kind, prompt, 10, driver.answers[name])
 
 
 @every_layout
-def test_a_crowd_with_and_without_the_cache_says_the_same(
+def test_a_load_with_and_without_the_cache_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=3), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=3), cache_mb=64).freeze_cost()
     asked: dict[str, tuple[Tokens, int]] = {}
     for number in range(30):
         begin = (SYSTEM, words(78, 90), SYSTEM[:100] + words(79, 60))[number % 3]
         asked[f"r{number}"] = (begin + words(number % 7, number % 40), 4 + number % 9)
         prompt, count = asked[f"r{number}"]
-        drive.submit(ask(f"r{number}", prompt, count, ignore_eos=True))
-        drive.step(number % 5)
+        driver.submit(ask(f"r{number}", prompt, count, ignore_eos=True))
+        driver.step(number % 5)
         if number % 11 == 10:
-            drive.scheduler.cancel(f"r{number - 1}")
+            driver.scheduler.cancel(f"r{number - 1}")
             del asked[f"r{number - 1}"]
-    answers = drive.finish()
+    answers = driver.finish()
     for name, (prompt, count) in asked.items():
         reference.check(kind, prompt, count, answers[name], endless=True)
     if cuttable(kind):
@@ -89,19 +89,17 @@ def test_a_crowd_with_and_without_the_cache_says_the_same(
 
 
 @every_layout
-def test_states_that_do_not_fit_in_ram_are_pushed_out(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
-    drive.submit(ask("measure", words(99, 120), 2))
-    drive.finish()
-    tier = drive.scheduler.prefix_cache.host
+def test_states_that_do_not_fit_in_ram_are_evicted(kind: Kind, opened: Opened, reference: Reference) -> None:
+    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver.submit(ask("measure", words(99, 120), 2))
+    driver.finish()
+    tier = driver.scheduler.prefix_cache.host
     tier.cached_limit = tier.limit = int(2.5 * tier.cached_bytes)
     for number in range(8):
         prompt = words(number % 4, 120)
-        assert cached(drive, ask(f"r{number}", prompt, 4)) == 0, "four take turns where two fit"
+        assert cached(driver, ask(f"r{number}", prompt, 4)) == 0, "four take turns where two fit"
         assert tier.cached_bytes <= tier.limit
-        reference.check(kind, prompt, 4, drive.answers[f"r{number}"])
+        reference.check(kind, prompt, 4, driver.answers[f"r{number}"])
     assert tier.evictions > 0
 
 
@@ -109,13 +107,13 @@ def test_states_that_do_not_fit_in_ram_are_pushed_out(
     "kind", [Kind("fake", unified=True), Kind("dense", unified=True), Kind("sliding", unified=True)]
 )
 def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).freeze_cost()
-    tier = drive.scheduler.prefix_cache.host
+    driver = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).freeze_cost()
+    tier = driver.scheduler.prefix_cache.host
     lengths = {1: 70, 2: 40, 3: 64, 4: 90}
     for round_ in range(2):
         names = {f"{round_}.{seed}": words(seed, length) for seed, length in lengths.items()}
-        drive.submit(*(ask(name, prompt, 120, ignore_eos=True) for name, prompt in names.items()))
-        answers = drive.finish()
+        driver.submit(*(ask(name, prompt, 120, ignore_eos=True) for name, prompt in names.items()))
+        answers = driver.finish()
         for name, prompt in names.items():
             reference.check(kind, prompt, 120, answers[name], endless=True)
         assert tier.swapped_bytes == 0
@@ -127,51 +125,51 @@ def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Re
 def test_a_failed_step_leaves_no_wrong_state_behind(
     kind: Kind, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     codes = {StepStatus.FAILED: -3, StepStatus.ABORTED: 2, StepStatus.BAD_BATCH: -1}
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if number not in (1, 5, 9):
             return None
         if not status.memory_intact:
-            drive.runner.inner.run(batch)  # what it computed stays in memory
+            driver.runner.inner.run(batch)  # what it computed stays in memory
         return StepResult(status, code=codes[status])
 
-    drive.runner.fail = fail
+    driver.runner.fail = fail
     prompts = {f"r{n}": SYSTEM + words(n, 70) for n in range(2)}
-    drive.submit(*(ask(name, prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
-    drive.finish()
-    drive.runner.fail = lambda number, batch: None
-    drive.submit(*(ask(f"{name} again", prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
-    answers = drive.finish()
+    driver.submit(*(ask(name, prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
+    driver.finish()
+    driver.runner.fail = lambda number, batch: None
+    driver.submit(*(ask(f"{name} again", prompt, 20, ignore_eos=True) for name, prompt in prompts.items()))
+    answers = driver.finish()
     for name, prompt in prompts.items():
         reference.check(kind, prompt, 20, answers[f"{name} again"], endless=True)
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: bool, opened: Opened) -> None:
+def test_a_restored_prefix_gives_bit_for_bit_the_same_probabilities(unified: bool, opened: Opened) -> None:
     """Computed in the same steps, with the common part once from RAM and once from the model."""
     kind = Kind("dense", unified=unified)
     texts = []
     for cache_mb in (64, 0):
-        drive = StepDriver(opened(kind), cache_mb=cache_mb).freeze_cost()
+        driver = StepDriver(opened(kind), cache_mb=cache_mb).freeze_cost()
         # 64 tokens are a step: the rest of the second prompt begins at the same place either way.
-        drive.submit(ask("first", SYSTEM[:128], 1, logprobs=8))
-        drive.finish()
-        drive.submit(ask("second", SYSTEM[:128] + words(5, 60), 6, logprobs=8))
-        answer = drive.finish()["second"]
+        driver.submit(ask("first", SYSTEM[:128], 1, logprobs=8))
+        driver.finish()
+        driver.submit(ask("second", SYSTEM[:128] + words(5, 60), 6, logprobs=8))
+        answer = driver.finish()["second"]
         assert answer.work.cached_tokens == (128 if cache_mb else 0)
         texts.append((answer.tokens, answer.logprobs))
     assert texts[0] == texts[1]
 
 
 def test_tenants_do_not_share(opened: Opened) -> None:
-    drive = StepDriver(opened(DENSE), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(DENSE), cache_mb=64).freeze_cost()
 
     def asked_by(tenant: str, name: str) -> int:
         plain = ask(name, SYSTEM, 4)
         return cached(
-            drive,
+            driver,
             Request(
                 id=name,
                 prompt=plain.prompt,

@@ -1,4 +1,4 @@
-"""One step loop over every kind of runner: the text under load is the text alone (DESIGN, "Same text")."""
+"""Same text: on every kind of runner the text under load is the text alone."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.types import FinishReason
 from cllm.workers.messages import Report, StepReport, Stop, Submit
-from tests.contract.alone import Reference
-from tests.contract.harness import Answer, StepDriver, ask, words
-from tests.contract.kinds import KINDS, Kind, Opened, open_runner
+from tests.driver.engine import Answer, StepDriver, ask, words
+from tests.driver.kinds import KINDS, Kind, Opened, open_runner
+from tests.driver.same_text import Reference
 
 pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.label)
 
 
 def test_requests_in_a_row_say_what_they_say_alone(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind))
+    driver = StepDriver(opened(kind))
     for seed in range(6):
-        drive.submit(ask(f"r{seed}", words(seed, 5 + seed), 8))
-        answer = drive.finish()[f"r{seed}"]
+        driver.submit(ask(f"r{seed}", words(seed, 5 + seed), 8))
+        answer = driver.finish()[f"r{seed}"]
         reference.check(kind, words(seed, 5 + seed), 8, answer)
         assert answer.ids <= {0}, "alone, a request gets the lowest id"
 
@@ -34,13 +34,13 @@ def test_requests_in_a_row_say_what_they_say_alone(kind: Kind, opened: Opened, r
 def test_concurrent_requests_say_what_they_say_alone(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=4))
+    driver = StepDriver(opened(kind, sequences=4))
     lengths = {seed: 3 + 17 * seed % 40 for seed in range(10, 14)}
     for seed, length in lengths.items():
-        drive.submit(ask(f"r{seed}", words(seed, length), 24))
-        drive.step(2)  # each joins while the others run
-    assert drive.scheduler.running_count == 4
-    answers = drive.finish()
+        driver.submit(ask(f"r{seed}", words(seed, length), 24))
+        driver.step(2)  # each joins while the others run
+    assert driver.scheduler.running_count == 4
+    answers = driver.finish()
     for seed, length in lengths.items():
         reference.check(kind, words(seed, length), 24, answers[f"r{seed}"])
 
@@ -48,57 +48,57 @@ def test_concurrent_requests_say_what_they_say_alone(
 def test_identical_prompts_at_the_same_time_say_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
-    drive.submit(*(ask(f"r{number}", words(7, 20), 16) for number in range(3)))
-    for answer in drive.finish().values():
+    driver = StepDriver(opened(kind))
+    driver.submit(*(ask(f"r{number}", words(7, 20), 16) for number in range(3)))
+    for answer in driver.finish().values():
         reference.check(kind, words(7, 20), 16, answer)
 
 
 def test_prompts_longer_than_a_step_are_chunked(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(kind, batch_tokens=32))
+    driver = StepDriver(opened(kind, batch_tokens=32))
     lengths = {0: 200, 1: 150, 2: 31, 3: 32, 4: 33, 5: 97}
-    drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
-    answers = drive.finish()
-    assert max(batch.token_count for batch in drive.runner.batches) == 32
+    driver.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
+    answers = driver.finish()
+    assert max(batch.token_count for batch in driver.runner.batches) == 32
     for seed, length in lengths.items():
         reference.check(kind, words(seed, length), 6, answers[f"r{seed}"])
         assert answers[f"r{seed}"].work.steps >= length / 32
 
 
-def test_sixty_requests_on_three_sequences_are_all_answered(
+def test_sixty_requests_on_three_slots_are_all_answered(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
+    driver = StepDriver(opened(kind))
     prompts = {f"r{seed}": words(seed, 1 + seed * 7 % 45) for seed in range(60)}
-    drive.submit(*(ask(name, prompt, 1 + len(prompt) % 9) for name, prompt in prompts.items()))
-    answers = drive.finish()
+    driver.submit(*(ask(name, prompt, 1 + len(prompt) % 9) for name, prompt in prompts.items()))
+    answers = driver.finish()
     for name, prompt in prompts.items():
         reference.check(kind, prompt, 1 + len(prompt) % 9, answers[name])
-        assert len(answers[name].ids) <= 1, "nobody changed its id on the way"
-    pool = drive.scheduler.pool
+        assert len(answers[name].ids) <= 1, "no request changed its slot on the way"
+    pool = driver.scheduler.pool
     assert pool.leased_total == pool.released_total == 60
     assert pool.cleared_cells_total == sum(answer.work.cells for answer in answers.values())
 
 
-def test_ids_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
-    drive = StepDriver(opened(kind))
+def test_slots_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
+    driver = StepDriver(opened(kind))
     lengths = {"a": 20, "b": 2, "c": 20, "d": 20}
-    drive.submit(*(ask(name, words(3, 4), count, ignore_eos=True) for name, count in lengths.items()))
-    answers = drive.finish()
+    driver.submit(*(ask(name, words(3, 4), count, ignore_eos=True) for name, count in lengths.items()))
+    answers = driver.finish()
     assert [answers[name].ids for name in "abcd"] == [{0}, {1}, {2}, {1}]
 
 
 def test_cancelled_requests_leave_the_others_their_text(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
-    drive.submit(*(ask(f"r{seed}", words(seed, 70), 12) for seed in range(5)))
-    drive.step()
-    drive.scheduler.cancel("r1")  # in mid-prompt
-    drive.step(4)
-    drive.scheduler.cancel("r0")  # in mid-answer
-    drive.scheduler.cancel("r4")  # waiting
-    answers = drive.finish()
+    driver = StepDriver(opened(kind))
+    driver.submit(*(ask(f"r{seed}", words(seed, 70), 12) for seed in range(5)))
+    driver.step()
+    driver.scheduler.cancel("r1")  # in mid-prompt
+    driver.step(4)
+    driver.scheduler.cancel("r0")  # in mid-answer
+    driver.scheduler.cancel("r4")  # waiting
+    answers = driver.finish()
     assert {answers[name].finish_reason for name in ("r0", "r1", "r4")} == {FinishReason.CANCELLED}
     for seed in (2, 3):
         reference.check(kind, words(seed, 70), 12, answers[f"r{seed}"])
@@ -107,9 +107,9 @@ def test_cancelled_requests_leave_the_others_their_text(
 def test_a_full_context_ends_with_length(kind: Kind, opened: Opened, reference: Reference) -> None:
     runner = opened(kind, sequences=2, cells=1024, request_tokens=100)
     assert runner.limits.request_tokens == 100
-    drive = StepDriver(runner)
-    drive.submit(ask("full", words(1, 90), 1000, ignore_eos=True), ask("other", words(2, 10), 8))
-    answers = drive.finish()
+    driver = StepDriver(runner)
+    driver.submit(ask("full", words(1, 90), 1000, ignore_eos=True), ask("other", words(2, 10), 8))
+    answers = driver.finish()
     assert answers["full"].finish_reason is FinishReason.LENGTH
     assert len(answers["full"].tokens) == 10
     reference.check(kind, words(2, 10), 8, answers["other"])
@@ -143,25 +143,25 @@ def test_any_arrivals_and_cancels_leave_every_text_right(
     kind: Kind, models: dict[str, Path], reference: Reference, arrivals: list[Arrival]
 ) -> None:
     runner = open_runner(models, kind)
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
     to_cancel: dict[str, int] = {}  # request -> steps that it may still have
 
     def step() -> None:
-        drive.step()
+        driver.step()
         for name in [name for name, left in to_cancel.items() if left <= 0]:
-            drive.scheduler.cancel(name)
+            driver.scheduler.cancel(name)
             del to_cancel[name]
         to_cancel.update({name: left - 1 for name, left in to_cancel.items()})
 
     for number, arrival in enumerate(arrivals):
         for _ in range(arrival.steps_before):
             step()
-        drive.submit(ask(f"r{number}", words(arrival.seed, arrival.length), arrival.max_tokens))
+        driver.submit(ask(f"r{number}", words(arrival.seed, arrival.length), arrival.max_tokens))
         if arrival.cancelled_after is not None:
             to_cancel[f"r{number}"] = arrival.cancelled_after
     while to_cancel:
         step()
-    answers = drive.finish()
+    answers = driver.finish()
     runner.close()
     for number, arrival in enumerate(arrivals):
         answer = answers[f"r{number}"]
@@ -192,7 +192,7 @@ def test_the_loop_run_in_a_thread_answers_through_its_inbox(
         reference.check(kind, words(seed, 12), 6, answers[f"r{seed}"])
 
 
-def test_a_stopped_loop_gives_everybody_a_last_delta(kind: Kind, opened: Opened) -> None:
+def test_a_stopped_loop_gives_every_request_a_terminal_event(kind: Kind, opened: Opened) -> None:
     reports: list[Report] = []
     loop = EngineCore(opened(kind), EngineConfig(threads=1), reports.append)
     for seed in range(5):

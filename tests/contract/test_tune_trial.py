@@ -94,7 +94,7 @@ def test_one_stream_and_short_contexts_alone(trial: TrialProcess, models: dict[s
     assert set(short.seconds) == {"prefill", "one_short", "all_short"}
 
 
-def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Path]) -> None:
+def test_perplexity_distinguishes_cache_types(trial: TrialProcess, models: dict[str, Path]) -> None:
     plan = Plan(requests=1, perplexity_tokens=300)
     found = {
         types: trial.ask(settings(models, cache_type_k=types, cache_type_v=types), plan, LIMIT_S).perplexity
@@ -104,10 +104,17 @@ def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Pat
     assert exact is not None and half is not None and coarse is not None
     assert exact > 2, "random weights know nothing"
     assert abs(half / exact - 1) < 0.001 < abs(coarse / exact - 1)
-    chunked = trial.ask(
-        settings(models, batch_tokens=32, cache_type_k="f32", cache_type_v="f32"), plan, LIMIT_S
+
+
+def test_perplexity_does_not_depend_on_the_chunks(trial: TrialProcess, models: dict[str, Path]) -> None:
+    """Without flash attention and in f32, where nothing rounds differently by the size of a batch."""
+    plan = Plan(requests=1, perplexity_tokens=300)
+    exact: dict[str, Any] = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+    whole, chunked = (
+        trial.ask(settings(models, batch_tokens=size, **exact), plan, LIMIT_S).perplexity
+        for size in (512, 32)
     )
-    assert chunked.perplexity == pytest.approx(exact, rel=1e-3)
+    assert whole is not None and chunked == pytest.approx(whole, rel=1e-4)
 
 
 def test_an_impossible_setting_is_an_answer(trial: TrialProcess, models: dict[str, Path]) -> None:
@@ -135,7 +142,7 @@ def test_a_model_that_does_not_load_is_an_answer(trial: TrialProcess, tmp_path: 
     assert "none.gguf" in trial.ask(config, PLAN, LIMIT_S).problem
 
 
-def test_the_beginning_of_a_long_context_is_computed_once(
+def test_the_prefix_of_a_long_context_is_computed_once(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[tuple[int, int]] = []

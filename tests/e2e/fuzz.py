@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.server import PATIENCE_S, Server, environment
+from tests.driver.server import PATIENCE_S, Server, environment
 from tests.tiny_models import make_dense
 
 LIMIT_S = 3600.0

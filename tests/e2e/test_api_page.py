@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, environment
+from tests.driver.server import Server, environment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

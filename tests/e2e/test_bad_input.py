@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, data_of
+from tests.driver.server import PATIENCE_S, Server, get_data
 
 JSON = {"content-type": "application/json"}
 
@@ -174,7 +174,7 @@ def test_bad_text_is_400(tiny: Server, text: Any) -> None:
 
 
 def peak_kib(pid: int) -> int:
-    """The most memory a process has ever had resident."""
+    """The peak of the resident memory of a process."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])  # type: ignore[index]
 
 
@@ -246,7 +246,7 @@ def test_a_chunked_body_over_8_mib_is_413(tiny: Server) -> None:
 
 def test_a_body_of_7_mib_is_read(tiny: Server) -> None:
     answer = tiny.post("/generate", {"prompt": "x", "max_tokens": 2, "other": "x" * (7 << 20)})
-    assert data_of(answer)["generated_tokens"] == 2
+    assert get_data(answer)["generated_tokens"] == 2
 
 
 @pytest.mark.parametrize(

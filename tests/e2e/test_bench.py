@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import cllm as package
-from tests.e2e.server import PATIENCE_S, Server, cllm
+from tests.driver.server import PATIENCE_S, Server, cllm
 
 FILE = """
 name = "visit"

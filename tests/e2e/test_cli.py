@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import ALIAS, Server, StartServer, cllm
+from tests.driver.server import ALIAS, Server, StartServer, cllm
 
 
 @pytest.fixture
@@ -22,11 +22,12 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def free_port() -> int:
-    """Below those the system hands out by itself (32768 and up): nobody else gets it before it is used."""
-    while True:
+    """Below those the system hands out by itself (32768 and up): no other process gets it before its use."""
+    for _ in range(100):
         port = random.SystemRandom().randrange(20_000, 30_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+    raise AssertionError("no free port")
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.driver.server import Server
 from tests.e2e.clients import PATH_LIKE, QUESTION, Weather
-from tests.e2e.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
+from tests.driver.server import PATIENCE_S, Server
 from tests.e2e.clients import PATH_LIKE, Weather
-from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.driver.server import PATIENCE_S, Server
 from tests.e2e.clients import PATH_LIKE, QUESTION, WEATHER_TOOL, Weather
-from tests.e2e.server import PATIENCE_S, Server
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"),
@@ -74,6 +74,8 @@ def test_several_answers_and_their_probabilities(litellm: Any, settings: dict[st
 def test_a_forced_tool_call(litellm: Any, settings: dict[str, Any]) -> None:
     fields = {"messages": QUESTION, "tools": [WEATHER_TOOL], "tool_choice": "required", **settings}
     fields["_skip_mcp_handler"] = True  # else tools need the package `mcp`, which LiteLLM does not install
+    # Once before: then both answers below continue the same cached prefix, and round alike.
+    litellm.completion(parallel_tool_calls=False, **fields)
     answer = litellm.completion(parallel_tool_calls=False, **fields)
     (call,) = answer.choices[0].message.tool_calls
     assert call.function.name == "Weather" and Weather.model_validate_json(call.function.arguments)

@@ -1,4 +1,4 @@
-"""Simon Willison's `llm`, told of the server in `extra-openai-models.yaml` as its documentation says."""
+"""Simon Willison's `llm`, with the server in `extra-openai-models.yaml` as its documentation says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.driver.server import Server
 from tests.e2e.clients import Weather
-from tests.e2e.server import Server
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::ResourceWarning"

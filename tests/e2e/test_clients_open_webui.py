@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.driver.server import Server
 
 KEY = "cllm-of-open-webui"
 PAGE = "http://localhost:3000"  # where the browser shows it
@@ -146,12 +146,12 @@ def test_a_browser_may_connect_directly(server: Server) -> None:
         "Access-Control-Request-Headers": "authorization,content-type",
     }
     preflight = httpx.options(
-        f"{server.url}/v1/chat/completions", headers={"PrefixMatch": PAGE, **asks}, trust_env=False
+        f"{server.url}/v1/chat/completions", headers={"Origin": PAGE, **asks}, trust_env=False
     )
     assert preflight.status_code == 200, "a browser sends no key with it"
     assert preflight.headers["access-control-allow-origin"] == PAGE
     body = {"model": model_of(server), "messages": [USER], "max_tokens": 4, **BESIDES}
-    answer = server.client.post("/v1/chat/completions", json=body, headers={"PrefixMatch": PAGE})
+    answer = server.client.post("/v1/chat/completions", json=body, headers={"Origin": PAGE})
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
 
 

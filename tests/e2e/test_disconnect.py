@@ -1,8 +1,8 @@
-"""A client that goes away: its KV is freed, it is counted, nobody else notices."""
+"""A client that disconnects: its KV is freed, it is counted, no other client notices."""
 
 from __future__ import annotations
 
-from tests.e2e.server import FREED_WITHIN_S, Server, text_of, wait_for
+from tests.driver.server import FREED_WITHIN_S, Server, stream_text, wait_for
 
 LONG = 4000  # tokens: seconds on the tiny model
 
@@ -27,8 +27,8 @@ def test_disconnect_of_some_leaves_the_others_whole(tiny: Server) -> None:
         for _ in range(3):
             with tiny.open_stream("leaving", LONG) as leaves:
                 next(leaves)
-        text = text_of([first, *stays])
-    # Where the batch's size changed, kernels may round differently: DESIGN's same-text rule is for
+        text = stream_text([first, *stays])
+    # Where the batch's size changed, kernels may round differently: the same-text rule is for
     # `test_many_clients`. Here: the answer is whole, and it begins as it must.
     assert text[:8] == expected[:8]
     assert tiny.finished("length") == finished + 1

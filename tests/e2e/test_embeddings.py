@@ -19,7 +19,7 @@ import pytest
 
 from cllm import LLM, AsyncLLM
 from cllm.errors import ContextLengthExceeded, InvalidRequest
-from tests.e2e.server import Server, StartServer, wait_for
+from tests.driver.server import PATIENCE_S, Server, StartServer, wait_for
 from tests.tiny_encoders import make_encoder, make_reranker
 
 CAT, KITTEN, RATES = (
@@ -28,6 +28,8 @@ CAT, KITTEN, RATES = (
     "The central bank raised interest rates by half a percentage point.",
 )
 Vector = npt.NDArray[np.float64]
+# Quantized weights: a text alone and among others differ by rounding, on ARM more than on x86 (f16 products).
+QUANTIZED = 0.9995
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +65,9 @@ def post(server: Server, **body: Any) -> list[Vector]:
     return [np.array(one["embedding"]) for one in answer.json()["data"]]
 
 
-def assert_same(found: Sequence[Vector], wanted: Sequence[Vector]) -> None:
+def assert_same(found: Sequence[Vector], wanted: Sequence[Vector], likeness: float = 0.9999) -> None:
     for one, other in zip(found, wanted, strict=True):
-        assert one @ other > 0.9999
+        assert one @ other > likeness
 
 
 # OpenAI's SDK on an ordinary model ------------------------------------------------------------------
@@ -79,7 +81,7 @@ def test_similar_texts_are_closer_than_dissimilar_ones(client: openai.OpenAI) ->
 
 
 def test_numbers_and_base64_are_the_same_floats(client: openai.OpenAI, embedded: Server) -> None:
-    """The SDK asks for base64 unless it is told otherwise."""
+    """The SDK asks for base64 by default."""
     (by_default,) = vectors(client, CAT)
     (numbers,) = vectors(client, CAT, encoding_format="float")
     np.testing.assert_allclose(by_default, numbers, atol=1e-6)
@@ -102,7 +104,7 @@ def test_twenty_inputs_come_back_in_their_order(client: openai.OpenAI, embedded:
     for number in (0, 7, 13, 19):
         alone = vectors(client, texts[number])[0]
         likeness = [float(alone @ one) for one in together]
-        assert likeness[number] > 0.9999 and int(np.argmax(likeness)) == number
+        assert likeness[number] > QUANTIZED and int(np.argmax(likeness)) == number
     answer = client.embeddings.create(model="any", input=texts)
     lengths = [embedded.post("/encode", {"text": text}).json()["length"] for text in texts]
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(lengths)
@@ -110,8 +112,8 @@ def test_twenty_inputs_come_back_in_their_order(client: openai.OpenAI, embedded:
 
 def test_texts_and_their_tokens_are_the_same(client: openai.OpenAI, embedded: Server) -> None:
     tokens = [embedded.post("/encode", {"text": text}).json()["tokens"] for text in (CAT, RATES)]
-    assert_same(vectors(client, tokens), vectors(client, [CAT, RATES]))
-    assert_same(vectors(client, tokens[1]), vectors(client, RATES))
+    assert_same(vectors(client, tokens), vectors(client, [CAT, RATES]), QUANTIZED)
+    assert_same(vectors(client, tokens[1]), vectors(client, RATES), QUANTIZED)
 
 
 def test_a_text_over_many_steps_is_one_vector(client: openai.OpenAI) -> None:
@@ -186,7 +188,7 @@ def test_llama_servers_own_shape(embedded: Server, client: openai.OpenAI) -> Non
     assert refused.status_code == 400 and refused.json()["success"] is False
 
 
-# Beside streams, and when somebody goes --------------------------------------------------------------
+# Beside streams, and after disconnects --------------------------------------------------------------
 
 
 def test_streams_go_on_while_many_texts_are_embedded(tiny: Server) -> None:
@@ -198,7 +200,7 @@ def test_streams_go_on_while_many_texts_are_embedded(tiny: Server) -> None:
         first = next(events)["token"]
         work.start()
         text = first + "".join(event["token"] for event in events)
-    work.join()
+    work.join(PATIENCE_S)
     assert text == alone
     some = (0, 60, 119)
     assert_same([found[0][number] for number in some], post(tiny, input=[inputs[number] for number in some]))
@@ -387,11 +389,11 @@ def test_the_python_api_embeds(client: openai.OpenAI) -> None:
             return await model.embed([CAT, RATES])
 
     with LLM(parallel=2, ctx_size=1024, threads=1) as llm:
-        assert_same([np.array(one) for one in llm.embed([CAT, RATES])], wanted)
-        assert_same([np.array(one) for one in llm.embed(CAT)], wanted[:1])
+        assert_same([np.array(one) for one in llm.embed([CAT, RATES])], wanted, QUANTIZED)
+        assert_same([np.array(one) for one in llm.embed(CAT)], wanted[:1], QUANTIZED)
         assert llm.embed([]) == []
         with pytest.raises(ContextLengthExceeded, match="input 0 has"):
             llm.embed("word " * 5000)
         with pytest.raises(InvalidRequest, match="empty"):
             llm.embed([CAT, ""])
-    assert_same([np.array(one) for one in asyncio.run(use())], wanted)
+    assert_same([np.array(one) for one in asyncio.run(use())], wanted, QUANTIZED)

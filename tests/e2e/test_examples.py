@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cllm.server.protocol.base import EVENTS, JSON
-from tests.e2e.server import Server
+from tests.driver.server import Server
 from tests.unit.server.test_openapi import ROUTES
 
 SOME = {int: "a number", float: "a number", str: "a text", bool: "a truth", type(None): "anything"}

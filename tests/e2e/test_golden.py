@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.driver.server import Server, wait_for
 from tests.e2e.golden.cases import CASES, TEXT
 from tests.e2e.golden.normal import normal
 from tests.e2e.golden.record import RECORDINGS, ask, recorded, scripted_server
-from tests.e2e.server import Server, wait_for
 
 
 @pytest.fixture(scope="module")

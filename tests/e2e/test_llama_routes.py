@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.server import Server, events_of
+from tests.driver.server import Server, parse_events
 
 
 def completion(server: Server, prompt: Any, n_predict: int = 8, **fields: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_probabilities_come_when_asked_for(embedded: Server) -> None:
 def test_a_stream_ends_with_a_stop_event(embedded: Server) -> None:
     body = {"prompt": "1+1=", "n_predict": 5, "temperature": 0, "stream": True}
     with embedded.client.stream("POST", "/completion", json=body) as answer:
-        pieces = list(events_of(answer.iter_lines()))
+        pieces = list(parse_events(answer.iter_lines()))
     assert "".join(piece["content"] for piece in pieces) == completion(embedded, "1+1=", 5)["content"]
     assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 

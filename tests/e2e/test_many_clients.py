@@ -1,4 +1,4 @@
-"""Far more clients than sequences: everyone is answered, nobody shares an id, the text is one's own."""
+"""Far more clients than slots: every request is answered, no slot is shared, every text is its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.alone import Soloist
-from tests.e2e.server import PATIENCE_S, Ids, Server, data_of
+from tests.driver.same_text import Soloist
+from tests.driver.server import PATIENCE_S, Server, SlotLog, get_data
 
 
 def ask_all(server: Server, prompts: list[str], max_tokens: int) -> list[dict[str, Any]]:
@@ -25,7 +25,7 @@ def ask_all(server: Server, prompts: list[str], max_tokens: int) -> list[dict[st
 
             async def one(prompt: str) -> dict[str, Any]:
                 body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": False}
-                return data_of(await client.post("/generate", json=body))
+                return get_data(await client.post("/generate", json=body))
 
             return list(await asyncio.gather(*map(one, prompts)))
 
@@ -40,7 +40,7 @@ def check(server: Server, model: Path | None, prompts: list[str], max_tokens: in
     assert len({answer["id"] for answer in answers}) == len(prompts)
     assert server.kv_is_zero()
     assert server.kv()["counters"]["leased_total"] == counters["leased_total"] + len(prompts)
-    ids = Ids(server.log_text[before:])
+    ids = SlotLog(server.log_text[before:])
     assert {request for _, request in ids.leases} == {answer["id"] for answer in answers}
     assert ids.held == {} and ids.cleared == len(prompts)
     assert {seq_id for seq_id, _ in ids.leases} == set(range(8)), "it never ran eight at a time"
@@ -65,5 +65,5 @@ def test_200_clients_on_8_sequences_tiny_model(tiny: Server, tiny_model: Path) -
 
 def test_24_clients_on_8_sequences_embedded_model(embedded: Server) -> None:
     animals = ("cat", "dog", "owl", "fox", "bee", "cow")
-    prompts = [f"{count} info about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
+    prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
     check(embedded, None, prompts, 12)

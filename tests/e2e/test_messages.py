@@ -1,4 +1,4 @@
-"""Anthropic's own SDK against `/v1/messages`: it must not notice that it talks to somebody else."""
+"""Anthropic's own SDK against `/v1/messages`: it must work as with Anthropic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from anthropic.types import MessageParam
 from pydantic import BaseModel
 
-from tests.e2e.server import Server, StartServer
+from tests.driver.server import Server, StartServer
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
 GREEDY = {"temperature": 0}
@@ -211,7 +211,7 @@ def test_the_beta_client_works_too(client: anthropic.Anthropic) -> None:
     assert answer.usage.output_tokens == 4
 
 
-def test_thoughts_are_a_block_of_their_own(thinking: Server) -> None:
+def test_reasoning_are_a_block_of_their_own(thinking: Server) -> None:
     with anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0) as client:
         asked: list[MessageParam] = [{"role": "user", "content": "x"}]
         fields: Any = {"model": "any", "max_tokens": 12, "messages": asked, "extra_body": GREEDY}

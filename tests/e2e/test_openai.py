@@ -1,4 +1,4 @@
-"""OpenAI's own SDK against `/v1`: it must not notice that it talks to somebody else."""
+"""OpenAI's own SDK against `/v1`: it must work as with OpenAI."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import jsonschema
 import openai
 import pytest
 
+from tests.driver.server import Server, StartServer, wait_for
 from tests.e2e.clients import WEATHER_TOOL, Weather
-from tests.e2e.server import Server, StartServer, wait_for
 
 QUESTION: Any = [{"role": "user", "content": "What is AI?"}]
 SCHEMA: dict[str, Any] = {

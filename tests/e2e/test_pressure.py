@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import environment
+from tests.driver.server import environment
 from tests.soak.pressure import Answer, compare, run_pressure
 
 

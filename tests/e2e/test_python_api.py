@@ -16,7 +16,7 @@ from cllm import LLM, AsyncLLM, SamplingParams
 from cllm.errors import ContextLengthExceeded, EngineNotReady, InvalidRequest, ModelFileError
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason
-from tests.e2e.server import environment
+from tests.driver.server import environment
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = ["1, 2, 3, 4,", "Once upon a time", "The capital of France is"]

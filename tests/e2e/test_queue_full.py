@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.server import StartServer, wait_for
+from tests.driver.server import StartServer, wait_for
 
 LONG = {"prompt": "long", "max_tokens": 4000, "temperature": 0}
 

@@ -1,4 +1,4 @@
-"""POST /admin/reload: another model takes over, and nobody notices who has begun."""
+"""POST /admin/reload: another model takes over, and running requests do not notice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, StartServer, alive, children_of, text_of, wait_for
-from tests.failure_modes.harness import refusal
+from tests.driver.http import refusal
+from tests.driver.server import PATIENCE_S, Server, StartServer, alive, get_children, stream_text, wait_for
 from tests.tiny_models import make_dense, make_sliding_window
 
 LONG = 1500
@@ -34,13 +34,13 @@ def start_on(start: StartServer, folder: Path) -> Server:
 def reload(server: Server, **body: str) -> dict[str, object]:
     answer = server.post("/admin/reload", body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert isinstance(told, dict)
-    return told
+    reloaded = answer.json()
+    assert isinstance(reloaded, dict)
+    return reloaded
 
 
 def engines(server: Server) -> set[int]:
-    lines = children_of(server.process.pid).items()
+    lines = get_children(server.process.pid).items()
     return {pid for pid, line in lines if "cllm.workers.engine_worker" in line and " engine " in line}
 
 
@@ -57,16 +57,18 @@ def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
             next(others)
             queued = pool.submit(server.generate, "hello", 20)
             wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 3)
-            told = reload(server, model="two.gguf")
+            reloaded = reload(server, model="two.gguf")
             assert server.get("/ready")["status"] == "ready"
-            assert server.get("/v1/models")["data"][0]["id"] == told["model"] != ""
+            assert server.get("/v1/models")["data"][0]["id"] == reloaded["model"] != ""
             two = server.generate("hello", 20)["text"]
         seen += list(events)
-        assert one.startswith(queued.result()["text"]), "tokens of the old model go to the old model"
-    assert text_of(seen) == one
+        assert one.startswith(queued.result(PATIENCE_S)["text"]), (
+            "tokens of the old model go to the old model"
+        )
+    assert stream_text(seen) == one
     assert not one.startswith(two), "another model says something else"
     wait_for(lambda: not alive(old), 30, "the old engine stayed")
-    wait_for(lambda: len(children_of(server.process.pid)) == 2, 30, "the old text process stayed")
+    wait_for(lambda: len(get_children(server.process.pid)) == 2, 30, "the old tokenizer worker stayed")
     assert len(engines(server)) == 1
     metrics = server.metrics()
     assert metrics["cllm_requests_accepted_total"] == 5 and metrics["cllm_engine_restarts_total"] == 0
@@ -86,7 +88,7 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(
     start: StartServer, folder: Path, tmp_path: Path
 ) -> None:
     server = start_on(start, folder)
-    before = children_of(server.process.pid)
+    before = get_children(server.process.pid)
     shutil.copy(folder / "two.gguf", tmp_path / "outside.gguf")
     (folder / "link.gguf").symlink_to(tmp_path / "outside.gguf")
     for name in ("../one.gguf", "/etc/passwd", str(tmp_path / "outside.gguf"), "link.gguf", ".", "a\0b"):
@@ -96,7 +98,7 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(
     broken = server.post("/admin/reload", {"model": "broken.gguf"})
     assert broken.status_code == 409 and "truncated" in broken.text and str(folder) not in broken.text
     assert server.generate("hello", 4)["generated_tokens"] == 4
-    assert children_of(server.process.pid) == before
+    assert get_children(server.process.pid) == before
     server.stop()
 
 
@@ -105,7 +107,7 @@ def test_a_shutdown_ends_both(start: StartServer, folder: Path) -> None:
     with server.open_stream("hello", LONG) as events:
         next(events)
         reload(server, model="two.gguf")
-        children = children_of(server.process.pid)
+        children = get_children(server.process.pid)
         assert len(children) == 4
         server.process.send_signal(signal.SIGTERM)
         assert list(events)[-1]["finish_reason"] == "length"

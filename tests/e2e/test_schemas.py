@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from tests.e2e.server import Server, wait_for
+from tests.driver.server import Server, wait_for
 from tests.soak.schema_maker import SchemaMaker
 from tests.soak.schemas import ask_all, check
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.driver.server import wait_for
 from tests.e2e.fuzz import fuzz
 from tests.e2e.golden.record import scripted_server
-from tests.e2e.server import wait_for
 
 EXAMPLES = 12
 

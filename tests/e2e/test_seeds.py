@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Ids, Server
+from tests.driver.server import Server, SlotLog
 
 SUMS = ("1+1=", "2+2=", "3+3=")
 TALK = ("Hello, how are you?", "What is AI?", "Tell me a joke.")
@@ -24,7 +24,7 @@ def clean(embedded: Server) -> Iterator[None]:
     assert embedded.kv_is_zero()
     assert "inconsistent position" not in embedded.log_text
     requests = embedded.metrics()["cllm_requests_accepted_total"] - accepted
-    ids = Ids(embedded.log_text[before:])
+    ids = SlotLog(embedded.log_text[before:])
     assert ids.held == {}
     assert len(ids.leases) == ids.cleared == requests
     assert len({request for _, request in ids.leases}) == requests
@@ -73,4 +73,4 @@ def test_each_request_takes_the_lowest_id_again(embedded: Server) -> None:
     before = len(embedded.log_text)
     for _ in range(3):
         embedded.generate("1+1=", 2)
-    assert [seq_id for seq_id, _ in Ids(embedded.log_text[before:]).leases] == [0, 0, 0]
+    assert [seq_id for seq_id, _ in SlotLog(embedded.log_text[before:]).leases] == [0, 0, 0]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cllm import LLM, SamplingParams
-from tests.e2e.alone import visible
-from tests.e2e.server import Server, events_of, text_of
+from tests.driver.runner import decode_pieces
+from tests.driver.server import Server, parse_events, stream_text
 
 EURO_HEAD, EURO_TAIL = 273, 0xAC  # the tokens of € in the tiny vocabulary
 TEXT_SO_LONG = 40  # tokens
@@ -39,15 +39,19 @@ def test_events_have_the_documented_shape(embedded: Server) -> None:
 
 @pytest.mark.parametrize("prompt", ["Tell me a joke.", "What is AI?", "1+1="])
 def test_pieces_joined_are_the_text_of_generate(embedded: Server, prompt: str) -> None:
-    assert text_of(stream(embedded, prompt, 24)) == embedded.generate(prompt, 24)["text"]
+    assert stream_text(stream(embedded, prompt, 24)) == embedded.generate(prompt, 24)["text"]
 
 
 def test_generate_with_stream_true_is_generate_stream(tiny: Server) -> None:
     body = {"prompt": "streamed", "max_tokens": 12, "temperature": 0, "stream": True}
     with tiny.client.stream("POST", "/generate", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
-        events = list(events_of(response.iter_lines()))
-    assert text_of(events) == text_of(stream(tiny, "streamed", 12)) == tiny.generate("streamed", 12)["text"]
+        events = list(parse_events(response.iter_lines()))
+    assert (
+        stream_text(events)
+        == stream_text(stream(tiny, "streamed", 12))
+        == tiny.generate("streamed", 12)["text"]
+    )
     assert {key for event in events for key in event} == {
         "id",
         "token",
@@ -75,14 +79,14 @@ def test_a_stop_string_cuts_and_never_leaks(tiny: Server, length: int, place: in
     data = tiny.generate("stop here", TEXT_SO_LONG, stop=stop)
     assert (data["text"], data["finish_reason"]) == (expected, "stop")
     events = stream(tiny, "stop here", TEXT_SO_LONG, stop=["never in there", stop])
-    assert text_of(events) == expected
+    assert stream_text(events) == expected
     assert events[-1]["finish_reason"] == "stop"
 
 
 def test_what_only_looks_like_a_stop_string_is_given_out_in_the_end(tiny: Server) -> None:
     text = tiny.generate("stop here", TEXT_SO_LONG)["text"]
     events = stream(tiny, "stop here", TEXT_SO_LONG, stop=[text[-6:] + "and more"])
-    assert text_of(events) == text
+    assert stream_text(events) == text
     assert events[-1]["finish_reason"] == "length"
 
 
@@ -96,12 +100,12 @@ def test_characters_split_over_tokens_arrive_whole(tiny: Server, tiny_model: Pat
     with LLM(tiny_model, parallel=1, ctx_size=512, threads=1) as llm:
         (alone,) = llm.generate("euros", sampling, max_tokens=48)
     pieces = [b"\xe2\x82" if token == EURO_HEAD else b"\xac" for token in alone.tokens]
-    expected = visible(pieces)
+    expected = decode_pieces(pieces)
     assert alone.tokens.count(EURO_HEAD) and "€" in expected and "\ufffd" in expected
 
     for _ in range(3):
         events = stream(tiny, "euros", 48, **fields)
-        assert text_of(events) == expected
+        assert stream_text(events) == expected
         assert all(set(event["token"]) <= {"€", "\ufffd"} for event in events)
 
 

@@ -1,4 +1,4 @@
-"""The first start measures, the second remembers, and nobody has to."""
+"""The first start measures, the second remembers; neither is required."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from cllm import LLM
 from cllm.backend.llama.library import find
-from tests.e2e.server import Server, StartServer, cllm, wait_for
+from tests.driver.server import Server, StartServer, cllm, wait_for
 
 MEASURING = "measuring which settings"
 SMALL = ("--parallel", "2", "--ctx-size", "2048", "--threads", "1", "--tune-budget-s", "2")

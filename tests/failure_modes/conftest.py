@@ -1,4 +1,4 @@
-"""One server for each file of faults; after every fault it must be alive and empty."""
+"""One server for each file; after every failure mode it must be alive and its KV empty."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, StartServer
-from tests.failure_modes.harness import unharmed
+from tests.driver.http import unharmed
+from tests.driver.server import Server, StartServer
 from tests.tiny_models import make_dense
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`-k engine-killed` selects the tests of that failure mode."""
+    item.extra_keyword_matches.update(mark.args[0] for mark in item.iter_markers("failure_mode"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""FAULTS 8 and 9: who may come in, and by which name."""
+"""Bad input: API keys, and the Host and Origin headers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, StartServer, cllm, wait_for
-from tests.failure_modes.harness import dial, refusal, unharmed
+from tests.driver.http import dial, refusal, unharmed
+from tests.driver.server import PATIENCE_S, Server, StartServer, cllm, wait_for
 
 OK = {"prompt": "x", "max_tokens": 1}
 
-# 8: keys ---------------------------------------------------------------------------------------------
+# API keys -------------------------------------------------------------------------------------------
 
 
 class Keyed:
@@ -55,8 +55,9 @@ PRIVATE = ("/v1/models", "/model/info", "/ready", "/props", "/docs", "/openapi.j
 OPERATORS = ("/metrics", "/slots", "/debug/kv", "/debug/requests", "/debug/nothing", "/admin/reload")
 
 
+@pytest.mark.failure_mode("wrong-key")
 @pytest.mark.parametrize("path", PRIVATE + OPERATORS)
-def test_fault_08_without_a_right_key_401(keyed: Keyed, path: str) -> None:
+def test_without_a_right_key_401(keyed: Keyed, path: str) -> None:
     wrong = [None, "", "x", keyed.user[:-1], keyed.user + "x", keyed.user.upper(), "é", f"{keyed.user} x"]
     for key in wrong:
         answer = keyed.get(path, key)
@@ -65,7 +66,8 @@ def test_fault_08_without_a_right_key_401(keyed: Keyed, path: str) -> None:
     refusal(keyed.get(path, keyed.user, "Basic"), 401)
 
 
-def test_fault_08_every_method_of_every_route_needs_a_key(keyed: Keyed) -> None:
+@pytest.mark.failure_mode("wrong-key")
+def test_every_method_of_every_route_needs_a_key(keyed: Keyed) -> None:
     """As the server itself describes them: a new route cannot be forgotten."""
     routes = keyed.get("/openapi.json", keyed.user).json()["paths"]
     assert "/v1/chat/completions" in routes and "/debug/kv" in routes
@@ -75,13 +77,15 @@ def test_fault_08_every_method_of_every_route_needs_a_key(keyed: Keyed) -> None:
             assert answer.status_code == (401 if path != "/health" else answer.status_code), (method, path)
 
 
-def test_fault_08_health_needs_no_key(keyed: Keyed) -> None:
+@pytest.mark.failure_mode("wrong-key")
+def test_health_needs_no_key(keyed: Keyed) -> None:
     assert keyed.get("/health", None).status_code == 200
     for path in ("/health/", "/health/x", "//health", "/Health"):
         assert keyed.get(path, None).status_code == 401
 
 
-def test_fault_08_a_right_key_is_let_in(keyed: Keyed) -> None:
+@pytest.mark.failure_mode("wrong-key")
+def test_a_right_key_is_let_in(keyed: Keyed) -> None:
     for key in (keyed.user, keyed.admin):
         assert keyed.get("/v1/models", key).status_code == 200
         assert keyed.get("/v1/models", key, "bearer").status_code == 200
@@ -91,20 +95,23 @@ def test_fault_08_a_right_key_is_let_in(keyed: Keyed) -> None:
     assert keyed.get("/nothing", keyed.user).status_code == 404
 
 
+@pytest.mark.failure_mode("wrong-key")
 @pytest.mark.parametrize("path", OPERATORS)
-def test_fault_08_operators_routes_need_the_admin_key(keyed: Keyed, path: str) -> None:
+def test_admin_routes_need_the_admin_key(keyed: Keyed, path: str) -> None:
     assert "admin" in refusal(keyed.get(path, keyed.user), 403, "forbidden")
     assert keyed.get(path, keyed.admin).status_code in (200, 404, 405)
 
 
-def test_fault_08_keys_are_hashed_at_rest_and_in_nobodys_log(keyed: Keyed) -> None:
+@pytest.mark.failure_mode("wrong-key")
+def test_keys_are_hashed_at_rest_and_in_no_log(keyed: Keyed) -> None:
     text = keyed.file.read_text()
     assert keyed.file.stat().st_mode & 0o777 == 0o600
     for key in (keyed.user, keyed.admin):
         assert len(key) >= 40 and key not in text and key not in keyed.server.log_text
 
 
-def test_fault_08_sighup_reads_the_keys_again(keyed: Keyed) -> None:
+@pytest.mark.failure_mode("wrong-key")
+def test_sighup_reads_the_keys_again(keyed: Keyed) -> None:
     def hang_up(line: str) -> None:
         before = keyed.server.log_text.count(line)
         os.kill(keyed.server.process.pid, signal.SIGHUP)
@@ -124,7 +131,8 @@ def test_fault_08_sighup_reads_the_keys_again(keyed: Keyed) -> None:
     assert keyed.get("/v1/models", keyed.user).status_code == 200
 
 
-def test_fault_08_without_keys_operators_routes_are_for_loopback_only(start_for_module: StartServer) -> None:
+@pytest.mark.failure_mode("wrong-key")
+def test_without_keys_admin_routes_are_for_loopback_only(start_for_module: StartServer) -> None:
     """On an address others can reach it says so, loudly, and shows them nothing of its insides."""
     open_server = start_for_module("--host", "0.0.0.0")
     assert "no API key is set" in open_server.log_text
@@ -134,9 +142,10 @@ def test_fault_08_without_keys_operators_routes_are_for_loopback_only(start_for_
     assert open_server.client.get("/health", headers={"host": "any.name"}).status_code == 200
 
 
-# 9: Host and PrefixMatch ----------------------------------------------------------------------------------
+# Host and Origin ------------------------------------------------------------------------------------
 
 
+@pytest.mark.failure_mode("foreign-host")
 @pytest.mark.parametrize(
     "host",
     [
@@ -148,20 +157,22 @@ def test_fault_08_without_keys_operators_routes_are_for_loopback_only(start_for_
         "[::2]:1",
     ],
 )
-def test_fault_09_a_foreign_host(tiny: Server, host: str) -> None:
+def test_a_foreign_host(tiny: Server, host: str) -> None:
     for path in ("/health", "/v1/models", "/debug/kv", "/nothing"):
         refusal(tiny.client.get(path, headers={"host": host}), 403, "forbidden")
     refusal(tiny.client.post("/generate", json=OK, headers={"host": host}), 403)
 
 
+@pytest.mark.failure_mode("foreign-host")
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:18081", "localhost.", "127.0.0.1", "127.8.9.1:80", "[::1]:80", "[::1]"]
 )
-def test_fault_09_our_own_host(tiny: Server, host: str) -> None:
+def test_a_loopback_host(tiny: Server, host: str) -> None:
     assert tiny.client.get("/health", headers={"host": host}).status_code == 200
 
 
-def test_fault_09_two_hosts_must_both_be_ours(tiny: Server) -> None:
+@pytest.mark.failure_mode("foreign-host")
+def test_two_host_headers_must_both_be_allowed(tiny: Server) -> None:
     with dial(tiny) as connection:
         connection.sendall(b"GET /debug/kv HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
         assert re.match(rb"HTTP/1.1 40[03] ", connection.recv(1000))
@@ -177,7 +188,8 @@ ASK = {
 }
 
 
-def test_fault_09_a_foreign_origin_gets_no_cors_headers(tiny: Server) -> None:
+@pytest.mark.failure_mode("foreign-host")
+def test_a_foreign_origin_gets_no_cors_headers(tiny: Server) -> None:
     foreign = {"origin": "https://evil.example"}
     for answer in (
         tiny.client.post("/v1/completions", json=OK, headers=foreign),
@@ -189,7 +201,8 @@ def test_fault_09_a_foreign_origin_gets_no_cors_headers(tiny: Server) -> None:
     assert tiny.client.options("/v1/completions", headers={**foreign, **ASK}).status_code == 405
 
 
-def test_fault_09_a_foreign_page_cannot_post_without_asking(tiny: Server) -> None:
+@pytest.mark.failure_mode("foreign-host")
+def test_a_foreign_page_cannot_post_without_asking(tiny: Server) -> None:
     """Of these types no browser asks first, so none of them may be read as JSON."""
     for kind in ({}, {"content-type": "text/plain"}, {"content-type": "application/x-www-form-urlencoded"}):
         headers = {"origin": "https://evil.example", **kind}
@@ -197,7 +210,8 @@ def test_fault_09_a_foreign_page_cannot_post_without_asking(tiny: Server) -> Non
         assert answer.status_code in (400, 415)
 
 
-def test_fault_09_hosts_and_origins_that_are_allowed(start_for_module: StartServer, tmp_path: Path) -> None:
+@pytest.mark.failure_mode("foreign-host")
+def test_hosts_and_origins_that_are_allowed(start_for_module: StartServer, tmp_path: Path) -> None:
     allowed = {"--allowed-hosts": "Box.lan, *.example.org", "--cors-origins": "https://ui.example.org"}
     server = start_for_module(
         *[word for pair in allowed.items() for word in pair], CLLM_API_KEY="one-canary-key"
@@ -223,7 +237,8 @@ def test_fault_09_hosts_and_origins_that_are_allowed(start_for_module: StartServ
     unharmed(server)  # the one key is an admin's
 
 
-def test_fault_09_what_listens_on_ipv6_loopback_is_loopback(start_for_module: StartServer) -> None:
+@pytest.mark.failure_mode("foreign-host")
+def test_ipv6_loopback_is_loopback(start_for_module: StartServer) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

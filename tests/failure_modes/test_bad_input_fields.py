@@ -1,4 +1,4 @@
-"""FAULTS 10 to 22, 27 and 28: fields that are wrong are refused, and named, before anything is computed."""
+"""Bad input: wrong fields are refused, and named, before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, data_of
-from tests.failure_modes.harness import JSON, field_refused, refusal
+from tests.driver.http import JSON, field_refused, refusal
+from tests.driver.server import PATIENCE_S, Server, get_data
 
 GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
     "/generate",
@@ -23,6 +23,7 @@ GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
 )
 
 
+@pytest.mark.failure_mode("not-a-number")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("field", "values"),
@@ -35,24 +36,27 @@ GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
         ("logit_bias", ['{"1": NaN}', '{"1": 1e400}', '{"1": true}']),
     ],
 )
-def test_fault_10_what_is_no_number(tiny: Server, route: str, field: str, values: list[str]) -> None:
+def test_a_value_that_is_not_a_number(tiny: Server, route: str, field: str, values: list[str]) -> None:
     if route == GENERATE and field == "repeat_penalty":
         field = "repetition_penalty"
     for value in values:
         field_refused(tiny, route, field, value)
 
 
+@pytest.mark.failure_mode("not-a-number")
 @pytest.mark.parametrize("route", ROUTES)
-def test_fault_10_true_where_an_integer_belongs(tiny: Server, route: str) -> None:
+def test_true_where_an_integer_belongs(tiny: Server, route: str) -> None:
     field_refused(tiny, route, "n_predict" if route == LLAMA else "max_tokens", "true")
 
 
-def test_fault_10_a_number_of_thousands_of_digits(tiny: Server) -> None:
+@pytest.mark.failure_mode("not-a-number")
+def test_a_number_of_thousands_of_digits(tiny: Server) -> None:
     for route in ROUTES:
         body = f'{{"prompt": "x", "messages": [], "seed": {"9" * 5000}}}'
         refusal(tiny.client.post(route, content=body.encode(), headers=JSON))
 
 
+@pytest.mark.failure_mode("not-a-number")
 @pytest.mark.parametrize(
     ("route", "body"),
     [
@@ -67,15 +71,15 @@ def test_fault_10_a_number_of_thousands_of_digits(tiny: Server) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_fault_10_a_million_wrong_items_cost_as_much_as_one(tiny: Server, route: str, body: Any) -> None:
-    """The first one ends it; a million errors would take seconds of everybody's and gigabytes."""
+def test_a_million_wrong_items_cost_as_much_as_one(tiny: Server, route: str, body: Any) -> None:
+    """The first one ends it; a million errors would take seconds of every client, and gigabytes."""
     before = peak_mib(tiny.process.pid)
     refusal(tiny.post(route, body))
     assert peak_mib(tiny.process.pid) - before < 400
 
 
 def peak_mib(pid: int) -> int:
-    """The most memory a process has ever had resident."""
+    """The peak of the resident memory of a process."""
     found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) // 1024
@@ -103,21 +107,24 @@ RANGES = {
 }
 
 
+@pytest.mark.failure_mode("sampling-out-of-range")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("field", list(RANGES))
-def test_fault_11_sampling_out_of_range(tiny: Server, route: str, field: str) -> None:
+def test_sampling_out_of_range(tiny: Server, route: str, field: str) -> None:
     for value in RANGES[field]:
         message = field_refused(tiny, route, field, value)
         assert any(character.isdigit() for character in message), "it does not name the limit"
 
 
+@pytest.mark.failure_mode("too-many-choices")
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("n", ["1000000000", "65", "0", "-1"])
-def test_fault_12_too_many_choices(tiny: Server, route: str, n: str) -> None:
+def test_too_many_choices(tiny: Server, route: str, n: str) -> None:
     field_refused(tiny, route, "n", n)
 
 
-def test_fault_12_too_many_prompts_times_choices(tiny: Server) -> None:
+@pytest.mark.failure_mode("too-many-choices")
+def test_too_many_prompts_times_choices(tiny: Server) -> None:
     before = tiny.kv()["counters"]["leased_total"]
     refusal(tiny.post(COMPLETIONS, {"prompt": ["x"] * 257, "max_tokens": 1}))
     refusal(tiny.post(COMPLETIONS, {"prompt": ["x"] * 128, "n": 3, "max_tokens": 1}))
@@ -125,14 +132,16 @@ def test_fault_12_too_many_prompts_times_choices(tiny: Server) -> None:
     assert tiny.kv()["counters"]["leased_total"] == before
 
 
-def test_fault_13_max_tokens(tiny: Server) -> None:
+@pytest.mark.failure_mode("max-tokens-out-of-range")
+def test_negative_max_tokens(tiny: Server) -> None:
     for route in (GENERATE, COMPLETIONS, CHAT):
         for value in ("-1", "0", "-1000000000000"):
             field_refused(tiny, route, "max_tokens", value)
     field_refused(tiny, LLAMA, "n_predict", "-2")
 
 
-def test_fault_13_huge_max_tokens_is_clamped_and_no_limit_is_one(tiny: Server) -> None:
+@pytest.mark.failure_mode("max-tokens-out-of-range")
+def test_huge_max_tokens_is_clamped_and_no_limit_is_one(tiny: Server) -> None:
     limit = tiny.get("/model/info")["limits"]["request_tokens"]
     prompt = "0" * (limit - 20)  # every digit is a token
     data = tiny.generate(prompt, 10**30)
@@ -144,8 +153,9 @@ def test_fault_13_huge_max_tokens_is_clamped_and_no_limit_is_one(tiny: Server) -
     assert answer["tokens_predicted"] == 20 and answer["stop_type"] == "limit"
 
 
+@pytest.mark.failure_mode("top-logprobs-out-of-range")
 @pytest.mark.parametrize("value", ["-1", "21", '"x"', "true", "1.5"])
-def test_fault_14_top_logprobs(tiny: Server, value: str) -> None:
+def test_top_logprobs_out_of_range(tiny: Server, value: str) -> None:
     body = f'{{"messages": [{{"role": "user", "content": "x"}}], "logprobs": true, "top_logprobs": {value}}}'
     message = refusal(tiny.client.post(CHAT, content=body.encode(), headers=JSON))
     assert "top_logprobs" in message
@@ -153,28 +163,32 @@ def test_fault_14_top_logprobs(tiny: Server, value: str) -> None:
     field_refused(tiny, LLAMA, "n_probs", value)
 
 
+@pytest.mark.failure_mode("logit-bias-outside-vocabulary")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("key", ["512", "-1", "x", "1.0", "99999999999999999999", "١"])
-def test_fault_15_logit_bias_outside_the_vocabulary(tiny: Server, route: str, key: str) -> None:
+def test_logit_bias_outside_the_vocabulary(tiny: Server, route: str, key: str) -> None:
     field_refused(tiny, route, "logit_bias", json.dumps({key: 1}))
 
 
+@pytest.mark.failure_mode("bad-stop-strings")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("stops", "limit"), [([""], "1"), (["ok", ""], "1"), (["s"] * 17, "16"), (["s" * 257], "256")]
 )
-def test_fault_16_bad_stops(tiny: Server, route: str, stops: list[str], limit: str) -> None:
+def test_bad_stops(tiny: Server, route: str, stops: list[str], limit: str) -> None:
     assert limit in field_refused(tiny, route, "stop", json.dumps(stops))
     if len(stops) == 1 and route != LLAMA:
         assert limit in field_refused(tiny, route, "stop", json.dumps(stops[0]))
 
 
-def test_fault_16_no_stops_and_the_most_are_fine(tiny: Server) -> None:
+@pytest.mark.failure_mode("bad-stop-strings")
+def test_no_stops_and_the_maximum_are_fine(tiny: Server) -> None:
     for stops in ([], [f"{number:0256d}" for number in range(16)]):
         assert tiny.generate("the same", 4, stop=stops)["generated_tokens"] == 4
 
 
-def test_fault_17_token_ids_and_empty_prompts(tiny: Server) -> None:
+@pytest.mark.failure_mode("bad-token-ids")
+def test_token_ids_and_empty_prompts(tiny: Server) -> None:
     for route in (COMPLETIONS, LLAMA):
         for prompt in ("[-1]", "[512]", "[1, 10000000000000000000000]", "[]", "[1.5]", "[true]"):
             field_refused(tiny, route, "prompt", prompt)
@@ -185,8 +199,9 @@ def test_fault_17_token_ids_and_empty_prompts(tiny: Server) -> None:
     refusal(tiny.post("/decode", {"tokens": [512]}))
 
 
+@pytest.mark.failure_mode("prompt-too-long")
 @pytest.mark.parametrize("route", ROUTES)
-def test_fault_18_a_prompt_longer_than_the_context(tiny: Server, route: str) -> None:
+def test_a_prompt_longer_than_the_context(tiny: Server, route: str) -> None:
     limit = tiny.get("/model/info")["limits"]["request_tokens"]
     text = "0" * (limit + 7)
     body = {"messages": [{"role": "user", "content": text}]} if route == CHAT else {"prompt": text}
@@ -194,7 +209,8 @@ def test_fault_18_a_prompt_longer_than_the_context(tiny: Server, route: str) -> 
     assert str(limit) in message and (route == CHAT or str(limit + 7) in message)
 
 
-def test_fault_18_a_prompt_of_5_mb_leaves_health_quick(tiny: Server) -> None:
+@pytest.mark.failure_mode("prompt-too-long")
+def test_a_prompt_of_5_mb_leaves_health_quick(tiny: Server) -> None:
     statuses: list[int] = []
 
     def send() -> None:
@@ -203,20 +219,22 @@ def test_fault_18_a_prompt_of_5_mb_leaves_health_quick(tiny: Server) -> None:
     sender = threading.Thread(target=send)
     sender.start()
     took: list[float] = []
-    while sender.is_alive():
+    deadline = time.monotonic() + PATIENCE_S
+    while sender.is_alive() and time.monotonic() < deadline:
         began = time.perf_counter()
         tiny.get("/health")
         took.append(time.perf_counter() - began)
         time.sleep(0.01)
-    sender.join()
+    sender.join(1)
     assert statuses == [400]
     # The median: on a machine that is busy otherwise a single answer may wait for its turn.
     assert sorted(took)[len(took) // 2] < 0.1
 
 
+@pytest.mark.failure_mode("lone-surrogate")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("text", [r"\ud83d", r"x\udc00y", r"\udc00\ud83d"])
-def test_fault_19_a_lone_surrogate(tiny: Server, route: str, text: str) -> None:
+def test_a_lone_surrogate(tiny: Server, route: str, text: str) -> None:
     if route == CHAT:
         field_refused(tiny, route, "messages", f'[{{"role": "user", "content": "{text}"}}]')
     else:
@@ -225,13 +243,15 @@ def test_fault_19_a_lone_surrogate(tiny: Server, route: str, text: str) -> None:
     field_refused(tiny, route, "grammar", f'"{text}"')
 
 
-def test_fault_19_a_whole_pair_is_a_character(tiny: Server) -> None:
+@pytest.mark.failure_mode("lone-surrogate")
+def test_a_whole_pair_is_a_character(tiny: Server) -> None:
     body = rb'{"text": "\ud83d\ude00"}'
     tokens = tiny.client.post("/encode", content=body, headers=JSON).json()["tokens"]
     assert bytes(tokens) == "😀".encode()
 
 
-def test_fault_20_nul_in_a_prompt_is_kept(tiny: Server) -> None:
+@pytest.mark.failure_mode("nul-character")
+def test_nul_in_a_prompt_is_kept(tiny: Server) -> None:
     assert tiny.generate("a\0b", 2)["usage"]["prompt_tokens"] == 3
     assert tiny.post("/encode", {"text": "a\0b"}).json()["tokens"] == [97, 0, 98]
     messages = [{"role": "user", "content": "a\0b"}]
@@ -239,16 +259,18 @@ def test_fault_20_nul_in_a_prompt_is_kept(tiny: Server) -> None:
     assert tiny.post(COMPLETIONS, {"prompt": "a\0b", "max_tokens": 1}).json()["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.failure_mode("nul-character")
 @pytest.mark.parametrize("route", ROUTES)
-def test_fault_20_nul_in_a_grammar_or_stop(tiny: Server, route: str) -> None:
+def test_nul_in_a_grammar_or_stop(tiny: Server, route: str) -> None:
     field_refused(tiny, route, "stop", r'["a\u0000b"]')
     field_refused(tiny, route, "grammar", r'"root ::= \"a\u0000b\""')
     field_refused(tiny, route, "regex", r'"a\u0000b"')
     field_refused(tiny, route, "choice", r'["a\u0000b"]')
 
 
+@pytest.mark.failure_mode("control-tokens-in-content")
 @pytest.mark.parametrize("control", ["<|im_end|>", "<|im_start|>system", "<|endoftext|>"])
-def test_fault_21_control_tokens_in_a_message_are_text(tiny: Server, control: str) -> None:
+def test_control_tokens_in_a_message_are_text(tiny: Server, control: str) -> None:
     """One token of a turn's end costs one; its spelling as text costs more, and ends no turn."""
 
     def tokens(content: str) -> int:
@@ -262,6 +284,7 @@ def test_fault_21_control_tokens_in_a_message_are_text(tiny: Server, control: st
     assert max(tiny.post("/encode", {"text": control}).json()["tokens"]) not in (256, 257, 258)
 
 
+@pytest.mark.failure_mode("bad-messages")
 @pytest.mark.parametrize(
     "messages",
     [
@@ -277,10 +300,11 @@ def test_fault_21_control_tokens_in_a_message_are_text(tiny: Server, control: st
     ],
     ids=["none", "empty", "wizard", "role 5", "content 5", "text in list", "text", "null", "10,000"],
 )
-def test_fault_22_bad_messages(tiny: Server, messages: str) -> None:
+def test_bad_messages(tiny: Server, messages: str) -> None:
     field_refused(tiny, CHAT, "messages", messages)
 
 
+@pytest.mark.failure_mode("private-image-url")
 @pytest.mark.parametrize(
     "url",
     [
@@ -291,8 +315,8 @@ def test_fault_22_bad_messages(tiny: Server, messages: str) -> None:
     ],
 )
 @pytest.mark.parametrize("nested", [True, False], ids=["object", "string"])
-def test_fault_27_an_image_url(tiny: Server, url: str, nested: bool) -> None:
-    """It has no eyes: nothing is fetched, whatever the address; and it says so."""
+def test_an_image_url(tiny: Server, url: str, nested: bool) -> None:
+    """Text only: nothing is fetched, whatever the address; and the refusal says so."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = url.format(port=listener.getsockname()[1])
         part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url} if nested else url}
@@ -305,16 +329,18 @@ def test_fault_27_an_image_url(tiny: Server, url: str, nested: bool) -> None:
             listener.accept()
 
 
+@pytest.mark.failure_mode("path-as-model-name")
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..\\x", "~/model", "a/../b", "C:\\x"])
-def test_fault_28_a_path_as_model(tiny: Server, route: str, name: str) -> None:
+def test_a_path_as_model(tiny: Server, route: str, name: str) -> None:
     body = {"model": name, "prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     message = refusal(tiny.post(route, body), 404)
     assert name not in message
 
 
+@pytest.mark.failure_mode("path-as-model-name")
 @pytest.mark.parametrize("name", ["gpt-4o", "org/model:latest", "x"])
-def test_fault_28_any_plain_name_is_served(tiny: Server, name: str) -> None:
+def test_any_plain_name_is_served(tiny: Server, name: str) -> None:
     body = {"model": name, "prompt": "x", "max_tokens": 1}
     assert tiny.post(COMPLETIONS, body).status_code == 200
-    assert data_of(tiny.post(GENERATE, body))["generated_tokens"] == 1
+    assert get_data(tiny.post(GENERATE, body))["generated_tokens"] == 1

@@ -1,4 +1,4 @@
-"""FAULTS 1 to 7: what is wrong before anybody looks at the fields."""
+"""Bad input: HTTP requests and bodies that are wrong before any field is read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from cllm.config import ServerConfig
-from tests.e2e.server import PATIENCE_S, Server, StartServer
-from tests.failure_modes.harness import JSON, dial, drip, read_all, refusal, unharmed
+from tests.driver.http import JSON, dial, drip, read_all, refusal, unharmed
+from tests.driver.server import PATIENCE_S, Server, StartServer
 
 ROUTES = (
     "/generate",
@@ -28,37 +28,40 @@ def send(server: Server, route: str, body: bytes) -> httpx.Response:
     return server.client.post(route, content=body, headers=JSON)
 
 
+@pytest.mark.failure_mode("body-not-json")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("body", [b"", b"{prompt: x", b'{"prompt": "x"', b'{"prompt": "\xff\xfe"}', b"\0"])
-def test_fault_01_a_body_that_is_no_json(tiny: Server, route: str, body: bytes) -> None:
+def test_a_body_that_is_no_json(tiny: Server, route: str, body: bytes) -> None:
     refusal(send(tiny, route, body))
 
 
+@pytest.mark.failure_mode("body-not-an-object")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b"5", b"true"])
-def test_fault_02_a_body_that_is_no_object(tiny: Server, route: str, body: bytes) -> None:
+def test_a_body_that_is_no_object(tiny: Server, route: str, body: bytes) -> None:
     refusal(send(tiny, route, body))
 
 
+@pytest.mark.failure_mode("json-too-deep")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("depth", [65, 1000, 1_000_000])
 @pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
-def test_fault_03_json_nested_too_deep(
-    tiny: Server, route: str, depth: int, brackets: tuple[str, str]
-) -> None:
+def test_json_nested_too_deep(tiny: Server, route: str, depth: int, brackets: tuple[str, str]) -> None:
     inner = brackets[0] * depth + "1" + brackets[1] * depth
     body = f'{{"prompt": "x", "text": "x", "messages": [], "max_tokens": 1, "other": {inner}}}'
     refusal(send(tiny, route, body.encode()))
 
 
-def test_fault_03_json_nested_less_deep_is_read(tiny: Server) -> None:
+@pytest.mark.failure_mode("json-too-deep")
+def test_json_nested_less_deep_is_read(tiny: Server) -> None:
     body = f'{{"prompt": "x", "max_tokens": 1, "other": {"[" * 62}{"]" * 62}}}'
     assert send(tiny, "/generate", body.encode()).status_code == 200
 
 
+@pytest.mark.failure_mode("body-too-large")
 @pytest.mark.parametrize("route", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
-def test_fault_04_a_body_over_8_mib(tiny: Server, route: str, chunked: bool) -> None:
+def test_a_body_over_8_mib(tiny: Server, route: str, chunked: bool) -> None:
     chunks = [b'{"prompt": "', *[b"x" * (1 << 20)] * 8, b'"}']
     answer = tiny.client.post(
         route, content=iter(chunks) if chunked else b"".join(chunks), headers=JSON, timeout=PATIENCE_S
@@ -66,7 +69,8 @@ def test_fault_04_a_body_over_8_mib(tiny: Server, route: str, chunked: bool) -> 
     assert str(8 << 20) in refusal(answer, 413)
 
 
-def test_fault_04_is_counted_while_it_streams(tiny: Server) -> None:
+@pytest.mark.failure_mode("body-too-large")
+def test_a_large_body_is_counted_while_it_streams(tiny: Server) -> None:
     """The answer comes although the body never ends."""
     with dial(tiny) as connection:
         connection.sendall(
@@ -78,22 +82,24 @@ def test_fault_04_is_counted_while_it_streams(tiny: Server) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
+@pytest.mark.failure_mode("headers-too-large")
 @pytest.mark.parametrize("where", ["a value", "many", "the target"])
-def test_fault_05_headers_over_32_kib(tiny: Server, where: str) -> None:
+def test_headers_over_32_kib(tiny: Server, where: str) -> None:
     headers = {"a value": {"x-long": "x" * 33000}, "many": {f"x-{n}": "y" * 90 for n in range(400)}}
     path = "/generate" + ("?" + "q" * 33000 if where == "the target" else "")
     answer = tiny.client.post(path, json=OK, headers=headers.get(where, {}))
     assert str(32 << 10) in refusal(answer, 431)
 
 
-def test_fault_05_a_header_without_end(tiny: Server) -> None:
+@pytest.mark.failure_mode("headers-too-large")
+def test_a_header_without_end(tiny: Server) -> None:
     with dial(tiny) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 40000)
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 431 ") and b"headers_too_large" in answer
 
 
-# 6: slow clients -------------------------------------------------------------------------------------
+# Slow clients ---------------------------------------------------------------------------------------
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -114,12 +120,14 @@ def refused_late(answer: bytes) -> None:
     assert answer == b"" or (answer.startswith(b"HTTP/1.1 408 ") and answer.count(b"HTTP/1.1") == 1), answer
 
 
-def test_fault_06_the_limits_are_10_and_30_s() -> None:
+@pytest.mark.failure_mode("slow-request")
+def test_the_limits_are_10_and_30_s() -> None:
     assert (ServerConfig().header_timeout_s, ServerConfig().body_timeout_s) == (10, 30)
 
 
+@pytest.mark.failure_mode("slow-request")
 @pytest.mark.parametrize("sent", [b"", b"POST", HEAD], ids=["nothing", "a word", "all but the end"])
-def test_fault_06_slow_header_half_open(hasty: Server, sent: bytes) -> None:
+def test_slow_header_half_open(hasty: Server, sent: bytes) -> None:
     with dial(hasty) as connection:
         connection.sendall(sent)
         answer = read_all(connection)
@@ -127,20 +135,23 @@ def test_fault_06_slow_header_half_open(hasty: Server, sent: bytes) -> None:
     refused_late(answer)
 
 
-def test_fault_06_slow_header_drips(hasty: Server) -> None:
+@pytest.mark.failure_mode("slow-request")
+def test_slow_header_drips(hasty: Server) -> None:
     with dial(hasty) as connection:
         refused_late(drip(connection, b"GET /health HTTP/1.1\r\nX: " + b"x" * 1000, 0.1))
 
 
-def test_fault_06_slow_second_header_of_a_connection(hasty: Server) -> None:
-    """The limit holds after an answer too, and empty lines do not count as a beginning."""
+@pytest.mark.failure_mode("slow-request")
+def test_slow_second_header_of_a_connection(hasty: Server) -> None:
+    """The limit holds after an answer too, and empty lines do not start a request."""
     with dial(hasty) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         refused_late(drip(connection, b"\r\n" * 500, 0.1))
 
 
-def test_fault_06_slow_body_half_open(hasty: Server) -> None:
+@pytest.mark.failure_mode("slow-request")
+def test_slow_body_half_open(hasty: Server) -> None:
     with dial(hasty) as connection:
         connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
         answer = read_all(connection)
@@ -150,8 +161,9 @@ def test_fault_06_slow_body_half_open(hasty: Server) -> None:
     assert body["error"]["code"] == "request_timeout" and "2 s" in body["error"]["message"]
 
 
+@pytest.mark.failure_mode("slow-request")
 @pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
-def test_fault_06_slow_body_drips(hasty: Server, chunked: bool) -> None:
+def test_slow_body_drips(hasty: Server, chunked: bool) -> None:
     kind, data = (
         (b"Transfer-Encoding: chunked", b"1\r\n \r\n") if chunked else (b"Content-Length: 9999", b" ")
     )
@@ -160,14 +172,16 @@ def test_fault_06_slow_body_drips(hasty: Server, chunked: bool) -> None:
         refused_late(drip(connection, data * 500, 0.1))
 
 
-def test_fault_06_an_idle_connection_is_closed(hasty: Server) -> None:
+@pytest.mark.failure_mode("slow-request")
+def test_an_idle_connection_is_closed(hasty: Server) -> None:
     with dial(hasty) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = read_all(connection)
     assert answer.count(b"HTTP/1.1 200 ") == 1 and b"408" not in answer
 
 
-def test_fault_06_a_long_answer_is_not_a_slow_request(hasty: Server) -> None:
+@pytest.mark.failure_mode("slow-request")
+def test_a_long_answer_is_not_a_slow_request(hasty: Server) -> None:
     """The limits are on what a client sends: a stream longer than all of them goes on, stray bytes or not."""
     body = json.dumps({"prompt": "go on", "max_tokens": 4000, "ignore_eos": True}).encode()
     with dial(hasty) as connection:
@@ -181,7 +195,8 @@ def test_fault_06_a_long_answer_is_not_a_slow_request(hasty: Server) -> None:
             assert data and b"request_timeout" not in data
 
 
-def test_fault_06_slow_clients_keep_nobody_waiting(hasty: Server) -> None:
+@pytest.mark.failure_mode("slow-request")
+def test_slow_clients_delay_no_other_client(hasty: Server) -> None:
     sockets = [dial(hasty) for _ in range(100)]
     try:
         for connection in sockets:
@@ -192,11 +207,12 @@ def test_fault_06_slow_clients_keep_nobody_waiting(hasty: Server) -> None:
             connection.close()
 
 
-# 7: wrong method, path, content type -----------------------------------------------------------------
+# Wrong method, path, content type -------------------------------------------------------------------
 
 
+@pytest.mark.failure_mode("unknown-route")
 @pytest.mark.parametrize("route", ROUTES)
-def test_fault_07_wrong_method_path_and_content_type(tiny: Server, route: str) -> None:
+def test_wrong_method_path_and_content_type(tiny: Server, route: str) -> None:
     refusal(tiny.client.get(route), 405)
     refusal(tiny.client.put(route, json=OK), 405)
     refusal(tiny.client.delete(route), 405)
@@ -206,13 +222,15 @@ def test_fault_07_wrong_method_path_and_content_type(tiny: Server, route: str) -
         assert "application/json" in refusal(answer, 415)
 
 
+@pytest.mark.failure_mode("unknown-route")
 @pytest.mark.parametrize(
     "path", ["/", "/nothing", "/v1/nothing", "/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "/debug%00/kv"]
 )
-def test_fault_07_an_unknown_path(tiny: Server, path: str) -> None:
+def test_an_unknown_path(tiny: Server, path: str) -> None:
     refusal(tiny.client.get(path), 404)
 
 
-def test_fault_07_no_websocket(tiny: Server) -> None:
+@pytest.mark.failure_mode("unknown-route")
+def test_no_websocket(tiny: Server) -> None:
     upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-key": "eA==" * 6}
     refusal(tiny.client.get("/generate", headers={**upgrade, "sec-websocket-version": "13"}), 405)

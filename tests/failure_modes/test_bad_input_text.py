@@ -1,4 +1,4 @@
-"""FAULTS 23 to 26 and 29: hostile grammars, schemas and templates; text that is cut in the middle."""
+"""Bad input: hostile grammars, schemas and templates; text that spans tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.e2e.server import PATIENCE_S, Server, StartServer, cpu_s, data_of, text_of
-from tests.failure_modes.harness import refusal, unharmed
+from tests.driver.http import refusal, unharmed
+from tests.driver.server import PATIENCE_S, Server, StartServer, cpu_s, get_data, stream_text
 from tests.tiny_models import CHAT_TEMPLATE, make_dense
 
 
 def constrained(server: Server, limit_s: float, **fields: Any) -> httpx.Response:
-    """An answer that costs the text process and the parent no more than that."""
+    """An answer that costs the tokenizer worker and the HTTP process no more than that."""
     server.post("/generate", {"prompt": "x", "max_tokens": 1, "choice": ["warm"]})  # builds the compiler
     pids = (server.child("tokenizer"), server.process.pid)
     before = sum(map(cpu_s, pids))
     answer = server.post(
         "/generate", {"prompt": "x", "max_tokens": 64, "temperature": 1, "seed": 1, **fields}
     )
-    assert server.child("tokenizer") == pids[0], "the text process died of it"
+    assert server.child("tokenizer") == pids[0], "the tokenizer worker died of it"
     assert sum(map(cpu_s, pids)) - before < limit_s
     return answer
 
@@ -45,15 +45,17 @@ GRAMMARS = {
 }
 
 
+@pytest.mark.failure_mode("bad-grammar")
 @pytest.mark.parametrize("kind", list(GRAMMARS))
-def test_fault_23_bad_grammar(tiny: Server, kind: str) -> None:
+def test_bad_grammar(tiny: Server, kind: str) -> None:
     answer = constrained(
         tiny, 0.1 + 0.1, grammar=GRAMMARS[kind]
     )  # a clock tick or two, and our own questions
     assert refusal(answer).startswith("grammar: ")
 
 
-def test_fault_23_on_the_openai_route(tiny: Server) -> None:
+@pytest.mark.failure_mode("bad-grammar")
+def test_a_bad_grammar_on_the_openai_route(tiny: Server) -> None:
     body = {"prompt": "x", "max_tokens": 1, "grammar": GRAMMARS["brackets"]}
     answer = tiny.post("/v1/completions", body)
     assert "64" in refusal(answer) and answer.json()["error"]["param"] == "grammar"
@@ -80,8 +82,9 @@ REFUSED_SCHEMAS = {
 }
 
 
+@pytest.mark.failure_mode("hostile-schema")
 @pytest.mark.parametrize("kind", list(REFUSED_SCHEMAS))
-def test_fault_24_schema_that_cannot_be_honoured(tiny: Server, kind: str) -> None:
+def test_schema_that_cannot_be_honoured(tiny: Server, kind: str) -> None:
     schema = REFUSED_SCHEMAS[kind]
     assert refusal(constrained(tiny, 2.0, json_schema=schema)).startswith("json_schema: ")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -99,9 +102,10 @@ HARD_PATTERNS = {
 }
 
 
+@pytest.mark.failure_mode("hostile-schema")
 @pytest.mark.parametrize("kind", list(HARD_PATTERNS))
 @pytest.mark.parametrize("where", ["regex", "pattern"])
-def test_fault_24_hard_pattern_is_refused_or_honoured(tiny: Server, kind: str, where: str) -> None:
+def test_hard_pattern_is_refused_or_honoured(tiny: Server, kind: str, where: str) -> None:
     """Never served unconstrained: each character of the answer can still become a match."""
     pattern = HARD_PATTERNS[kind]
     schema = {"type": "string", "pattern": f"^({pattern})$"}
@@ -110,7 +114,7 @@ def test_fault_24_hard_pattern_is_refused_or_honoured(tiny: Server, kind: str, w
     if answer.status_code != 200:
         refusal(answer)
         return
-    data = data_of(answer)
+    data = get_data(answer)
     text = data["text"].removeprefix('"').removesuffix('"')
     if data["finish_reason"] == "stop":
         assert re.fullmatch(pattern if kind != "{0,1e9}" else "a*", text, re.DOTALL)
@@ -118,22 +122,24 @@ def test_fault_24_hard_pattern_is_refused_or_honoured(tiny: Server, kind: str, w
         assert re.fullmatch("[abc]*", text)
 
 
-def test_fault_24_recursion_that_ends_is_served(tiny: Server) -> None:
+@pytest.mark.failure_mode("hostile-schema")
+def test_recursion_that_ends_is_served(tiny: Server) -> None:
     tree = {
         "type": "object",
         "properties": {"c": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}},
         "required": ["c"],
         "additionalProperties": False,
     }
-    data = data_of(constrained(tiny, 2.0, json_schema=tree, max_tokens=400, seed=3))
+    data = get_data(constrained(tiny, 2.0, json_schema=tree, max_tokens=400, seed=3))
     if data["finish_reason"] == "stop":
         jsonschema.validate(json.loads(data["text"]), tree)
     else:
         assert re.fullmatch(r'[{}\[\]",:c]*', data["text"])
 
 
-def test_fault_25_grammar_that_runs_dry_ends_that_request_alone(tiny: Server) -> None:
-    """After four digits nothing can follow: one request is told, the stream beside it does not notice."""
+@pytest.mark.failure_mode("grammar-exhausted")
+def test_an_exhausted_grammar_ends_that_request_alone(tiny: Server) -> None:
+    """After four digits nothing can follow: one request fails, the stream beside it does not notice."""
     dry = 'root ::= [0-9] [0-9] [0-9] [0-9] x\nx ::= x "b"'
     alone = tiny.generate("beside it", 200)["text"]
     with tiny.open_stream("beside it", 200) as events:
@@ -148,10 +154,10 @@ def test_fault_25_grammar_that_runs_dry_ends_that_request_alone(tiny: Server) ->
         and last["error"]
         and re.fullmatch("[0-9]{0,4}", "".join(e["token"] for e in tokens))
     )
-    assert text_of(seen) == alone
+    assert stream_text(seen) == alone
 
 
-# 26: templates ---------------------------------------------------------------------------------------
+# Templates ------------------------------------------------------------------------------------------
 
 EXPONENTIAL = (
     "{% set ns = namespace(a=['x'], b=['x']) %}{% for i in range(70) %}"
@@ -204,9 +210,10 @@ def chat(server: Server, content: str) -> httpx.Response:
     return server.post("/v1/chat/completions", body)
 
 
+@pytest.mark.failure_mode("hostile-template")
 @pytest.mark.parametrize("kind", list(HOSTILE))
-def test_fault_26_hostile_template_is_stopped(hostile: Server, kind: str) -> None:
-    """Within a second of computing, told what it was, and the process goes on."""
+def test_hostile_template_is_stopped(hostile: Server, kind: str) -> None:
+    """Within a second of computing, with the reason, and the worker goes on."""
     chat(hostile, "hello")
     pid = hostile.child("tokenizer")
     before = cpu_s(pid)
@@ -217,17 +224,19 @@ def test_fault_26_hostile_template_is_stopped(hostile: Server, kind: str) -> Non
     assert cpu_s(pid) - before < 1.1
 
 
+@pytest.mark.failure_mode("hostile-template")
 @pytest.mark.parametrize("kind", list(NATIVE))
-def test_fault_26_native_loop_of_a_template_is_stopped(hostile: Server, kind: str) -> None:
-    """One operation that never returns: its process is ended, another takes over, nobody else pays."""
+def test_native_loop_of_a_template_is_stopped(hostile: Server, kind: str) -> None:
+    """One operation that never returns: its worker is ended, another takes over, other requests go on."""
     began = time.monotonic()
     assert refusal(chat(hostile, kind)).startswith("the model's chat template ")
     assert time.monotonic() - began < PATIENCE_S / 3
     assert hostile.generate("beside it", 2)["generated_tokens"] == 2
 
 
-def test_fault_26_template_that_is_no_template(start_for_module: StartServer, tmp_path: Path) -> None:
-    """It harms those who chat, with a reason; everybody else is served."""
+@pytest.mark.failure_mode("hostile-template")
+def test_template_that_is_no_template(start_for_module: StartServer, tmp_path: Path) -> None:
+    """It harms chats, with a reason; all other routes are served."""
     broken = make_dense(
         tmp_path / "broken.gguf", templates={"default": "{% for m in messages %}{{ m.content }"}
     )
@@ -237,11 +246,12 @@ def test_fault_26_template_that_is_no_template(start_for_module: StartServer, tm
     unharmed(server)
 
 
-# 29 --------------------------------------------------------------------------------------------------
+# Text that spans tokens -----------------------------------------------------------------------------
 
 
+@pytest.mark.failure_mode("text-split-over-tokens")
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
-def test_fault_29_stop_string_over_tokens_is_held_back(tiny: Server, route: str) -> None:
+def test_stop_string_over_tokens_is_held_back(tiny: Server, route: str) -> None:
     """Whatever three characters of the answer are the stop: what comes is all before them, and no more."""
     whole = tiny.generate("hold it back", 60)["text"]
     for begin in range(8, 40, 8):
@@ -251,18 +261,20 @@ def test_fault_29_stop_string_over_tokens_is_held_back(tiny: Server, route: str)
             assert tiny.generate("hold it back", 60, stop=[stop])["text"] == expected
         else:
             with tiny.open_stream("hold it back", 60, stop=[stop]) as events:
-                assert text_of(list(events)) == expected
+                assert stream_text(list(events)) == expected
 
 
+@pytest.mark.failure_mode("text-split-over-tokens")
 @pytest.mark.parametrize("text", ["é", "€", "😀", "日本", "é€😀"])
-def test_fault_29_characters_over_tokens_are_whole(tiny: Server, text: str) -> None:
+def test_characters_over_tokens_are_whole(tiny: Server, text: str) -> None:
     """Every byte of these is a token (but two pairs): no piece shows half a character."""
     with tiny.open_stream("x", 60, choice=[text * 3]) as events:
         pieces = list(events)
-    assert text_of(pieces) == text * 3
+    assert stream_text(pieces) == text * 3
     assert not any("\ufffd" in piece["token"] for piece in pieces)
 
 
-def test_fault_29_character_that_is_never_finished_shows_nothing(tiny: Server) -> None:
+@pytest.mark.failure_mode("text-split-over-tokens")
+def test_character_that_is_never_finished_shows_nothing(tiny: Server) -> None:
     data = tiny.generate("x", 4, choice=["ab😀"])
     assert data["finish_reason"] == "length" and data["text"] == "ab"

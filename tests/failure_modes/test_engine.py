@@ -1,4 +1,4 @@
-"""FAULTS 30 to 36: clients that leave, do not read, come too many or wait too long. Over HTTP."""
+"""Clients that leave, stall, come in too great numbers or wait too long, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import FREED_WITHIN_S, PATIENCE_S, Ids, Server, cpu_s, text_of, wait_for
+from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, SlotLog, cpu_s, stream_text, wait_for
 from tests.tiny_models import make_dense
 
 LONG = 4000  # tokens: seconds on the tiny model
@@ -61,19 +61,21 @@ def in_its_step(server: Server, computed_before_s: float) -> bool:
     return cpu_s(server.child("engine")) > computed_before_s + 0.15
 
 
-def test_fault_30_disconnect_while_queued_computes_nothing(one: Server) -> None:
+@pytest.mark.failure_mode("disconnect-while-queued")
+def test_disconnect_while_queued_computes_nothing(one: Server) -> None:
     wait_for(one.idle)
-    leases = len(Ids(one.log_text).leases)
+    leases = len(SlotLog(one.log_text).leases)
     with ExitStack() as stack:
         filled(one, stack)
         with one.connect({"prompt": "going away", "max_tokens": LONG}):
             wait_for(lambda: places(one).count("queued") == 1)
         wait_for(lambda: places(one).count("queued") == 0)
     wait_for(one.idle)
-    assert len(Ids(one.log_text).leases) <= leases + 3
+    assert len(SlotLog(one.log_text).leases) <= leases + 3
 
 
-def test_fault_31_disconnect_in_mid_prefill_frees_kv_at_once(four: Server) -> None:
+@pytest.mark.failure_mode("disconnect-in-prefill")
+def test_disconnect_in_mid_prefill_frees_kv_at_once(four: Server) -> None:
     interrupted = four.metrics()["cllm_steps_interrupted"]
     cancelled = four.finished("cancelled")
     computed = cpu_s(four.child("engine"))
@@ -89,10 +91,9 @@ def test_fault_31_disconnect_in_mid_prefill_frees_kv_at_once(four: Server) -> No
     wait_for(four.idle)
 
 
+@pytest.mark.failure_mode("disconnect-in-decode")
 @pytest.mark.parametrize("events_read", [1, 8, 9])  # in the middle; before the last event; with it
-def test_fault_32_disconnect_in_mid_decode_or_on_the_last_token_is_counted_once(
-    one: Server, events_read: int
-) -> None:
+def test_disconnect_in_mid_decode_or_on_the_last_token_is_counted_once(one: Server, events_read: int) -> None:
     wait_for(one.idle)
     before = one.metrics()
     with one.open_stream("going away", LONG if events_read == 1 else 8) as events:
@@ -113,7 +114,8 @@ def test_fault_32_disconnect_in_mid_decode_or_on_the_last_token_is_counted_once(
         assert ended == {"cllm_requests_finished_total{outcome=cancelled}": 1.0}
 
 
-def test_fault_33_abort_of_one_during_anothers_prefill_leaves_it_whole(four: Server) -> None:
+@pytest.mark.failure_mode("abort-during-other-prefill")
+def test_abort_of_one_during_anothers_prefill_leaves_it_whole(four: Server) -> None:
     body = {"prompt": tokens(3000, 3), "n_predict": 12, "temperature": 0}
     expected = four.post("/completion", body).json()["tokens"]
     answers: list[Any] = []
@@ -131,7 +133,8 @@ def test_fault_33_abort_of_one_during_anothers_prefill_leaves_it_whole(four: Ser
     wait_for(four.idle)
 
 
-def test_fault_34_a_reader_that_never_reads_loses_its_stream_alone(four: Server) -> None:
+@pytest.mark.failure_mode("reader-stalls")
+def test_a_reader_that_never_reads_loses_its_stream_alone(four: Server) -> None:
     """On Linux the kernel sees it first; where it does not, see `tests/unit/test_slow_readers.py`."""
     cancelled = four.finished("cancelled")
     body = {"prompt": "never read", "n_predict": 11_000, "n_probs": 20, "stream": True, "ignore_eos": True}
@@ -142,15 +145,16 @@ def test_fault_34_a_reader_that_never_reads_loses_its_stream_alone(four: Server)
         head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
         reader.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         wait_for(lambda: places(four) == ["engine"])
-        assert four.generate("somebody else", 8)["generated_tokens"] == 8
+        assert four.generate("another client", 8)["generated_tokens"] == 8
         wait_for(lambda: four.finished("cancelled") == cancelled + 1)
         wait_for(four.idle, FREED_WITHIN_S)
-        assert four.generate("somebody else", 8)["generated_tokens"] == 8
+        assert four.generate("another client", 8)["generated_tokens"] == 8
         with pytest.raises(ConnectionError):  # nor is the connection held for ever
             wait_for(lambda: reader.send(b"x") == 0)
 
 
-def test_fault_35_queue_full_is_429_with_retry_after_by_count_and_by_tokens(one: Server) -> None:
+@pytest.mark.failure_mode("queue-full")
+def test_queue_full_is_429_with_retry_after_by_count_and_by_tokens(one: Server) -> None:
     wait_for(one.idle)
     with ExitStack() as stack:
         filled(one, stack)
@@ -173,9 +177,10 @@ def test_fault_35_queue_full_is_429_with_retry_after_by_count_and_by_tokens(one:
     wait_for(one.idle)
 
 
-def test_fault_36_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server) -> None:
+@pytest.mark.failure_mode("deadline-passed")
+def test_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server) -> None:
     wait_for(one.idle)
-    leases = len(Ids(one.log_text).leases)
+    leases = len(SlotLog(one.log_text).leases)
     with ExitStack() as stack:
         filled(one, stack)
         bodies: list[tuple[str, dict[str, Any]]] = [
@@ -190,10 +195,11 @@ def test_fault_36_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(on
             assert int(answer.headers["x-queue-position"]) >= 1
         assert one.metrics()["cllm_deadlines_exceeded_total{place=queued}"] == 3
     wait_for(one.idle)
-    assert len(Ids(one.log_text).leases) <= leases + 3
+    assert len(SlotLog(one.log_text).leases) <= leases + 3
 
 
-def test_fault_36_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one: Server) -> None:
+@pytest.mark.failure_mode("deadline-passed")
+def test_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one: Server) -> None:
     wait_for(one.idle)
     with one.open_stream("slow", LONG, timeout=0.5) as stream:
         *pieces, end = list(stream)
@@ -203,10 +209,11 @@ def test_fault_36_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one
     assert answer.headers["x-queue-position"] == "0"
     wait_for(one.idle, FREED_WITHIN_S)
     with one.open_stream("quick", 8, timeout=PATIENCE_S) as stream:
-        assert text_of(list(stream))
+        assert stream_text(list(stream))
 
 
-def test_fault_36_deadline_in_mid_prefill_frees_kv_like_a_cancel(four: Server) -> None:
+@pytest.mark.failure_mode("deadline-passed")
+def test_deadline_in_mid_prefill_frees_kv_like_a_cancel(four: Server) -> None:
     interrupted = four.metrics()["cllm_steps_interrupted"]
     with httpx.Client(base_url=four.url, timeout=PATIENCE_S, trust_env=False) as client:
         body = {"prompt": tokens(LONG_PROMPT, 5), "n_predict": 1, "timeout": 1.0, "stream": True}

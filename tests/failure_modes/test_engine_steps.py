@@ -1,4 +1,4 @@
-"""FAULTS 37 to 41 and 51: what llama.cpp may answer to a step, and clocks that jump."""
+"""Steps: every status of `llama_decode`, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Request, SamplingParams
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
-from tests.contract.alone import Reference
-from tests.contract.harness import StepDriver, ask, feed, words
-from tests.contract.kinds import DENSE, Kind, Opened
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE, Kind, Opened
+from tests.driver.runner import feed
+from tests.driver.same_text import Reference
 from tests.tiny_models import VOCABULARY
 
 POOLED = Kind("dense", unified=True)
@@ -32,74 +33,75 @@ def important(request: Request, priority: int) -> Request:
     return Request(**{**fields, "priority": priority})
 
 
-def test_fault_37_no_room_parks_the_youngest_of_lowest_priority(opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(POOLED, sequences=3, cells=256, request_tokens=256))
+@pytest.mark.failure_mode("kv-full")
+def test_no_room_preempts_the_youngest_of_lowest_priority(opened: Opened, reference: Reference) -> None:
+    driver = StepDriver(opened(POOLED, sequences=3, cells=256, request_tokens=256))
     endless = {"ignore_eos": True}
-    drive.submit(
+    driver.submit(
         ask("old", words(1, 60), 150, **endless),
         ask("minor", words(2, 60), 150, **endless),
         important(ask("young", words(3, 60), 150, **endless), 5),
     )
-    while drive.runner.saves == 0:
-        drive.step()
-    assert drive.scheduler.snapshot().waiting == ("minor",), "the younger one matters more"
-    answers = drive.finish()
+    while driver.runner.saves == 0:
+        driver.step()
+    assert driver.scheduler.snapshot().waiting == ("minor",), "the younger one matters more"
+    answers = driver.finish()
     for seed, name in enumerate(("old", "minor", "young"), start=1):
         reference.check(POOLED, words(seed, 60), 150, answers[name], endless=True)
         assert answers[name].recomputed == 0
 
 
-def test_fault_37_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
-    drive = StepDriver(opened(POOLED, sequences=2, cells=256, request_tokens=256))
-    feed(drive.runner, 1, words(9, 236))  # somebody's cells that no one will give back
-    drive.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
-    drive.step(30)
-    assert drive.scheduler.idle and drive.answers["lone"].finish_reason is FinishReason.LENGTH
-    drive.runner.truncate(1, 0)
+@pytest.mark.failure_mode("kv-full")
+def test_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
+    driver = StepDriver(opened(POOLED, sequences=2, cells=256, request_tokens=256))
+    feed(driver.runner, 1, words(9, 236))  # cells that are never freed
+    driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
+    driver.step(30)
+    assert driver.scheduler.idle and driver.answers["lone"].finish_reason is FinishReason.LENGTH
+    driver.runner.truncate(1, 0)
 
 
-def test_fault_38_aborted_cuts_back_every_member_and_the_others_go_on(
-    opened: Opened, reference: Reference
-) -> None:
+@pytest.mark.failure_mode("decode-aborted")
+def test_an_aborted_step_is_rolled_back_and_the_others_go_on(opened: Opened, reference: Reference) -> None:
     """llama.cpp's own code 2, through the switch that a cancel uses."""
-    drive = StepDriver(opened(DENSE, sequences=4))
+    driver = StepDriver(opened(DENSE, sequences=4))
     lengths = {0: 100, 1: 50, 2: 7, 3: 1}
-    drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
+    driver.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
     codes: list[int] = []
 
     def forward(number: int, batch: Batch) -> StepResult:
         if number in (1, 3):
-            drive.loop._interrupt.cancelled(None)
-        before = [drive.runner.next_position(row.seq_id) for row in batch.rows]
-        result = drive.runner.inner.run(batch)
+            driver.core._interrupt.cancelled(None)
+        before = [driver.runner.next_position(row.seq_id) for row in batch.rows]
+        result = driver.runner.inner.run(batch)
         codes.append(result.code)
         if result.status is StepStatus.ABORTED:
             assert before == [row.position for row in batch.rows] and result.rows == ()
         return result
 
-    drive.runner.fail = forward
-    answers = drive.finish()
+    driver.runner.fail = forward
+    answers = driver.finish()
     assert codes.count(2) >= 1
     for seed, length in lengths.items():
         reference.check(DENSE, words(seed, length), 6, answers[f"r{seed}"])
         assert answers[f"r{seed}"].recomputed == 0
 
 
-def test_fault_39_a_bad_batch_is_bisected_and_only_the_culprit_fails(
-    opened: Opened, reference: Reference
-) -> None:
+@pytest.mark.failure_mode("decode-refused")
+def test_a_bad_batch_is_bisected_and_only_the_culprit_fails(opened: Opened, reference: Reference) -> None:
     """llama.cpp's own code -1: a token that is not in its vocabulary."""
-    drive = StepDriver(opened(DENSE, sequences=4))
-    drive.submit(*(ask(f"r{seed}", words(seed, 9), 6) for seed in range(3)))
-    drive.submit(ask("culprit", [*words(7, 5), VOCABULARY + 1000], 6))
-    answers = drive.finish()
+    driver = StepDriver(opened(DENSE, sequences=4))
+    driver.submit(*(ask(f"r{seed}", words(seed, 9), 6) for seed in range(3)))
+    driver.submit(ask("culprit", [*words(7, 5), VOCABULARY + 1000], 6))
+    answers = driver.finish()
     assert answers["culprit"].error_code == "bad_batch"
     for seed in range(3):
         reference.check(DENSE, words(seed, 9), 6, answers[f"r{seed}"])
 
 
-def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(DENSE))
+@pytest.mark.failure_mode("decode-failed")
+def test_a_failed_step_is_rolled_back_and_tried_once_more(opened: Opened, reference: Reference) -> None:
+    driver = StepDriver(opened(DENSE))
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         if number not in (2, 5):
@@ -107,39 +109,41 @@ def test_fault_40_a_failed_step_is_undone_and_tried_once_more(opened: Opened, re
         half = [
             row._replace(tokens=row.tokens[: (len(row.tokens) + 1) // 2], outputs=0) for row in batch.rows
         ]
-        drive.runner.inner.run(Batch(tuple(half)))
+        driver.runner.inner.run(Batch(tuple(half)))
         return StepResult(StepStatus.FAILED, code=-3)
 
-    drive.runner.fail = fail
-    drive.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
-    answers = drive.finish()
+    driver.runner.fail = fail
+    driver.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
+    answers = driver.finish()
     for seed in range(3):
         reference.check(DENSE, words(seed, 80), 6, answers[f"r{seed}"])
 
 
-def test_fault_40_two_failed_steps_in_a_row_end_the_engine(opened: Opened) -> None:
-    drive = StepDriver(opened(DENSE))
-    drive.runner.fail = lambda number, batch: (
+@pytest.mark.failure_mode("decode-failed")
+def test_two_failed_steps_in_a_row_end_the_engine(opened: Opened) -> None:
+    driver = StepDriver(opened(DENSE))
+    driver.runner.fail = lambda number, batch: (
         StepResult(StepStatus.FAILED, code=-3) if number in (2, 3) else None
     )
-    drive.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
+    driver.submit(*(ask(f"r{seed}", words(seed, 80), 6) for seed in range(3)))
     with pytest.raises(EngineDied, match="two steps in a row"):
-        drive.finish()  # the child ends, and the parent starts another: test_fault_43
+        driver.finish()  # the worker ends, and the supervisor starts another: `engine-killed`
 
 
+@pytest.mark.failure_mode("batch-too-large")
 @pytest.mark.parametrize("seed", range(3))
-def test_fault_41_a_batch_over_n_batch_cannot_be_built(opened: Opened, seed: int) -> None:
+def test_a_batch_over_n_batch_cannot_be_built(opened: Opened, seed: int) -> None:
     source = random.Random(seed)
-    drive = StepDriver(opened(DENSE, sequences=8, batch_tokens=32))
-    drive.submit(*(ask(f"r{n}", words(n, source.randint(1, 400)), 5) for n in range(24)))
+    driver = StepDriver(opened(DENSE, sequences=8, batch_tokens=32))
+    driver.submit(*(ask(f"r{n}", words(n, source.randint(1, 400)), 5) for n in range(24)))
     for number in range(0, 24, 5):
-        drive.loop.post(Cancel(f"r{number}"))
-    assert drive.loop._take_commands()
-    drive.finish()
-    assert max(batch.token_count for batch in drive.runner.batches) == 32
+        driver.core.post(Cancel(f"r{number}"))
+    assert driver.core._take_commands()
+    driver.finish()
+    assert max(batch.token_count for batch in driver.runner.batches) == 32
 
 
-# FAULTS 51 -----------------------------------------------------------------------------------------
+# Clocks ---------------------------------------------------------------------------------------------
 
 WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
 
@@ -164,13 +168,14 @@ def wall_clock_lines(path: Path) -> list[str]:
     return [text.splitlines()[number - 1].strip() for number in found]
 
 
-def test_fault_51_clock_jumps_concern_no_code_that_times_anything() -> None:
+@pytest.mark.failure_mode("clock-jumps")
+def test_no_timing_reads_the_wall_clock() -> None:
     lines = {
         f"{path.relative_to(ROOT)}: {line}"
         for path in sorted((ROOT / "cllm").rglob("*.py"))
         for line in wall_clock_lines(path)
     }
-    # What is told to people or kept in files is the time of day; nothing is measured or waited for with it.
+    # Timestamps in answers and files are wall-clock time; nothing is measured or waited for with it.
     strangers = {
         line
         for line in lines
@@ -179,8 +184,9 @@ def test_fault_51_clock_jumps_concern_no_code_that_times_anything() -> None:
     assert strangers == set()
 
 
+@pytest.mark.failure_mode("clock-jumps")
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_fault_51_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+def test_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
     engine = EngineClient(
         ThreadExecutor(lambda _: FakeRunner(step_s=0.002), EngineConfig()), queue_size=20, max_timeout_s=600
     )

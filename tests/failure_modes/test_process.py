@@ -1,4 +1,4 @@
-"""FAULTS 42 to 45, 49 and 52: signals, deaths, bad files, too little memory, a CPU that cannot."""
+"""Processes: signals, crashes, bad model files, too little memory, illegal instructions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ import httpx
 import pytest
 
 from cllm.backend.llama.library import find
-from tests.e2e.server import Server, StartServer, alive, children_of, cllm, text_of, wait_for
+from tests.driver.server import (
+    PATIENCE_S,
+    Server,
+    StartServer,
+    alive,
+    cllm,
+    get_children,
+    stream_text,
+    wait_for,
+)
 
 LONG = 4000
 
@@ -46,7 +55,7 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def refused(server: Server) -> bool:
-    """True when a new request is turned away: 503, or nobody listens any more."""
+    """True when a new request is refused: 503, or a closed port."""
     body = {"prompt": "too late", "max_tokens": 1}
     try:
         answer = httpx.post(f"{server.url}/generate", json=body, timeout=60, trust_env=False)
@@ -55,36 +64,39 @@ def refused(server: Server) -> bool:
     return answer.status_code == 503 and answer.json()["error"] == "shutting_down"
 
 
-def test_fault_42_sigterm_while_streaming(start: StartServer, tiny_model: Path) -> None:
+@pytest.mark.failure_mode("shutdown-while-streaming")
+def test_sigterm_while_streaming(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "60")
     with server.open_stream("last words", 1000) as events:
         first = next(events)
-        children = children_of(server.process.pid)
+        children = get_children(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "draining" in server.log_text)
         assert refused(server)
         rest = list(events)
-    text_of([first, *rest])
+    stream_text([first, *rest])
     assert rest[-1]["finish_reason"] == "length" and rest[-1]["generated_tokens"] == 1000
     server.wait_gone(children)
 
 
-def test_fault_42_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: Path) -> None:
+@pytest.mark.failure_mode("shutdown-while-streaming")
+def test_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "0.3")
     with server.open_stream("cut short", LONG) as events:
         next(events)
-        children = children_of(server.process.pid)
-        told = time.monotonic()
+        children = get_children(server.process.pid)
+        signalled = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         *_, last = events
-        assert time.monotonic() - told < 0.3 + 2.0
+        assert time.monotonic() - signalled < 0.3 + 2.0
     assert last.pop("id") and last.pop("message")
     assert last == {"error": "shutting_down", "done": True}
     server.wait_gone(children)
 
 
-def test_fault_43_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
-    """The stream gets an error event within 2 s; whoever has sent nothing is answered all the same."""
+@pytest.mark.failure_mode("engine-killed")
+def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
+    """The stream gets an error event within 2 s; requests without output are answered all the same."""
     server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
     expected = [server.generate(f"queued {number}", 8)["text"] for number in range(5)]
     assert ready_status(server) == 200
@@ -102,7 +114,7 @@ def test_fault_43_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_mode
         assert last == {"error": "engine_died", "done": True}
         assert server.client.get("/health").status_code == 200
         wait_for(lambda: ready_status(server) == 200)
-        assert [future.result()["text"] for future in queued] == expected
+        assert [future.result(PATIENCE_S)["text"] for future in queued] == expected
     assert server.child("engine") != old
     assert server.generate("queued 0", 8)["text"] == expected[0]
     metrics = server.metrics()
@@ -114,8 +126,9 @@ def test_fault_43_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_mode
     server.stop()
 
 
-def test_fault_43_a_request_that_is_there_at_every_death_is_poison(start: StartServer) -> None:
-    """Replayed once with its neighbours and once alone; the third death is its own. They are answered."""
+@pytest.mark.failure_mode("engine-killed")
+def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> None:
+    """Replayed once with its neighbours and once alone; the third crash is its own. They are answered."""
     server = start("--parallel", "2", "--batch-tokens", "128")
     prompt = "This takes seconds to read. " * 550
 
@@ -133,16 +146,17 @@ def test_fault_43_a_request_that_is_there_at_every_death_is_poison(start: StartS
             wait_for(in_engine)
             kill_engine(server)
             wait_for(lambda: ready_status(server) == 503)
-        answer = poison.result()
-        assert neighbour.result()["generated_tokens"] == 4
+        answer = poison.result(PATIENCE_S)
+        assert neighbour.result(PATIENCE_S)["generated_tokens"] == 4
     assert answer.status_code == 500
     assert answer.json()["error"] == "poison_request"
     assert server.generate("1, 2, 3,", 4)["generated_tokens"] == 4
     assert server.kv_is_zero()
 
 
-def test_fault_44_a_hung_engine_is_replaced(start: StartServer, tiny_model: Path) -> None:
-    """No heartbeat for ten seconds: not ready, another child, and the waiting request is answered."""
+@pytest.mark.failure_mode("engine-hung")
+def test_a_hung_engine_is_replaced(start: StartServer, tiny_model: Path) -> None:
+    """No heartbeat for ten seconds: not ready, another worker, and the waiting request is answered."""
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
     expected = server.generate("hung", 8)["text"]
     hung = server.child("engine")
@@ -151,7 +165,7 @@ def test_fault_44_a_hung_engine_is_replaced(start: StartServer, tiny_model: Path
         waiting = pool.submit(server.generate, "hung", 8)
         assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
         wait_for(lambda: ready_status(server) == 503, 30)
-        assert waiting.result()["text"] == expected
+        assert waiting.result(PATIENCE_S)["text"] == expected
     assert not alive(hung)
     assert server.metrics()["cllm_engine_restarts_total"] == 1
     server.stop()
@@ -176,6 +190,7 @@ def bad_file(kind: str, folder: Path, good: Path) -> Path:
     return path
 
 
+@pytest.mark.failure_mode("bad-model-file")
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -189,19 +204,18 @@ def bad_file(kind: str, folder: Path, good: Path) -> Path:
         ("absurd-string", "corrupt"),
     ],
 )
-def test_fault_45_a_bad_model_file_is_one_line(
-    tmp_path: Path, tiny_model: Path, kind: str, said: str
-) -> None:
+def test_a_bad_model_file_is_one_line(tmp_path: Path, tiny_model: Path, kind: str, said: str) -> None:
     line = only_line(cllm("serve", str(bad_file(kind, tmp_path, tiny_model)), "--port", "0"))
     assert said in line
 
 
-def test_fault_49_a_context_that_cannot_fit_is_refused_with_the_sum(tiny_model: Path) -> None:
+@pytest.mark.failure_mode("not-enough-memory")
+def test_a_context_that_cannot_fit_is_refused_with_the_sum(tiny_model: Path) -> None:
     line = only_line(cllm("serve", str(tiny_model), "--port", "0", "--ctx-size", str(10**12)))
     assert "MiB" in line and "--ctx-size" in line
 
 
-# FAULTS 52: a real instruction that no CPU runs, put into a copy of the library.
+# A real instruction that no CPU runs, put into a copy of the library.
 
 UNDEFINED = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
 
@@ -233,8 +247,9 @@ needs_elf = pytest.mark.skipif(
 )
 
 
+@pytest.mark.failure_mode("illegal-instruction")
 @needs_elf
-def test_fault_52_sigill_in_a_kernel_falls_back(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+def test_sigill_in_a_kernel_falls_back(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
     """The flash attention kernel cannot run here: it is found out beforehand, and one without is served."""
     library = with_undefined_instruction(tmp_path, "libggml-cpu.so", "ggml_compute_forward_flash_attn_ext")
     server = start(
@@ -246,8 +261,9 @@ def test_fault_52_sigill_in_a_kernel_falls_back(start: StartServer, tiny_model: 
     server.stop()
 
 
+@pytest.mark.failure_mode("illegal-instruction")
 @needs_elf
-def test_fault_52_sigill_everywhere_says_what_to_install(tiny_model: Path, tmp_path: Path) -> None:
+def test_sigill_in_every_library_says_what_to_install(tiny_model: Path, tmp_path: Path) -> None:
     library = with_undefined_instruction(tmp_path, "libllama.so", "llama_decode")
     arguments = ("serve", str(tiny_model), "--port", "0", "--threads", "1")
     line = last_line(cllm(*arguments, CLLM_LIBRARY=str(library), CLLM_CACHE_DIR=str(tmp_path / "cache")))

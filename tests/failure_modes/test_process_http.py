@@ -1,4 +1,4 @@
-"""FAULTS 48 and 50: the port is taken, the descriptors are gone."""
+"""The host: a port in use, no file descriptors left."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import PATIENCE_S, SERVE, Server, StartServer, children_of, environment, wait_for
-from tests.failure_modes.harness import dial, read_all, unharmed
+from tests.driver.http import dial, read_all, unharmed
+from tests.driver.server import PATIENCE_S, SERVE, Server, StartServer, environment, get_children, wait_for
 
 
+@pytest.mark.failure_mode("port-in-use")
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_fault_48_port_in_use(tiny_model: Path, host: str) -> None:
+def test_port_in_use(tiny_model: Path, host: str) -> None:
     """One line, before a library is probed or a model loaded: the only process is the one that says it."""
     with socket.create_server((host, 0)) as listener:
         port = listener.getsockname()[1]
@@ -33,16 +34,20 @@ def test_fault_48_port_in_use(tiny_model: Path, host: str) -> None:
             env=environment(CLLM_LOG_LEVEL="debug"),
         )
         children: set[int] = set()
-        while process.poll() is None:
-            children |= set(children_of(process.pid))
-            time.sleep(0.02)
-        out, error = process.communicate()
+
+        def ended() -> bool:
+            children.update(get_children(process.pid))
+            return process.poll() is not None
+
+        wait_for(ended)
+        out, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2 and out == "" and not children
     (line,) = error.splitlines()
     assert line.startswith("cllm: ") and str(port) in line and "in use" in line
 
 
-def test_fault_48_port_in_use_takes_a_second_of_computing(tiny_model: Path) -> None:
+@pytest.mark.failure_mode("port-in-use")
+def test_port_in_use_takes_a_second_of_computing(tiny_model: Path) -> None:
     """Start to end, imports included; a second of the processor, which does not grow on a busy machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -90,8 +95,9 @@ def serves(server: Server) -> bool:
         return False
 
 
-def test_fault_50_more_connections_than_descriptors(narrow: Server) -> None:
-    """Those it has room for stay, the others are told 503 and closed; a stream that runs does not notice."""
+@pytest.mark.failure_mode("descriptors-exhausted")
+def test_more_connections_than_descriptors(narrow: Server) -> None:
+    """Connections within the limit stay, the others get 503; a running stream does not notice."""
     assert "file descriptors allow" in narrow.log_text
     alone = narrow.generate("go on", 100)["text"]
     with narrow.open_stream("go on", 100) as events, ExitStack() as stack:
@@ -105,7 +111,8 @@ def test_fault_50_more_connections_than_descriptors(narrow: Server) -> None:
     assert narrow.process.poll() is None
 
 
-def test_fault_50_it_serves_again_when_they_have_gone(narrow: Server) -> None:
+@pytest.mark.failure_mode("descriptors-exhausted")
+def test_it_serves_again_when_the_connections_are_closed(narrow: Server) -> None:
     for _ in range(3):
         with ExitStack() as stack:
             fill(narrow, stack, 2 * DESCRIPTORS)
@@ -113,8 +120,9 @@ def test_fault_50_it_serves_again_when_they_have_gone(narrow: Server) -> None:
     assert narrow.generate("again", 3)["generated_tokens"] == 3
 
 
-def test_fault_50_the_children_can_still_be_replaced(narrow: Server) -> None:
-    """Descriptors are kept for them: with every connection taken, the text process dies and comes back."""
+@pytest.mark.failure_mode("descriptors-exhausted")
+def test_the_workers_can_still_be_replaced(narrow: Server) -> None:
+    """Descriptors are reserved for them: with every connection taken, the tokenizer worker restarts."""
     with narrow.open_stream("go on", 1, ignore_eos=True) as events:
         list(events)
     keep = httpx.Client(base_url=narrow.url, trust_env=False, timeout=PATIENCE_S)
@@ -126,7 +134,8 @@ def test_fault_50_the_children_can_still_be_replaced(narrow: Server) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def test_fault_50_the_accept_loop_survives_when_there_is_no_descriptor_at_all(
+@pytest.mark.failure_mode("descriptors-exhausted")
+def test_the_accept_loop_survives_when_there_is_no_descriptor_at_all(
     start_for_module: StartServer,
 ) -> None:
     """Our own limit off, the system's hits: accepting fails, is logged or not, and goes on."""

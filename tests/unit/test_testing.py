@@ -14,6 +14,7 @@ from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
 from cllm.types import FinishReason, Request, RequestOutput
 from cllm.workers.messages import Report, StepReport
+from tests.profiles import examples
 from tests.unit.text.test_detokenizer import oracle, woven
 
 
@@ -33,7 +34,7 @@ def answer(prompt: list[int], stop: tuple[str, ...] = ()) -> list[RequestOutput]
     return [delta for delta in deltas if delta.request_id == "0"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(woven())
 def test_one_byte_a_token_the_text_is_the_oracles(case: tuple[str, list[str], list[int]]) -> None:
     text, stops, _ = case

@@ -398,12 +398,7 @@ MessageResponse.EXAMPLE = MessageResponse(
 class TokenCount(msgspec.Struct):
     """The response of `/v1/messages/count_tokens`."""
 
-    EXAMPLE: ClassVar[TokenCount]
-
     input_tokens: int
-
-
-TokenCount.EXAMPLE = TokenCount(14)
 
 
 class ContentDelta(msgspec.Struct):

@@ -156,13 +156,8 @@ ResponseObject.EXAMPLE = ResponseObject(
 class InputTokens(msgspec.Struct):
     """The response of `/v1/responses/input_tokens`."""
 
-    EXAMPLE: ClassVar[InputTokens]
-
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
-
-
-InputTokens.EXAMPLE = InputTokens(14)
 
 
 class ResponseEvent(StreamEvent):

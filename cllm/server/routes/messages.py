@@ -154,7 +154,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         renderer = MessageRenderer(request.id, model_name(engine, body.model), session.prompt_tokens)
         return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(f"{ROUTE}/count_tokens", **documented(TokenCount))
+    @router.post(f"{ROUTE}/count_tokens", **documented(TokenCount(14)))
     async def count(body: CountBody) -> Response:
         """Count the tokens of a conversation, as the chat template renders it."""
         engine = registry.current

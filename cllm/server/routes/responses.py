@@ -210,7 +210,7 @@ def routes(registry: EngineRegistry) -> APIRouter:
         renderer = ResponseRenderer(request.id, echo(body, model_name(engine, body.model)), body.top)
         return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(f"{ROUTE}/input_tokens", **documented(InputTokens))
+    @router.post(f"{ROUTE}/input_tokens", **documented(InputTokens(14)))
     async def input_tokens(body: ResponsesBody) -> Response:
         """Count the tokens of an input, as the chat template renders it."""
         engine = registry.current

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
+from tests.driver.server import PATIENCE_S, Server
 from tests.e2e.golden.cases import CASES, Case
 from tests.e2e.golden.normal import Event, normal, parse
-from tests.e2e.server import PATIENCE_S, Server
 
 RECORDINGS = Path(__file__).parent / "recordings"
 PROGRAM = ("import sys; from cllm.testing import main; sys.exit(main(sys.argv[1:]))", "serve")

@@ -16,10 +16,11 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
+from tests.profiles import examples
 from tests.tiny_models import make_dense
 
 QUICKLY = settings(
-    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 HUGE = st.sampled_from([0, 1, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1])
 

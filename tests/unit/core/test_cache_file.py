@@ -15,6 +15,7 @@ from cllm.core.kv_cache import cache_file as state_file
 from cllm.core.kv_cache.cache_file import Moved, Work, get_path, restore, save
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache
 from cllm.errors import CllmError, Forbidden, InvalidRequest, NotFound, StateFileError, StorageFailed
+from tests.profiles import examples
 
 HEAD = 8 + 4 + 32 + 4
 
@@ -121,7 +122,9 @@ def test_what_is_wrong_is_said(path: Path) -> None:
     refusal(path, kind=StorageFailed)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60)
+)
 @given(place=st.integers(0, 900), value=st.binary(min_size=1, max_size=9), cut=st.integers(0, 900))
 def test_no_damage_gets_in(path: Path, place: int, value: bytes, cut: int) -> None:
     run(save(tier_of(("", "abc", 300), ("t", "xyz", 300)), path, ""))

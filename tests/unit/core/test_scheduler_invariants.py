@@ -1,4 +1,4 @@
-"""The laws of DESIGN section 2, checked after every step of random lives: arrivals, cancels, failures."""
+"""The invariants, checked after every step of random scenarios: arrivals, cancels, failures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from cllm.backend.base import StepResult, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason
-from tests.unit.core.engine_sim import (
-    FORWARD_FAILURES,
-    SCENARIOS,
-    EngineSim,
-    Scenario,
-    fail_each_call_in_turn,
-    small_runner,
-)
+from tests.driver.engine import StepDriver
+from tests.driver.scenarios import SCENARIOS, STEP_FAILURES, Scenario, fail_each_call_in_turn, small_runner
 
 
 @pytest.fixture(autouse=True)
@@ -28,68 +22,72 @@ def short_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "MIN_RESTORE_TOKENS", 4)
 
 
-def of_a_family(value: int, most: int) -> bytes:
-    """A prompt of one of three families with a common beginning, so that prefixes are shared."""
+def make_family_prompt(value: int, max_tokens: int) -> bytes:
+    """A prompt of one of three families with a common prefix, so that prefixes are shared."""
     letters = random.Random(value % 3).choices(range(97, 123), k=96)
-    prompt = bytes([*letters, *b"%d" % value][-1 - value % most :])
+    prompt = bytes([*letters, *b"%d" % value][-1 - value % max_tokens :])
     return bytes(letters[: len(prompt) // 2]) + prompt[len(prompt) // 2 :]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(fate=SCENARIOS, trimmable=st.booleans())
-def test_the_laws_hold_through_any_life(fate: Scenario, trimmable: bool) -> None:
-    life = EngineSim(fate.runner(trimmable=trimmable), fate.swap_space_mb, fate.cache_mb)
-    tier = life.loop.scheduler.prefix_cache.host
+@given(scenario=SCENARIOS, trimmable=st.booleans())
+def test_invariants_hold_in_any_scenario(scenario: Scenario, trimmable: bool) -> None:
+    driver = StepDriver(
+        scenario.runner(trimmable=trimmable),
+        swap_space_mb=scenario.swap_space_mb,
+        cache_mb=scenario.cache_mb,
+    )
+    tier = driver.host_cache
     tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
     tier.swap_limit = min(tier.swap_limit, 400)
     tier.limit = max(tier.cached_limit, tier.swap_limit)
-    fate.run(life, of_a_family)
+    scenario.run(driver, make_family_prompt)
 
 
-def a_busy_life(runner: FakeRunner, cache_mb: int) -> EngineSim:
-    life = EngineSim(runner, cache_mb=cache_mb)
+def start_busy_run(runner: FakeRunner, cache_mb: int) -> StepDriver:
+    driver = StepDriver(runner, cache_mb=cache_mb)
     for number in range(6):
-        life.add(b"prompt %d " % number * (1 + number % 3), 12, ignore_eos=True)
-    if cache_mb:  # these find what the first have left behind
+        driver.add(b"prompt %d " % number * (1 + number % 3), 12, ignore_eos=True)
+    if cache_mb:  # these find prefixes of the first
         for number in range(3):
-            life.add(b"prompt %d " % number * (1 + number % 3) + b"more", 6, ignore_eos=True)
-    return life
+            driver.add(b"prompt %d " % number * (1 + number % 3) + b"more", 6, ignore_eos=True)
+    return driver
 
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("trimmable", [False, True])
-@pytest.mark.parametrize("status", [None, *FORWARD_FAILURES])
+@pytest.mark.parametrize("status", [None, *STEP_FAILURES])
 @pytest.mark.parametrize("cache_mb", [0, 1])
 def test_one_failure_at_every_native_call_in_turn(
     cache_mb: int, status: StepStatus | None, trimmable: bool, unified: bool
 ) -> None:
     fail_each_call_in_turn(
-        lambda fail: a_busy_life(small_runner(unified=unified, trimmable=trimmable, fail=fail), cache_mb),
+        lambda fail: start_busy_run(small_runner(unified=unified, trimmable=trimmable, fail=fail), cache_mb),
         status,
     )
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_the_busy_life_finds_what_was_left_behind(unified: bool) -> None:
-    life = a_busy_life(small_runner(unified=unified, trimmable=True), cache_mb=1)
-    life.run()
-    cached = [life.deltas[name][-1].usage for name in ("r6", "r7", "r8")]
+def test_the_busy_run_finds_cached_prefixes(unified: bool) -> None:
+    driver = start_busy_run(small_runner(unified=unified, trimmable=True), cache_mb=1)
+    driver.run()
+    cached = [driver.answers[name].usage for name in ("r6", "r7", "r8")]
     assert all(usage is not None and usage.cached_tokens >= 4 for usage in cached)
 
 
-def test_two_failed_steps_in_a_row_end_the_engine_and_tell_everybody() -> None:
+def test_two_failed_steps_in_a_row_end_the_engine_and_every_request() -> None:
     runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
-    life = EngineSim(runner)
-    names = [life.add(b"abc", 5) for _ in range(6)]
-    life.run()
-    assert life.died
-    assert [life.outcome(name) for name in names] == [FinishReason.ERROR] * 6
+    driver = StepDriver(runner)
+    names = [driver.add(b"abc", 5) for _ in range(6)]
+    driver.run()
+    assert driver.died
+    assert [driver.outcome(name) for name in names] == [FinishReason.ERROR] * 6
 
 
 def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
     runner = FakeRunner(sequences=4, batch_tokens=256)
-    life = EngineSim(runner)
-    names = [life.add(b"prompt %d" % number, 8, ignore_eos=True) for number in range(4)]
+    driver = StepDriver(runner)
+    names = [driver.add(b"prompt %d" % number, 8, ignore_eos=True) for number in range(4)]
     original = runner.collect
 
     def refuse_third() -> StepResult:
@@ -100,63 +98,61 @@ def test_a_refused_batch_is_bisected_and_only_the_culprit_fails() -> None:
         return original()
 
     runner.collect = refuse_third  # type: ignore[method-assign]
-    life.run()
-    outcomes = [life.outcome(name) for name in names]
+    driver.run()
+    outcomes = [driver.outcome(name) for name in names]
     assert outcomes == [FinishReason.LENGTH, FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
-    assert life.deltas["r2"][-1].error is not None
-    assert life.deltas["r2"][-1].error.code == "bad_batch"
+    assert driver.answers["r2"].error_code == "bad_batch"
 
 
 def test_a_sequence_whose_memory_was_tampered_with_fails_alone() -> None:
-    life = EngineSim(FakeRunner(sequences=2))
-    names = [life.add(b"prompt %d" % number, 20, ignore_eos=True) for number in range(2)]
-    life.step()
-    life.step()
-    life.runner.memory[0].pop()
-    life.loop.step()
-    life.run()
-    assert [life.outcome(name) for name in names] == [FinishReason.ERROR, FinishReason.LENGTH]
-    assert life.deltas["r0"][-1].error is not None
-    assert life.deltas["r0"][-1].error.code == "position_mismatch"
-    assert life.text("r1") == life.expected("r1")
+    driver = StepDriver(FakeRunner(sequences=2))
+    names = [driver.add(b"prompt %d" % number, 20, ignore_eos=True) for number in range(2)]
+    driver.step()
+    driver.step()
+    driver.fake.memory[0].pop()
+    driver.core.step()
+    driver.run()
+    assert [driver.outcome(name) for name in names] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert driver.answers["r0"].error_code == "position_mismatch"
+    assert driver.text("r1") == driver.expected("r1")
 
 
-def test_kv_pressure_parks_the_youngest_and_everybody_completes() -> None:
+def test_kv_pressure_preempts_the_youngest_and_every_request_completes() -> None:
     for swap_space_mb in (0, 1):
         runner = FakeRunner(sequences=4, cells=64, unified=True, request_tokens=60)
-        life = EngineSim(runner, swap_space_mb)
-        names = [life.add(b"prompt %d" % number, 40, ignore_eos=True) for number in range(4)]
-        life.run()
-        assert [life.outcome(name) for name in names] == [FinishReason.LENGTH] * 4
-        life.check_end()
+        driver = StepDriver(runner, swap_space_mb=swap_space_mb)
+        names = [driver.add(b"prompt %d" % number, 40, ignore_eos=True) for number in range(4)]
+        driver.run()
+        assert [driver.outcome(name) for name in names] == [FinishReason.LENGTH] * 4
+        driver.check_end()
 
 
 def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
-    life = EngineSim(FakeRunner(sequences=4))
+    driver = StepDriver(FakeRunner(sequences=4))
     usages = []
     for _ in range(300):
-        name = life.add(b"the same prompt", 16, ignore_eos=True)
-        life.run()
-        usages.append(life.deltas[name][-1].usage)
+        name = driver.add(b"the same prompt", 16, ignore_eos=True)
+        driver.run()
+        usages.append(driver.answers[name].usage)
     assert len(set(usages)) == 1
 
 
 def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
     runner = FakeRunner(sequences=4, cells=4096, batch_tokens=64)
-    life = EngineSim(runner)
-    names = [life.add(b"x" * 500, 4, seed, ignore_eos=True) for seed in range(4)]
-    life.run()
-    life.check_end()
-    usages = [life.deltas[name][-1].usage for name in names]
+    driver = StepDriver(runner)
+    names = [driver.add(b"x" * 500, 4, seed=seed, ignore_eos=True) for seed in range(4)]
+    driver.run()
+    driver.check_end()
+    usages = [driver.answers[name].usage for name in names]
     assert [usage.cached_tokens for usage in usages if usage] == [0, 499, 499, 499]
     assert [usage.decoded_tokens for usage in usages if usage] == [503, 4, 4, 4]
 
 
 def test_a_prompt_that_goes_another_way_keeps_what_is_common() -> None:
-    life = EngineSim(FakeRunner(sequences=2, cells=4096, batch_tokens=64))
-    first = life.add(b"x" * 300 + b"a" * 100, 40, ignore_eos=True)
-    second = life.add(b"x" * 300 + b"b" * 100, 40, ignore_eos=True)
-    life.run()
-    life.check_end()
-    usages = [life.deltas[name][-1].usage for name in (first, second)]
+    driver = StepDriver(FakeRunner(sequences=2, cells=4096, batch_tokens=64))
+    first = driver.add(b"x" * 300 + b"a" * 100, 40, ignore_eos=True)
+    second = driver.add(b"x" * 300 + b"b" * 100, 40, ignore_eos=True)
+    driver.run()
+    driver.check_end()
+    usages = [driver.answers[name].usage for name in (first, second)]
     assert [usage.cached_tokens for usage in usages if usage] == [0, 300]

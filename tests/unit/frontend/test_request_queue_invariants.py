@@ -13,6 +13,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import Stage, window
 from cllm.types import Request, TenantLimits
+from tests.profiles import examples
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
 
 SEQUENCES = 2
@@ -135,5 +136,8 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(50),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )

@@ -132,4 +132,4 @@ def test_the_python_api_names_a_timeout_that_makes_no_sense(timeout: float) -> N
             llm.generate("x", timeout=timeout)
         with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
             llm.generate("x", SamplingParams(ignore_eos=True), max_tokens=500, timeout=0.1)
-        assert llm.generate("x", max_tokens=2, timeout=60)[0].tokens
+        assert llm.generate("x", SamplingParams(ignore_eos=True), max_tokens=2, timeout=60)[0].tokens

@@ -15,7 +15,7 @@ from cllm.chat.reply import ParsedOutput
 from cllm.server.routes.messages import MessageRenderer
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.server.answers import answers, failed, step
+from tests.unit.chat.replies import answers, failed, step
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}

@@ -16,7 +16,7 @@ from cllm.server.protocol.responses_output import echo
 from cllm.server.routes.responses import ResponseRenderer
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.server.answers import answers, failed, logprob, step
+from tests.unit.chat.replies import answers, failed, logprob, step
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}

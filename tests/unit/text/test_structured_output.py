@@ -19,6 +19,7 @@ from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
 from cllm.workers.messages import CheckConstraint, Refused, Report, StepReport
 from cllm.workers.tokenizer import TokenizerWorker
+from tests.profiles import examples
 
 COMPILER = GrammarCompiler(FakeVocabulary())
 
@@ -80,7 +81,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(schema=SCHEMAS, seed=st.integers(0, 50))
 def test_an_answer_validates_against_its_schema(schema: dict[str, Any], seed: int) -> None:
     (deltas,) = answer(spec("json_schema", json.dumps(schema)), seed=seed)

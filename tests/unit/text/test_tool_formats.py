@@ -18,12 +18,13 @@ from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
 from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
 from cllm.text.tool_formats.generic import Generic
 from cllm.types import FinishReason
+from tests.profiles import examples
 from tests.unit.text.test_output_parser import Parts, events_of, joined
 from tests.unit.text.test_structured_output import answer, text
 
 COMPILER = GrammarCompiler(FakeVocabulary())
-DIALECTS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
-each_dialect = pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
+each_dialect = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
 
 WEATHER = Tool(
     "weather",
@@ -93,7 +94,7 @@ def test_what_was_sent_is_not_changed_and_nothing_of_it_is_lost(tool_format: Too
     assert all(isinstance(message["content"], str) for message in prepared), "templates add texts up"
 
 
-@pytest.mark.parametrize("tool_format", DIALECTS[:3], ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("tool_format", FORMATS[:3], ids=lambda tool_format: tool_format.name)
 def test_templates_get_objects_and_names(tool_format: ToolFormat) -> None:
     prepared = tool_format.prepare(TALK, [])
     calls = [call for message in prepared for call in message.get("tool_calls") or []]
@@ -117,7 +118,7 @@ def test_llama_gets_one_call_a_turn_each_with_its_result() -> None:
         *("user", "assistant", "tool", "assistant", "tool", "assistant"),
     ]
     assert all(len(message.get("tool_calls") or [1]) == 1 for message in prepared)
-    stray = {"role": "tool", "content": "x", "tool_call_id": "nobody's"}
+    stray = {"role": "tool", "content": "x", "tool_call_id": "unknown"}
     assert stray["content"] in json.dumps(Llama3().prepare([*TALK, stray], []))
 
 
@@ -193,7 +194,7 @@ def test_the_grammar_takes_what_fits_and_nothing_else(tool_format: ToolFormat) -
     )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(seed=st.integers(0, 1000), single=st.booleans(), parallel=st.booleans())
 @each_dialect
 def test_whatever_the_model_wants_its_calls_parse_and_fit(

@@ -1,4 +1,8 @@
-"""The text of a prompt run alone, and DESIGN's rule for comparing with it."""
+"""The same-text rule: greedy text under load equals the text alone, up to near ties of the top two logits.
+
+Kernels round differently at different batch sizes, so a near tie may be decided either way. `Reference`
+applies the rule to the tokens of a `StepDriver`, `Soloist` to the texts of a server.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
+from cllm.backend.llama.memory import embedded_model
+from cllm.backend.llama.runner import LlamaRunner
+from cllm.config import EngineConfig
 from cllm.types import SamplingParams
-from tests.contract.harness import Answer, Tokens, feed, text_of
-from tests.contract.kinds import Kind, open_runner
+from tests.driver.engine import Answer, Tokens
+from tests.driver.kinds import Kind, open_runner
+from tests.driver.runner import feed, text_of
 
 TIE = 0.05  # top-two logits closer than this (alone) may be chosen either way under load
 
@@ -20,7 +28,8 @@ class Alone(NamedTuple):
 
     tokens: Tokens
     logprobs: tuple[float, ...]
-    near: tuple[frozenset[int], ...]  # at each step, the tokens as good as chosen; more than one is a tie
+    # At each step, that of the end token included, the tokens as good as the chosen one: two are a tie.
+    near: tuple[frozenset[int], ...]
 
 
 class Tally(Counter[str]):
@@ -36,8 +45,8 @@ class Tally(Counter[str]):
 class Reference:
     """Runs prompts alone (and remembers them), compares answers, counts ties.
 
-    Stricter than DESIGN's rule: an answer may leave the text alone only at a tie, for a token
-    of that tie, and from there on is compared with what that beginning says alone. So every token is checked.
+    Stricter than the rule: an answer may differ from the text alone only at a tie, by a token of that tie,
+    and from there on is compared with what that prefix gives alone. So every token is checked.
     """
 
     def __init__(self, models: dict[str, Path], tally: Tally) -> None:
@@ -47,7 +56,7 @@ class Reference:
         self._known: dict[tuple[Kind, Tokens, int, bool], Alone] = {}
 
     def alone(self, kind: Kind, prompt: Tokens, max_tokens: int, *, endless: bool = False) -> Alone:
-        """What a prompt says alone; `endless` is `ignore_eos`."""
+        """The greedy answer to a prompt alone; `endless` is `ignore_eos`."""
         key = (kind, prompt, max_tokens, endless)
         if key not in self._known:
             self._known[key] = run_alone(self._runner(kind), prompt, max_tokens, endless=endless)
@@ -72,8 +81,8 @@ class Reference:
     ) -> None:
         """The same-text rule, for tokens, their logprobs and the text."""
         assert answer.error_code is None, answer.error_message
-        told = [logprob.logprob for logprob in answer.logprobs]
-        assert len(told) == len(answer.tokens)
+        logprobs = [logprob.logprob for logprob in answer.logprobs]
+        assert len(logprobs) == len(answer.tokens)
         done = 0
         while True:
             alone = self.alone(kind, prompt + answer.tokens[:done], max_tokens - done, endless=endless)
@@ -87,7 +96,7 @@ class Reference:
                 len(rest),
             )
             for step in range(min(same, len(alone.tokens))):
-                assert abs(told[done + step] - alone.logprobs[step]) < TIE
+                assert abs(logprobs[done + step] - alone.logprobs[step]) < TIE
             self._tally["ties"] += sum(len(near) > 1 for near in alone.near[: same + 1])
             if same == len(rest):
                 break
@@ -105,7 +114,7 @@ class Reference:
 
 
 def run_alone(runner: ModelRunner, prompt: Sequence[int], max_tokens: int, *, endless: bool = False) -> Alone:
-    """Greedy generation straight on the seam; leaves the sequence empty."""
+    """Greedy generation on the bare runner; leaves the sequence empty."""
     sampler = runner.create_sampler(SamplingParams(temperature=0, ignore_eos=endless))
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -115,15 +124,46 @@ def run_alone(runner: ModelRunner, prompt: Sequence[int], max_tokens: int, *, en
         result = runner.run(Batch((Row(0, runner.next_position(0), pending, 1, sampler, logprobs=8),)))
         assert result.status is StepStatus.DONE
         (found,) = result.rows[0].logprobs
+        near.append(frozenset(token for token, logprob in found.top if logprob > found.logprob - TIE))
         if runner.vocabulary.is_end(found.token):
             break
         tokens.append(found.token)
         logprobs.append(found.logprob)
-        near.append(frozenset(token for token, logprob in found.top if logprob > found.logprob - TIE))
         pending = [found.token]
     sampler.close()
     runner.truncate(0, 0)
     return Alone(tuple(tokens), tuple(logprobs), tuple(near))
+
+
+class SoloText(NamedTuple):
+    """A greedy text; `certain` is the part before the first tie."""
+
+    text: str
+    certain: str
+    tie: bool
+
+    def agrees(self, text: str) -> bool:
+        """The same-text rule."""
+        return text.startswith(self.certain) if self.tie else text == self.text
+
+
+class Soloist:
+    """One runner of one sequence: the texts of a model when it is asked alone."""
+
+    def __init__(self, model: Path | None = None) -> None:
+        path = str(model or embedded_model())
+        self.runner = LlamaRunner(EngineConfig(model=path, parallel=1, ctx_size=4096, threads=1))
+
+    def answer(self, prompt: str, max_tokens: int) -> SoloText:
+        vocabulary = self.runner.vocabulary
+        tokens = vocabulary.tokenize(prompt, add_special=True, parse_special=False)
+        alone = run_alone(self.runner, tokens, max_tokens)
+        tie = next((step for step, near in enumerate(alone.near) if len(near) > 1), None)
+        certain = text_of(vocabulary, alone.tokens[:tie])
+        return SoloText(text_of(vocabulary, alone.tokens), certain, tie is not None)
+
+    def close(self) -> None:
+        self.runner.close()
 
 
 def assert_alike(kind: Kind, found: dict[int, float], wanted: dict[int, float]) -> None:

@@ -1,4 +1,4 @@
-"""A real server in a real process, and what a client needs to talk to it."""
+"""A real server in its own process, with its workers, and what a client needs to talk to it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def children_of(pid: int) -> dict[int, str]:
+def get_children(pid: int) -> dict[int, str]:
     """The living child processes and their command lines."""
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -142,7 +142,7 @@ class Server:
 
     def stop(self, limit_s: float = 40.0) -> None:
         """SIGTERM: it must end with 0 and leave no process behind."""
-        children = children_of(self.process.pid)
+        children = get_children(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         self.wait_gone(children, limit_s)
 
@@ -160,13 +160,13 @@ class Server:
     def kill(self) -> None:
         self.client.close()
         self.process.kill()
-        self.process.wait()
+        self.process.wait(PATIENCE_S)
 
     def child(self, role: str) -> int:
-        """The process id of the engine or tokenizer worker."""
-        pattern = re.compile(rf"cllm\.(workers\.engine_worker|testing) \d+ {role}\b")
-        found = [pid for pid, line in children_of(self.process.pid).items() if pattern.search(line)]
-        assert len(found) == 1, f"{len(found)} {role} children"
+        """The process id of the worker of that role: `engine` or `tokenizer`."""
+        pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ {role}\b")
+        found = [pid for pid, line in get_children(self.process.pid).items() if pattern.search(line)]
+        assert len(found) == 1, f"{len(found)} {role} workers"
         return found[0]
 
     # Requests --------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Server:
     def generate(self, prompt: str, max_tokens: int = 16, **fields: Any) -> dict[str, Any]:
         """A greedy `/generate` that must succeed: its data."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
-        return data_of(self.post("/generate", body))
+        return get_data(self.post("/generate", body))
 
     @contextmanager
     def open_stream(self, prompt: str, max_tokens: int = 16, **fields: Any) -> Iterator[Iterator[Any]]:
@@ -194,7 +194,7 @@ class Server:
         ):
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
-            yield events_of(response.iter_lines())
+            yield parse_events(response.iter_lines())
 
     def connect(self, body: Any, path: str = "/generate") -> socket.socket:
         """Send a request over a bare socket and leave it open."""
@@ -213,7 +213,7 @@ class Server:
         return self.get("/debug/kv")
 
     def kv_is_zero(self) -> bool:
-        """Law 7: nothing leased, no cell used, and as many released as leased."""
+        """KV accounting: nothing leased, no cell in use, and as many released as leased."""
         kv = self.kv()
         counters = kv["counters"]
         return bool(
@@ -226,7 +226,7 @@ class Server:
         )
 
     def idle(self) -> bool:
-        """Nothing in KV, nobody in the ledger (which hears of an end a moment later)."""
+        """No KV cell in use, no request in the table (which hears of an end a moment later)."""
         return self.kv_is_zero() and self.get("/debug/requests") == {"requests": []}
 
     def metrics(self) -> dict[str, float]:
@@ -254,7 +254,7 @@ class Server:
 StartServer = Callable[..., Server]  # the fixture `start`
 
 
-def events_of(lines: Iterator[str]) -> Iterator[Any]:
+def parse_events(lines: Iterator[str]) -> Iterator[Any]:
     """Server-sent events: `data: JSON`, an empty line, nothing else."""
     for line in lines:
         if line:
@@ -262,7 +262,7 @@ def events_of(lines: Iterator[str]) -> Iterator[Any]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def data_of(answer: httpx.Response) -> dict[str, Any]:
+def get_data(answer: httpx.Response) -> dict[str, Any]:
     """The data of a `/generate` that succeeded."""
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -272,14 +272,14 @@ def data_of(answer: httpx.Response) -> dict[str, Any]:
     return data
 
 
-def text_of(events: list[Any]) -> str:
+def stream_text(events: list[Any]) -> str:
     """The pieces of a finished stream, joined; every event but the last is a token."""
     assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True], events[-3:]
     return "".join(event["token"] for event in events)
 
 
-class Ids:
-    """The leases in a log, replayed: an id is never leased while held (law 2)."""
+class SlotLog:
+    """The slot leases in a log, replayed: a slot is never leased while it is held."""
 
     def __init__(self, log_text: str) -> None:
         self.leases: list[tuple[int, str]] = []
@@ -292,5 +292,5 @@ class Ids:
                 self.held[int(leased)] = request
                 self.leases.append((int(leased), request))
             else:
-                self.held.pop(int(cleared))  # KeyError: cleared while nobody held it
+                self.held.pop(int(cleared))  # KeyError: cleared while it was not held
                 self.cleared += 1

@@ -1,4 +1,4 @@
-"""Control tokens with a meaning of their own, on a real vocabulary: gaps, tool calls, named templates."""
+"""Special tokens on a real vocabulary: infill marks, tool calls, named templates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from cllm.text.prompt import Gap, Snippet
 from cllm.types import InfillTokens, Request
 from cllm.workers.messages import Chat, Detokenize, RenderChat, Text, TokenizeInfill, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
-from tests.contract.harness import StepDriver, ask, native, words
-from tests.contract.kinds import DENSE, open_runner
+from tests.driver.engine import StepDriver, ask, words
+from tests.driver.kinds import DENSE, open_runner
+from tests.driver.runner import native
 from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense
 
 CONTROLS = ("<PRE>", "<SUF>", "<MID>", "<REP>", "<SEP>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -41,13 +42,13 @@ def model(taught: Path) -> Iterator[LlamaModel]:
     model.close()
 
 
-def test_the_marks_of_a_gap_are_found(model: LlamaModel, runner: LlamaRunner) -> None:
+def test_infill_marks_are_found(model: LlamaModel, runner: LlamaRunner) -> None:
     marks = InfillTokens(prefix=PRE, suffix=SUF, middle=MID, repository=REP, separator=SEP)
     assert model.vocabulary.infill == marks
     assert runner.vocabulary.infill is None
 
 
-def test_two_marks_of_three_are_none(tmp_path: Path) -> None:
+def test_two_infill_marks_of_three_are_none(tmp_path: Path) -> None:
     roles = {"fim_pre": "<PRE>", "fim_suf": "<SUF>"}
     path = make_dense(tmp_path / "half.gguf", controls=("<PRE>", "<SUF>"), roles=roles)
     model = LlamaModel(load(), path, DeferredFrees(), vocabulary_only=True)
@@ -55,7 +56,7 @@ def test_two_marks_of_three_are_none(tmp_path: Path) -> None:
     model.close()
 
 
-def test_a_gap_is_told_in_tokens_and_what_users_wrote_is_never_one_of_them(model: LlamaModel) -> None:
+def test_infill_marks_are_tokens_and_user_text_is_never_one_of_them(model: LlamaModel) -> None:
     worker = TokenizerWorker(model.vocabulary, None)
     gap = Gap(prefix="ab<SUF>", suffix="cd", prompt="x<MID>", snippets=(Snippet("<PRE>", "f.py"),))
     answer = worker.perform(TokenizeInfill(gap))
@@ -82,7 +83,7 @@ def test_a_template_for_tools_is_used_with_tools_only(model: LlamaModel) -> None
 
 def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> None:
     runner = native(open_runner({"dense": taught}, DENSE))
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
 
     def biased(name: str, *markers: str) -> Request:
         asked = ask(name, words(1, 9), 3, logit_bias=((TOOL_CALLS, 100.0),))
@@ -90,8 +91,8 @@ def test_a_control_token_is_text_only_where_it_was_asked_for(taught: Path) -> No
 
     shown, hidden = biased("shown", "[TOOL_CALLS]", "no such token"), biased("hidden")
     other = biased("other", "<|python_tag|>")
-    drive.submit(shown, hidden, other)
-    answers = drive.finish()
+    driver.submit(shown, hidden, other)
+    answers = driver.finish()
     assert {answer.tokens for answer in answers.values()} == {(TOOL_CALLS,) * 3}
     assert answers["shown"].text == "[TOOL_CALLS]" * 3
     assert answers["hidden"].text == answers["other"].text == ""

@@ -1,4 +1,4 @@
-"""What tests of faults have in common: the shape of a refusal, bare sockets, and the end of every test."""
+"""HTTP as no client library speaks it: the shape of a refusal, bare sockets, the check after a failure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.server import PATIENCE_S, Server, wait_for
+from tests.driver.server import PATIENCE_S, ROOT, Server, wait_for
 
 JSON = {"content-type": "application/json"}
-LEAKS = ("/work", "/home", "/root", "/tmp", "Traceback", ".py", ".gguf", "pydantic", 'File "', "canary")
+LEAKS = (str(ROOT), "/home", "/root", "/tmp", "Traceback", ".py", ".gguf", "pydantic", 'File "', "canary")
 
 
 def unharmed(server: Server) -> None:
-    """FAULTS' own end of every fault: alive, and empty when idle."""
+    """After every failure mode: the server is alive, and nothing is leased or in use when it is idle."""
     assert server.client.get("/health").status_code == 200
-    wait_for(server.idle, 20, "it is not empty after the fault")
+    wait_for(server.idle, 20, "requests or KV cells are left after the failure")
 
 
 def refusal(answer: httpx.Response, status: int = 400, code: str | None = None) -> str:
@@ -59,11 +59,12 @@ def field_refused(server: Server, path: str, field: str, value: str, status: int
 
 
 def dial(server: Server) -> socket.socket:
+    """A bare connection, with a limit on every wait."""
     return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """All that comes until the other side hangs up."""
+    """All that arrives until the server closes the connection."""
     data = b""
     try:
         while piece := connection.recv(65536):
@@ -74,11 +75,11 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def drip(connection: socket.socket, data: bytes, every_s: float, limit_s: float = 30.0) -> bytes:
-    """Send a byte at a time until the other side has had enough; its answer."""
+    """Send a byte at a time until the server closes the connection; its answer."""
     connection.settimeout(every_s)
     end = time.monotonic() + limit_s
     for byte in data:
-        assert time.monotonic() < end, "it was never refused"
+        assert time.monotonic() < end, "the slow request was never refused"
         try:
             connection.sendall(bytes([byte]))
             answer = connection.recv(65536)
@@ -87,4 +88,4 @@ def drip(connection: socket.socket, data: bytes, every_s: float, limit_s: float 
             continue
         except (ConnectionResetError, BrokenPipeError):
             return b""
-    raise AssertionError("all of it was read")
+    raise AssertionError("the server read all of the slow request")

@@ -1,4 +1,4 @@
-"""A cancel in mid-prefill ends the step early, through llama.cpp's abort callback; nobody else notices."""
+"""A cancel during prefill ends the step early, by llama.cpp's abort callback; other requests go on."""
 
 from __future__ import annotations
 
@@ -10,44 +10,49 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import FinishReason
 from cllm.workers.messages import Cancel, Stop, Submit
-from tests.contract.alone import Reference
-from tests.contract.harness import Answer, StepDriver, ask, words
-from tests.contract.kinds import DENSE, LAYOUTS, Kind, Opened
+from tests.driver.engine import Answer, StepDriver, ask, words
+from tests.driver.kinds import DENSE, LAYOUTS, Kind, Opened
+from tests.driver.same_text import Reference
 
 every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 
 
-class Watching:
-    """A drive that posts cancels while a forward runs, and remembers what became of each forward."""
+MAX_STEPS = 1000
 
-    def __init__(self, drive: StepDriver) -> None:
-        self.drive = drive
+
+class Watching:
+    """A driver that posts cancels while a step runs, and records the status of each step."""
+
+    def __init__(self, driver: StepDriver) -> None:
+        self.driver = driver
         self.results: list[StepStatus] = []
-        self.leaving: dict[int, str] = {}  # number of the forward -> who leaves while it runs
-        drive.runner.fail = self._forward
+        self.leaving: dict[int, str] = {}  # number of the step -> the request that is cancelled while it runs
+        driver.runner.fail = self._forward
 
     def _forward(self, number: int, batch: Batch) -> StepResult:
         if (name := self.leaving.get(number)) is not None:
-            self.drive.loop.post(Cancel(name))
-        result = self.drive.runner.inner.run(batch)
+            self.driver.core.post(Cancel(name))
+        result = self.driver.runner.inner.run(batch)
         self.results.append(result.status)
         return result
 
     def finish(self) -> dict[str, Answer]:
         """Like `StepDriver.finish`, with the inbox read between two steps as the loop does."""
-        while not self.drive.scheduler.idle:
-            assert self.drive.loop._take_commands()
-            self.drive.step()
-        return self.drive.finish()
+        for _ in range(MAX_STEPS):
+            if self.driver.scheduler.idle:
+                break
+            assert self.driver.core._take_commands()
+            self.driver.step()
+        return self.driver.finish()
 
 
 @every_kind
 def test_a_cancel_in_mid_prefill_ends_the_step_and_the_others_say_what_they_would_alone(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
-    watching = Watching(drive)
-    drive.submit(
+    driver = StepDriver(opened(kind))
+    watching = Watching(driver)
+    driver.submit(
         ask("stays", words(1, 40), 12), ask("leaves", words(2, 300), 6), ask("also", words(3, 20), 12)
     )
     watching.leaving = {1: "leaves"}
@@ -60,14 +65,14 @@ def test_a_cancel_in_mid_prefill_ends_the_step_and_the_others_say_what_they_woul
 
 
 @every_kind
-def test_a_step_in_which_the_leaving_only_generates_is_not_ended(
+def test_a_step_in_which_the_cancelled_request_only_decodes_is_not_ended(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
-    watching = Watching(drive)
-    drive.submit(ask("leaves", words(1, 4), 50))
-    drive.step(3)
-    drive.submit(ask("long", words(2, 200), 6))
+    driver = StepDriver(opened(kind))
+    watching = Watching(driver)
+    driver.submit(ask("leaves", words(1, 4), 50))
+    driver.step(3)
+    driver.submit(ask("long", words(2, 200), 6))
     watching.leaving = dict.fromkeys(range(4, 8), "leaves")
     answers = watching.finish()
     assert set(watching.results) == {StepStatus.DONE}
@@ -76,9 +81,9 @@ def test_a_step_in_which_the_leaving_only_generates_is_not_ended(
 
 
 def test_two_steps_in_a_row_are_not_taken_from_the_neighbours(opened: Opened, reference: Reference) -> None:
-    drive = StepDriver(opened(DENSE, sequences=4, batch_tokens=256))
-    watching = Watching(drive)
-    drive.submit(*(ask(f"leaves{n}", words(n, 60), 6) for n in range(3)), ask("stays", words(9, 60), 6))
+    driver = StepDriver(opened(DENSE, sequences=4, batch_tokens=256))
+    watching = Watching(driver)
+    driver.submit(*(ask(f"leaves{n}", words(n, 60), 6) for n in range(3)), ask("stays", words(9, 60), 6))
     watching.leaving = {0: "leaves0", 1: "leaves1", 2: "leaves2"}
     answers = watching.finish()
     # in the second step "leaves1" goes too, but it is let finish; the third is a step of those who generate
@@ -90,28 +95,28 @@ def test_two_steps_in_a_row_are_not_taken_from_the_neighbours(opened: Opened, re
 @pytest.mark.parametrize("command", [Cancel("long"), Stop()], ids=["cancel", "stop"])
 def test_a_native_decode_is_stopped_while_it_runs(opened: Opened, command: Cancel | Stop) -> None:
     """The flag is raised from another thread, in the middle of one decode of 4000 tokens."""
-    drive = StepDriver(opened(DENSE, sequences=1, cells=4096, batch_tokens=4096))
-    drive.answers["long"] = Answer()
+    driver = StepDriver(opened(DENSE, sequences=1, cells=4096, batch_tokens=4096))
+    driver.answers["long"] = Answer()
     entered = threading.Event()
     statuses: list[StepResult] = []
 
     def forward(number: int, batch: Batch) -> StepResult:
         entered.set()
-        statuses.append(drive.runner.inner.run(batch))
+        statuses.append(driver.runner.inner.run(batch))
         return statuses[-1]
 
-    drive.runner.fail = forward
-    loop = threading.Thread(target=drive.loop.run)
+    driver.runner.fail = forward
+    loop = threading.Thread(target=driver.core.run)
     loop.start()
-    drive.loop.post(Submit(ask("long", words(1, 4000), 4)))
+    driver.core.post(Submit(ask("long", words(1, 4000), 4)))
     assert entered.wait(30)
     inside = time.process_time() + 0.03  # it has computed; a whole such decode takes a second or so
     while time.process_time() < inside:
         time.sleep(0.002)
-    drive.loop.post(command)
-    drive.loop.post(Stop())
+    driver.core.post(command)
+    driver.core.post(Stop())
     loop.join(30)
     assert not loop.is_alive()
     assert [result.status for result in statuses] == [StepStatus.ABORTED]
     assert statuses[0].code == 2 and statuses[0].compute_s > 0.01
-    drive.check_idle()
+    driver.check_idle()

@@ -1,4 +1,4 @@
-"""What is drawn, and from which candidates, on the real library; against figures worked out here."""
+"""Samplers that select candidates (temperature, top-k, top-p, XTC, mirostat), against worked-out figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from cllm.backend.base import Batch, Row
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import SamplingParams
-from tests.contract.drawing import (
+from tests.contract.sampler_draws import (
     OFF,
     A,
     B,
@@ -24,7 +24,7 @@ from tests.contract.drawing import (
     probabilities,
     row_of,
 )
-from tests.contract.harness import StepDriver, Tokens, ask, words
+from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.tiny_models import END_OF_TEXT, TURN_END, VOCABULARY
 
 # Greedy ----------------------------------------------------------------------------------------------
@@ -104,12 +104,12 @@ def test_the_same_seed_draws_the_same_and_another_seed_something_else(
     assert draws(runner, logits, 30, seed=1) != draws(runner, logits, 30, seed=2)
 
 
-def test_the_same_seed_writes_the_same_text_whoever_else_is_there(runner: LlamaRunner) -> None:
+def test_the_same_seed_writes_the_same_text_beside_any_other_request(runner: LlamaRunner) -> None:
     def text(neighbours: int, seed: int) -> Tokens:
-        drive = StepDriver(runner)
-        drive.submit(ask("it", words(3, 10), 20, temperature=1.0, seed=seed))
-        drive.submit(*(ask(f"n{n}", words(n, 10), 20, temperature=1.0, seed=n) for n in range(neighbours)))
-        return drive.finish()["it"].tokens
+        driver = StepDriver(runner)
+        driver.submit(ask("it", words(3, 10), 20, temperature=1.0, seed=seed))
+        driver.submit(*(ask(f"n{n}", words(n, 10), 20, temperature=1.0, seed=n) for n in range(neighbours)))
+        return driver.finish()["it"].tokens
 
     assert text(0, 1) == text(0, 1) == text(2, 1)
     assert text(0, 1) != text(0, 2)

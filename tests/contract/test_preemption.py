@@ -1,13 +1,14 @@
-"""Law 5 when KV is full: one is preempted and resumed later, token for token; nobody fails."""
+"""Preemption when KV is full: one sequence is preempted and resumed later, token for token; none fails."""
 
 from __future__ import annotations
 
 import pytest
 
 from cllm.types import FinishReason
-from tests.contract.alone import Reference
-from tests.contract.harness import Answer, StepDriver, ask, feed, words
-from tests.contract.kinds import Kind, Opened
+from tests.driver.engine import Answer, StepDriver, ask, words
+from tests.driver.kinds import Kind, Opened
+from tests.driver.runner import feed
+from tests.driver.same_text import Reference
 
 POOLED = (
     Kind("fake", unified=True),
@@ -24,16 +25,16 @@ GENERATED = 250 - 90
 
 def crowd(kind: Kind, opened: Opened, swap_space_mb: int) -> StepDriver:
     """Four requests that together want four times the cells there are."""
-    drive = StepDriver(
+    driver = StepDriver(
         opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS), swap_space_mb=swap_space_mb
     )
-    drive.submit(
+    driver.submit(
         *(
             ask(f"r{seed}", words(seed, length), GENERATED, ignore_eos=True)
             for seed, length in LENGTHS.items()
         )
     )
-    return drive
+    return driver
 
 
 def check_texts(kind: Kind, reference: Reference, answers: dict[str, Answer]) -> None:
@@ -41,8 +42,8 @@ def check_texts(kind: Kind, reference: Reference, answers: dict[str, Answer]) ->
         reference.check(kind, words(seed, length), GENERATED, answers[f"r{seed}"], endless=True)
 
 
-def swap_room(drive: StepDriver) -> int:
-    host = drive.scheduler.prefix_cache.host
+def swap_room(driver: StepDriver) -> int:
+    host = driver.scheduler.prefix_cache.host
     return host.swap_limit - host.swapped_bytes
 
 
@@ -53,24 +54,24 @@ def recomputed(answers: dict[str, Answer]) -> int:
 def test_preempted_requests_are_swapped_in_token_for_token(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = crowd(kind, opened, swap_space_mb=64)
-    budget = swap_room(drive)
-    answers = drive.finish()
-    assert drive.runner.saves > 0, "none was preempted: this proves nothing"
+    driver = crowd(kind, opened, swap_space_mb=64)
+    budget = swap_room(driver)
+    answers = driver.finish()
+    assert driver.runner.saves > 0, "none was preempted: this proves nothing"
     assert recomputed(answers) == 0, "what was saved is not computed again"
-    assert swap_room(drive) == budget
+    assert swap_room(driver) == budget
     check_texts(kind, reference, answers)
-    drive.submit(*(ask(f"later{seed}", words(seed, 30), 6) for seed in range(6)))
-    drive.finish()
+    driver.submit(*(ask(f"later{seed}", words(seed, 30), 6) for seed in range(6)))
+    driver.finish()
     for seed in range(6):
         reference.check(kind, words(seed, 30), 6, answers[f"later{seed}"])
 
 
 def test_without_swap_space_they_are_recomputed(kind: Kind, opened: Opened, reference: Reference) -> None:
-    drive = crowd(kind, opened, swap_space_mb=0)
-    answers = drive.finish()
+    driver = crowd(kind, opened, swap_space_mb=0)
+    answers = driver.finish()
     assert recomputed(answers) > 0
-    assert swap_room(drive) == 0
+    assert swap_room(driver) == 0
     check_texts(kind, reference, answers)
     oldest = answers["r1"]
     assert oldest.ids == {0} and oldest.recomputed == 0, "it is never preempted"
@@ -79,14 +80,14 @@ def test_without_swap_space_they_are_recomputed(kind: Kind, opened: Opened, refe
 def test_a_preempted_request_can_be_cancelled_and_gives_its_ram_back(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = crowd(kind, opened, swap_space_mb=64)
-    budget = swap_room(drive)
-    while swap_room(drive) == budget and not drive.scheduler.idle:
-        drive.step()
-    preempted = drive.scheduler.snapshot().waiting[0]  # it is older than who has not begun
-    drive.scheduler.cancel(preempted)
-    assert swap_room(drive) == budget
-    answers = drive.finish()
+    driver = crowd(kind, opened, swap_space_mb=64)
+    budget = swap_room(driver)
+    while swap_room(driver) == budget and not driver.scheduler.idle:
+        driver.step()
+    preempted = driver.scheduler.snapshot().waiting[0]  # it is older than who has not begun
+    driver.scheduler.cancel(preempted)
+    assert swap_room(driver) == budget
+    answers = driver.finish()
     assert answers.pop(preempted).finish_reason is FinishReason.CANCELLED
     for seed, length in LENGTHS.items():
         if f"r{seed}" in answers:
@@ -96,15 +97,16 @@ def test_a_preempted_request_can_be_cancelled_and_gives_its_ram_back(
 def test_a_lone_sequence_that_cannot_go_on_ends_with_length(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS))
-    feed(drive.runner, 3, words(9, CELLS - 20))  # somebody's cells that no one will give back
-    drive.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
-    drive.step(30)
-    assert drive.scheduler.idle
-    answer = drive.answers["lone"]
+    driver = StepDriver(opened(kind, sequences=4, cells=CELLS, request_tokens=CELLS))
+    feed(driver.runner, 3, words(9, CELLS - 20))  # cells that are never freed
+    driver.filled = {3}
+    driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
+    driver.step(30)
+    assert driver.scheduler.idle
+    answer = driver.answers["lone"]
     assert answer.finish_reason is FinishReason.LENGTH
     # 12 of the prompt and 8 of the answer are computed; the ninth is known but finds no room
     assert len(answer.tokens) == 9 and answer.work.cells == 20
-    drive.runner.truncate(3, 0)
-    drive.check_idle()
+    driver.runner.truncate(3, 0)
+    driver.check_idle()
     reference.check(kind, words(2, 12), 9, answer, endless=True)

@@ -1,4 +1,4 @@
-"""Law 10: a failed step is undone whole, and nobody's text shows that it happened."""
+"""Whole-step rollback: a failed step is undone whole, and no text shows that it happened."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.errors import EngineDied
 from cllm.workers.messages import Submit
-from tests.contract.alone import Reference
-from tests.contract.harness import Aborts, Answer, CheckedRunner, StepDriver, ask, native, words
-from tests.contract.kinds import LAYOUTS, NATIVE_LAYOUTS, Kind, Opened
+from tests.driver.engine import Answer, StepDriver, ask, words
+from tests.driver.kinds import LAYOUTS, NATIVE_LAYOUTS, Kind, Opened
+from tests.driver.runner import Aborts, CheckedRunner, native
+from tests.driver.same_text import Reference
 
 every_kind = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 native_kinds = pytest.mark.parametrize("kind", NATIVE_LAYOUTS, ids=lambda kind: kind.label)
@@ -58,13 +59,13 @@ def failing(
         ("all", StepStatus.FAILED),
     ],
 )
-def test_a_failed_step_is_undone_whatever_it_had_computed(
+def test_a_failed_step_is_rolled_back_whatever_it_had_computed(
     kind: Kind, part: str, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
-    drive.runner.fail = failing(drive.runner, part, status, lambda number: number in (2, 7, 9, 13))
-    drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in LENGTHS.items()))
-    answers = drive.finish()
+    driver = StepDriver(opened(kind))
+    driver.runner.fail = failing(driver.runner, part, status, lambda number: number in (2, 7, 9, 13))
+    driver.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in LENGTHS.items()))
+    answers = driver.finish()
     for seed, length in LENGTHS.items():
         reference.check(kind, words(seed, length), 6, answers[f"r{seed}"])
     recomputed = sum(answer.recomputed for answer in answers.values())
@@ -78,47 +79,47 @@ def test_a_failed_step_is_undone_whatever_it_had_computed(
 def test_steps_aborted_one_after_the_other_only_cost_time(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind))
-    drive.runner.fail = failing(drive.runner, "all", StepStatus.ABORTED, lambda number: number % 4 != 0)
-    drive.submit(*(ask(f"r{seed}", words(seed, 30), 5) for seed in range(4)))
-    answers = drive.finish()
+    driver = StepDriver(opened(kind))
+    driver.runner.fail = failing(driver.runner, "all", StepStatus.ABORTED, lambda number: number % 4 != 0)
+    driver.submit(*(ask(f"r{seed}", words(seed, 30), 5) for seed in range(4)))
+    answers = driver.finish()
     for seed in range(4):
         reference.check(kind, words(seed, 30), 5, answers[f"r{seed}"])
 
 
 @every_kind
-def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told(kind: Kind, opened: Opened) -> None:
-    drive = StepDriver(opened(kind))
-    drive.runner.fail = failing(drive.runner, "half", StepStatus.FAILED, lambda number: number in (3, 4))
+def test_two_failed_steps_in_a_row_end_the_engine_and_every_request(kind: Kind, opened: Opened) -> None:
+    driver = StepDriver(opened(kind))
+    driver.runner.fail = failing(driver.runner, "half", StepStatus.FAILED, lambda number: number in (3, 4))
     for seed in range(5):
-        drive.answers[f"r{seed}"] = Answer()
-        drive.loop.inbox.put(Submit(ask(f"r{seed}", words(seed, 30), 8)))
+        driver.answers[f"r{seed}"] = Answer()
+        driver.core.inbox.put(Submit(ask(f"r{seed}", words(seed, 30), 8)))
     with pytest.raises(EngineDied, match="two steps in a row"):
-        drive.loop.run()
-    drive.check_idle()
-    assert {answer.error_code for answer in drive.answers.values()} == {"engine_died"}
+        driver.core.run()
+    driver.check_idle()
+    assert {answer.error_code for answer in driver.answers.values()} == {"engine_died"}
 
 
 @native_kinds
-def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
+def test_an_aborted_decode_harms_no_sequence_of_a_later_ubatch(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     # Was (recurrent): llama.cpp swaps the cells of sequences while it lays out a physical batch, and copies
     # the states inside the graph. Aborted before that, "r3" (of a later physical batch of the same decode)
-    # is left with somebody else's state at its own right position. See Scheduler._rollback_step.
+    # is left with the state of another sequence at its own right position. See Scheduler._rollback_step.
     lengths = {0: 70, 1: 70, 2: 4, 3: 1}
-    drive = StepDriver(opened(kind, sequences=4))
-    drive.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
-    aborts = Aborts(native(drive.runner))
+    driver = StepDriver(opened(kind, sequences=4))
+    driver.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))
+    aborts = Aborts(native(driver.runner))
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         aborts.at = 0 if number == 1 else None
-        return drive.runner.inner.run(batch)
+        return driver.runner.inner.run(batch)
 
-    drive.runner.fail = fail
+    driver.runner.fail = fail
     with aborts.watching():
-        answers = drive.finish()
-    assert [row.seq_id for row in drive.runner.batches[1].rows] == [0, 2, 3]
+        answers = driver.finish()
+    assert [row.seq_id for row in driver.runner.batches[1].rows] == [0, 2, 3]
     for seed, length in lengths.items():
         reference.check(kind, words(seed, length), 6, answers[f"r{seed}"])
 
@@ -128,26 +129,26 @@ def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
 def test_a_decode_that_llama_aborts_at_any_node_leaves_every_text_right(
     kind: Kind, seed: int, opened: Opened, reference: Reference
 ) -> None:
-    drive = StepDriver(opened(kind, sequences=4))
+    driver = StepDriver(opened(kind, sequences=4))
     source = random.Random(seed)
     lengths = {number: source.choice([1, 5, 40, 70, 310]) for number in range(10)}
-    drive.submit(*(ask(f"r{number}", words(number, length), 6) for number, length in lengths.items()))
-    aborts = Aborts(native(drive.runner))
+    driver.submit(*(ask(f"r{number}", words(number, length), 6) for number, length in lengths.items()))
+    aborts = Aborts(native(driver.runner))
     aborted: list[Batch] = []
 
     def fail(number: int, batch: Batch) -> StepResult | None:
         aborts.nodes = 0
         # not for ever: a recurrent model starts anew each time
         aborts.at = source.randrange(60) if number % 3 and len(aborted) < 12 else None
-        result = drive.runner.inner.run(batch)
+        result = driver.runner.inner.run(batch)
         if result.status is not StepStatus.DONE:
             assert result.status is StepStatus.ABORTED and result.code == 2 and result.rows == ()
             aborted.append(batch)
         return result
 
-    drive.runner.fail = fail
+    driver.runner.fail = fail
     with aborts.watching():
-        answers = drive.finish()
+        answers = driver.finish()
     assert len(aborted) > 5, "too few decodes were aborted: this proves nothing"
     for number, length in lengths.items():
         reference.check(kind, words(number, length), 6, answers[f"r{number}"])

@@ -1,4 +1,4 @@
-"""kill -9 of everything in turn: law 8."""
+"""Survives native death: kill -9 of each process in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from tests.e2e.server import Server, StartServer, alive, children_of, wait_for
+from tests.driver.server import Server, StartServer, alive, get_children, wait_for
 
 LONG = 4000
 
@@ -74,7 +74,7 @@ def test_an_engine_that_dies_while_loading_is_one_line(tiny_model: Path, tmp_pat
 
 def engine_of(server: Server) -> int:
     """The engine child of a server that is still starting; 0: none yet."""
-    lines = children_of(server.process.pid).items()
+    lines = get_children(server.process.pid).items()
     return next(
         (pid for pid, line in lines if "cllm.workers.engine_worker" in line and " engine " in line), 0
     )
@@ -82,7 +82,7 @@ def engine_of(server: Server) -> int:
 
 def test_death_of_the_server_takes_its_children_along(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
-    children = children_of(server.process.pid)
+    children = get_children(server.process.pid)
     assert len(children) == 2
     with server.connect({"prompt": "running", "max_tokens": LONG, "temperature": 0}):
         wait_for(lambda: server.kv()["sequences"]["leased"] == 1)

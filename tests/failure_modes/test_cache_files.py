@@ -1,4 +1,4 @@
-"""FAULTS 46 and 47: saved state that is corrupt, and a disk that is full."""
+"""Cache files: a saved prefix cache that is corrupt, and a disk that is full."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.server import SERVE, Server, StartServer
-from tests.failure_modes.harness import refusal, unharmed
+from tests.driver.http import refusal, unharmed
+from tests.driver.server import SERVE, Server, StartServer
 
-PROMPT = "a long beginning that is worth keeping, " * 20
+PROMPT = "a long prefix that is worth keeping, " * 20
 
 
 def save(server: Server, name: str = "warm") -> httpx.Response:
@@ -24,7 +24,7 @@ def restore(server: Server, name: str = "warm") -> httpx.Response:
 
 
 def cached(server: Server) -> int:
-    """Ask with the long beginning: how many of its tokens were taken over."""
+    """Ask with the long prefix: how many of its tokens came from the cache."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     usage = server.post("/v1/completions", body).json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
@@ -34,7 +34,8 @@ def failures(server: Server) -> float:
     return server.metrics()["cllm_state_file_failures_total"]
 
 
-def test_fault_46_a_saved_state_that_is_corrupt(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.failure_mode("corrupt-cache-file")
+def test_a_saved_state_that_is_corrupt(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "states"
     server = start(str(tiny_model), "--threads", "1", "--state-dir", str(folder))
     text = server.generate(PROMPT, 16)["text"]
@@ -72,7 +73,8 @@ def test_fault_46_a_saved_state_that_is_corrupt(start: StartServer, tiny_model: 
     server.stop()
 
 
-def test_fault_46_without_a_folder_it_says_how(tiny: Server) -> None:
+@pytest.mark.failure_mode("corrupt-cache-file")
+def test_without_a_cache_folder_the_refusal_says_how(tiny: Server) -> None:
     assert "--state-dir" in refusal(save(tiny), 403)
     assert "--state-dir" in refusal(restore(tiny), 403)
 
@@ -96,7 +98,8 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_fault_47_disk_full(
+@pytest.mark.failure_mode("disk-full")
+def test_disk_full(
     start: StartServer, tiny_model: Path, tmp_path: Path, small_disk: tuple[Path, str]
 ) -> None:
     """Saving is answered with an error, a stream meanwhile goes on, nothing is left on the disk."""

@@ -1,14 +1,13 @@
-"""Whatever an answer is made of, it comes as blocks that begin, grow and end, one after another."""
+"""`ReplyBuilder`: any reply comes as blocks that start, grow and end, one after another."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 
-from cllm.chat.conversation import MessageBuilder
 from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockKind, BlockStart, ParsedOutput, ReplyBuilder
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.server.answers import USAGE, answers, logprob, said, step
+from tests.unit.chat.replies import USAGE, answers, logprob, said, step
 
 
 @settings(deadline=None)
@@ -53,7 +52,7 @@ def test_what_the_length_ends_is_cut() -> None:
     assert [block.cut for block in reply.blocks] == [False, True]
 
 
-def test_tokens_of_thoughts_are_counted() -> None:
+def test_tokens_of_reasoning_are_counted() -> None:
     reply = ReplyBuilder()
     reply.add(*step(ReasoningText("a"), tokens=3))
     reply.add(*step(tokens=2))  # held back
@@ -65,7 +64,7 @@ def test_tokens_of_thoughts_are_counted() -> None:
 def test_logprobs_stay_with_the_words() -> None:
     reply = ReplyBuilder()
     reply.add(*step(ReasoningText("t"), logprobs=(logprob("t"),)))
-    reply.add(*step(logprobs=(logprob("a"),)))  # of a text that is held back in the thoughts' block
+    reply.add(*step(logprobs=(logprob("a"),)))  # of a text that is held back in the reasoning' block
     reply.add(*step(ContentText("b"), logprobs=(logprob("b"),)))
     reply.add(*step(logprobs=(logprob("c"),)))
     grown = reply.add(*step(ContentText("cd"), logprobs=(logprob("d"),)))
@@ -77,36 +76,3 @@ def test_logprobs_stay_with_the_words() -> None:
     reply.add(*step(ToolCallArguments(0, "{}"), logprobs=(logprob("y"),), end=FinishReason.STOP))
     assert [entry.pieces[0] for entry in reply.blocks[1].logprobs] == [b"b", b"c", b"d"]
     assert [len(block.logprobs) for block in reply.blocks] == [0, 3, 0]
-
-
-def test_turns_are_put_together() -> None:
-    builder = MessageBuilder()
-    builder.add_text("system", "one")
-    builder.add_text("system", "two")
-    builder.add_text("user", "a")
-    builder.add_text("user", "b")
-    builder.add_reasoning("hm")
-    builder.add_text("assistant", "c")
-    builder.add_tool_call("1", "look", "{}")
-    builder.add_tool_call("2", "look", "{}")
-    builder.add_tool_result("1", "found")
-    builder.add_text("assistant", "d")
-    builder.add_text("assistant", "e")
-    assert [(turn["role"], turn["content"]) for turn in builder.messages] == [
-        ("system", "one\ntwo"),
-        ("user", "a"),
-        ("user", "b"),
-        ("assistant", "c"),
-        ("tool", "found"),
-        ("assistant", "d"),
-        ("assistant", "e"),
-    ]
-    assert builder.messages[3]["reasoning_content"] == "hm"
-    assert [call["id"] for call in builder.messages[3]["tool_calls"]] == ["1", "2"]
-
-
-def test_turns_in_a_row_can_be_combined() -> None:
-    builder = MessageBuilder(combine=True)
-    for role, text in (("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")):
-        builder.add_text(role, text)
-    assert [turn["content"] for turn in builder.messages] == ["a\nb", "c\nd"]

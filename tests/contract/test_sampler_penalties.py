@@ -1,4 +1,4 @@
-"""What rewrites logits before the choice, on the real library; and clones of samplers that remember."""
+"""Samplers that rewrite logits: bias, penalties, DRY; and clones of samplers with a history."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import FinishReason, SamplingParams
-from tests.contract.drawing import (
+from tests.contract.sampler_draws import (
     OFF,
     A,
     B,
@@ -24,7 +24,7 @@ from tests.contract.drawing import (
     draws,
     row_of,
 )
-from tests.contract.harness import StepDriver, Tokens, ask, words
+from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.tiny_models import END_OF_TEXT, TURN_END
 
 
@@ -36,14 +36,14 @@ def test_logit_bias_forces_and_forbids(runner: LlamaRunner, logits: Logits, temp
 
 
 def test_a_forced_end_ends_unless_ends_are_ignored(runner: LlamaRunner) -> None:
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
     forced = tuple((token, 100.0) for token in (END_OF_TEXT, TURN_END))
-    drive.submit(
+    driver.submit(
         ask("ends", words(1, 5), 10, logit_bias=forced),
         ask("greedy", words(1, 5), 10, logit_bias=forced, ignore_eos=True),
         ask("drawn", words(1, 5), 10, temperature=1.0, logit_bias=forced, ignore_eos=True),
     )
-    answers = drive.finish()
+    answers = driver.finish()
     assert (answers["ends"].tokens, answers["ends"].finish_reason) == ((), FinishReason.STOP)
     for name in ("greedy", "drawn"):
         assert answers[name].finish_reason is FinishReason.LENGTH and len(answers[name].tokens) == 10
@@ -88,25 +88,25 @@ def test_penalties_rewrite_logits_as_documented(
 
 
 def test_a_repetition_penalty_changes_greedy_text(runner: LlamaRunner) -> None:
-    drive = StepDriver(runner)
-    drive.submit(
+    driver = StepDriver(runner)
+    driver.submit(
         ask("plain", words(4, 10), 40),
         ask("penalised", words(4, 10), 40, repetition_penalty=1.5, penalty_last_n=-1),
     )
-    answers = drive.finish()
+    answers = driver.finish()
     assert len(set(answers["penalised"].tokens)) > len(set(answers["plain"].tokens))
 
 
 @pytest.mark.parametrize("parameters", [{"frequency_penalty": 2.0}, {"repetition_penalty": 10.0}])
 def test_penalties_see_the_prompt(runner: LlamaRunner, parameters: dict[str, Any]) -> None:
-    drive = StepDriver(runner)
+    driver = StepDriver(runner)
     favoured = ((C, 30.0),)
-    drive.submit(
+    driver.submit(
         ask("seen", (C,) * 30, 1, logit_bias=favoured, **parameters),
         ask("unseen", (D,) * 30, 1, logit_bias=favoured, **parameters),
         ask("out of sight", (*(C,) * 30, D), 1, logit_bias=favoured, penalty_last_n=1, **parameters),
     )
-    answers = drive.finish()
+    answers = driver.finish()
     assert answers["seen"].tokens != (C,)
     assert answers["unseen"].tokens == answers["out of sight"].tokens == (C,)
 
@@ -129,7 +129,7 @@ def test_dry_penalises_what_would_go_on_with_a_repetition(
     assert draws(runner, row, 1, history=history, temperature=0, dry_multiplier=multiplier) == [expected]
 
 
-def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_get_lookback(runner: LlamaRunner) -> None:
+def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_lookback(runner: LlamaRunner) -> None:
     row, history = row_of(C=2.0, D=1.5), (A, B, C, A, B)
 
     def chosen(**dry: Any) -> int:

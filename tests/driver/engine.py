@@ -1,0 +1,292 @@
+"""The engine core on the test's own thread, one step at a time, with its invariants checked after each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from cllm.backend.base import Drafter, ModelRunner
+from cllm.config import EngineConfig
+from cllm.core.engine_core import EngineCore
+from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.spec_decode import SpecDecodePolicy
+from cllm.core.step_cost import StepCostModel
+from cllm.errors import EngineDied
+from cllm.testing import FakeRunner, expected_text, expected_vector
+from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
+from cllm.workers.messages import Cancel, Report, StepReport, StepStats, Submit
+from tests.driver.runner import CheckedRunner
+
+Tokens = tuple[int, ...]
+
+
+@dataclass
+class Answer:
+    """Everything that one request received."""
+
+    text: str = ""
+    tokens: Tokens = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    embeddings: tuple[bytes, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error_code: str | None = None
+    error_message: str = ""
+    ids: set[int] = field(default_factory=set)  # slots it was computed in
+
+    def take(self, output: RequestOutput) -> None:
+        assert self.finish_reason is None, "one terminal event: nothing comes after it"
+        self.text += output.text
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.embeddings += output.embeddings
+        self.finish_reason = output.finish_reason
+        self.usage = output.usage
+        if output.error is not None:
+            self.error_code, self.error_message = output.error.code, output.error.message
+
+    @property
+    def work(self) -> Usage:
+        assert self.usage is not None
+        return self.usage
+
+    @property
+    def recomputed(self) -> int:
+        """Tokens that went through the model a second time."""
+        return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
+
+
+class StepDriver:
+    """An `EngineCore` that runs only when a test says `step`, `run` or `finish`.
+
+    The runner may be any; a `CheckedRunner` is put around it. `settings` are fields of `EngineConfig`.
+    On a `FakeRunner` the driver also knows what each slot must hold and what each text must be.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        swap_space_mb: int = 64,
+        cache_mb: int = 0,
+        new_drafter: Callable[[], Drafter] | None = None,
+        cost: StepCostModel | None = None,
+        **settings: Any,
+    ) -> None:
+        self.runner = runner if isinstance(runner, CheckedRunner) else CheckedRunner(runner)
+        config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
+        room = max(0, runner.limits.batch_tokens - runner.limits.sequences)
+        drafts = new_drafter and eager_drafts(new_drafter, min(config.draft_tokens, room))
+        self.core = EngineCore(self.runner, config, self._take, cost=cost, spec_decode=drafts)
+        self.scheduler = self.core.scheduler
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, Answer] = {}
+        self.stats: list[StepStats] = []
+        self.died = False
+        self.filled: set[int] = set()  # slots that the test itself put tokens into
+        self.kv_runs_out = False  # NO_ROOM is simulated: a lone request may end early, with `length`
+
+    # Requests ---------------------------------------------------------------------------------------
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.requests[request.id] = request
+            self.answers[request.id] = Answer()
+            self.core._handle(Submit(request))
+
+    def add(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> str:
+        """Submit a prompt with the next name: `r0`, `r1`, …; `fields` of the request or of its sampling."""
+        sampling = {name: fields.pop(name) for name in ("seed", "ignore_eos") if name in fields}
+        name = f"r{len(self.requests)}"
+        self.submit(
+            Request(
+                id=name,
+                prompt=tuple(prompt),
+                max_tokens=max_tokens,
+                sampling=SamplingParams(**sampling),
+                **fields,
+            )
+        )
+        return name
+
+    def embed(self, *inputs: Sequence[int]) -> str:
+        """Submit inputs to embed, with the next name."""
+        return self.add((), 0, embed=tuple(map(tuple, inputs)))
+
+    def cancel(self, name: str) -> None:
+        self.core._handle(Cancel(name))
+
+    def _take(self, report: Report) -> None:
+        if isinstance(report, StepReport):
+            self.stats.append(report.stats)
+            for output in report.outputs:
+                self.answers[output.request_id].take(output)
+
+    # Steps ------------------------------------------------------------------------------------------
+
+    def step(self, count: int = 1) -> None:
+        """Some steps; the invariants hold after each. A dying engine raises, with every request ended."""
+        for _ in range(count):
+            try:
+                self.core.step()
+            except EngineDied as error:
+                self.died = True
+                self._end_all(error)
+                self.check_invariants()
+                raise
+            self.check_invariants()
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Step until nothing is left to do, or the engine died."""
+        with suppress(EngineDied):
+            for _ in range(max_steps):
+                if self.died:
+                    return
+                self.step()  # once at least: it brings the outputs of cancelled requests, too
+                if self.core.idle:
+                    break
+        assert self.died or self.core.idle, f"not idle after {max_steps} steps"
+
+    def finish(self, max_steps: int = 20_000) -> dict[str, Answer]:
+        """Step until every request is answered; then nothing is left. An engine that dies raises."""
+        for _ in range(max_steps):
+            self.step()
+            if self.core.idle:
+                break
+        assert self.core.idle, f"not idle after {max_steps} steps"
+        self.check_idle()
+        return self.answers
+
+    # Answers ----------------------------------------------------------------------------------------
+
+    def outcome(self, name: str) -> FinishReason:
+        reason = self.answers[name].finish_reason
+        assert reason is not None, f"{name} has no terminal event"
+        return reason
+
+    def usage(self, name: str) -> Usage:
+        return self.answers[name].work
+
+    def text(self, name: str) -> str:
+        return self.answers[name].text
+
+    @property
+    def fake(self) -> FakeRunner:
+        """The fake runner inside."""
+        assert isinstance(self.runner.inner, FakeRunner)
+        return self.runner.inner
+
+    def expected(self, name: str) -> str:
+        """The whole text of a request, as the fake's model gives it."""
+        request = self.requests[name]
+        limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
+        ends = not request.sampling.ignore_eos
+        return expected_text(request.prompt, limit, request.sampling.seed, ends=ends)
+
+    # Checks -----------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """What holds after every step."""
+        leases, pool = self.scheduler.pool.leases, self.scheduler.pool
+        # Slots: each is held once, by a running request; the rest are free, or retired for ever.
+        held = {lease.seq_id for lease in leases}
+        assert len(held) == len({lease.request_id for lease in leases}) == len(leases)
+        assert len(held) == self.scheduler.running_count
+        assert len(held) + pool.free_count + len(pool.retired) == pool.size
+        for lease in leases:
+            self.answers[lease.request_id].ids.add(lease.seq_id)
+        # KV accounting in host RAM: no budget is exceeded.
+        host = self.host_cache
+        assert host.cached_bytes <= host.cached_limit and host.swapped_bytes <= host.swap_limit
+        assert host.cached_bytes + host.swapped_bytes <= host.limit
+        assert host.cached_bytes == sum(entry.size for entry in host.entries)
+        if isinstance(self.runner.inner, FakeRunner):
+            self._check_memory(self.runner.inner)
+
+    def _check_memory(self, fake: FakeRunner) -> None:
+        """A free slot is empty, a leased one holds only its own tokens, a cached state is of its tokens."""
+        leases = {lease.seq_id: lease.request_id for lease in self.scheduler.pool.leases}
+        for seq_id, memory in enumerate(fake.memory):
+            if (name := leases.get(seq_id)) is not None:
+                known = [*self.requests[name].prompt, *self.answers[name].tokens]
+                assert memory == known[: len(memory)]
+            elif seq_id not in self.scheduler.pool.retired | self.filled:
+                assert memory == []
+        for entry in self.host_cache.entries:
+            assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
+
+    def check_idle(self) -> None:
+        """Nothing is left: no lease, no cell in use, no sampler, and every request has its terminal event."""
+        self.scheduler.check_idle()
+        self.core.embedding.check_idle()
+        assert self.scheduler.pool.leases == () and not self.scheduler.pool.retired
+        assert self.scheduler.cells_used == 0
+        assert not any(map(self.runner.next_position, range(self.runner.limits.sequences)))
+        assert self.runner.open_samplers == 0
+        assert all(answer.finish_reason is not None for answer in self.answers.values())
+
+    def check_end(self) -> None:
+        """On the fake, after failures: one terminal event each, right texts, and nothing is left."""
+        for name in self.requests:
+            self.check_answer(name)
+        assert self.runner.open_samplers == 0
+        if not self.died and not self.scheduler.pool.retired:
+            self.fake.fail = None
+            self.check_idle()
+
+    def check_answer(self, name: str) -> None:
+        """On the fake: a request that ended well has the right text, any other a prefix of it."""
+        reason, request, answer = self.outcome(name), self.requests[name], self.answers[name]
+        if request.embed:
+            if reason is FinishReason.STOP:
+                assert answer.embeddings == tuple(map(expected_vector, request.embed))
+                assert answer.work.prompt_tokens == sum(map(len, request.embed))
+            else:
+                assert answer.embeddings == ()
+        elif reason is FinishReason.STOP or (reason is FinishReason.LENGTH and not self.kv_runs_out):
+            assert answer.text == self.expected(name), name
+        else:
+            assert self.expected(name).startswith(answer.text), name
+
+    # Internals of the core: nothing else here reaches deeper than `scheduler.pool` ----------------------
+
+    @property
+    def host_cache(self) -> HostKVCache:
+        """The tier of the KV cache in host RAM."""
+        return self.scheduler.prefix_cache.host
+
+    def freeze_cost(self) -> Self:
+        """From now on no measurement decides what pays, or how much is computed at once."""
+        self.scheduler.budget.cost.frozen = True
+        return self
+
+    def _end_all(self, error: EngineDied) -> None:
+        """As `EngineCore.run` does when it dies."""
+        self.scheduler.fail_all(error)
+        self.core.embedding.fail_all(error)
+        for output in self.core._take_outputs():
+            self.answers[output.request_id].take(output)
+
+
+def eager_drafts(new_drafter: Callable[[], Drafter], max_tokens: int) -> SpecDecodePolicy:
+    """Drafts that are submitted at once, without having come true before."""
+    policy = SpecDecodePolicy(max_tokens, new_drafter)
+    policy.NGRAM_ACCEPTANCE = policy.MODEL_ACCEPTANCE
+    return policy
+
+
+def ask(
+    name: str, prompt: Sequence[int], max_tokens: int = 8, *, logprobs: int = 2, **sampling: Any
+) -> Request:
+    """A greedy request, unless `sampling` says otherwise."""
+    params = SamplingParams(**{"temperature": 0, **sampling})
+    return Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens, sampling=params, logprobs=logprobs)
+
+
+def words(seed: int, length: int) -> Tokens:
+    """A prompt of `length` tokens, the same for the same seed."""
+    source = random.Random(seed)
+    return tuple(source.randrange(32, 127) for _ in range(length))

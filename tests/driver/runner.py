@@ -1,0 +1,181 @@
+"""A runner that checks its caller, and what tests do on a bare runner."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cllm.backend.base import Batch, BatchKind, Drafter, ModelRunner, Row, Sampler, StepResult, StepStatus
+from cllm.backend.llama.runner import LlamaRunner
+from cllm.backend.llama.sampler import LlamaSampler
+from cllm.testing import FakeRunner, FakeSampler
+from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, Vocabulary
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class CheckedRunner(ModelRunner):
+    """A runner that checks the batches it is given, records them, and fails where `fail` says so.
+
+    `fail` gets the number of a step and its batch; a result that it returns becomes the step's result.
+    """
+
+    def __init__(self, inner: ModelRunner) -> None:
+        self.inner = inner
+        self.fail: Callable[[int, Batch], StepResult | None] = lambda number, batch: None
+        self.batches: list[Batch] = []
+        self.samplers: list[Sampler] = []
+        self.saves = 0
+        self._failed: StepResult | None = None  # of the step in flight
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.inner.info
+
+    @property
+    def limits(self) -> Limits:
+        return self.inner.limits
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.inner.vocabulary
+
+    def submit(self, batch: Batch) -> None:
+        ids = [row.seq_id for row in batch.rows]
+        assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
+        assert batch.token_count <= self.limits.batch_tokens
+        # The fake checks positions itself; asking it here would count as one of its native calls.
+        if batch.kind is BatchKind.GENERATE and not isinstance(self.inner, FakeRunner):
+            for row in batch.rows:
+                assert row.position == self.inner.next_position(row.seq_id), "positions are derived"
+        self.batches.append(batch)
+        self._failed = self.fail(len(self.batches) - 1, batch)
+        if self._failed is None:
+            self.inner.submit(batch)
+
+    def collect(self) -> StepResult:
+        return self.inner.collect() if self._failed is None else self._failed
+
+    def interrupt(self, stop: bool) -> None:
+        self.inner.interrupt(stop)
+
+    def create_sampler(self, params: SamplingParams) -> Sampler:
+        self.samplers.append(self.inner.create_sampler(params))
+        return self.samplers[-1]
+
+    def next_position(self, seq_id: int) -> int:
+        return self.inner.next_position(seq_id)
+
+    def truncate(self, seq_id: int, length: int) -> int:
+        return self.inner.truncate(seq_id, length)
+
+    def copy(self, source: int, target: int, length: int) -> int:
+        return self.inner.copy(source, target, length)
+
+    def save(self, seq_id: int) -> bytes | None:
+        self.saves += 1
+        return self.inner.save(seq_id)
+
+    def restore(self, seq_id: int, state: bytes) -> bool:
+        return self.inner.restore(seq_id, state)
+
+    def open_embedding(self) -> None:
+        self.inner.open_embedding()
+
+    def reset_embedding(self) -> None:
+        self.inner.reset_embedding()
+
+    def create_drafter(self) -> Drafter | None:
+        return self.inner.create_drafter()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    @property
+    def open_samplers(self) -> int:
+        if isinstance(self.inner, FakeRunner):
+            return self.inner.open_samplers  # clones too
+        return sum(map(_is_open, self.samplers))
+
+
+def _is_open(sampler: Sampler) -> bool:
+    if isinstance(sampler, FakeSampler):
+        return not sampler.closed
+    assert isinstance(sampler, LlamaSampler)
+    return sampler.chain is not None and sampler.chain._finalizer.alive
+
+
+def decode_pieces(pieces: Iterable[bytes]) -> str:
+    """The text of token pieces as a client may see it: an incomplete last character is left out."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(pieces))
+
+
+def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> str:
+    return decode_pieces(map(vocabulary.piece, tokens))
+
+
+def feed(runner: ModelRunner, seq_id: int, tokens: Sequence[int], logprobs: int = 0) -> TokenLogprob | None:
+    """Append tokens to a sequence, in batches as large as possible.
+
+    With `logprobs`, the greedy next token and the logprobs of the likeliest.
+    """
+    size = runner.limits.batch_tokens
+    sampler = runner.create_sampler(GREEDY)
+    found: TokenLogprob | None = None
+    for begin in range(0, len(tokens), size):
+        chunk = tokens[begin : begin + size]
+        last = begin + size >= len(tokens)
+        position = runner.next_position(seq_id)
+        outputs = 1 if last and logprobs else 0
+        result = runner.run(
+            Batch((Row(seq_id, position, chunk, outputs, sampler, logprobs=logprobs * outputs),))
+        )
+        assert result.status is StepStatus.DONE
+        if outputs:
+            (found,) = result.rows[0].logprobs
+    sampler.close()
+    return found
+
+
+def says(runner: ModelRunner, seq_id: int, token: int, count: int = 8) -> dict[int, float]:
+    """The likeliest tokens after one more token, and their logprobs."""
+    found = feed(runner, seq_id, [token], count)
+    assert found is not None
+    return dict(found.top)
+
+
+def row(runner: ModelRunner, seq_id: int, tokens: Sequence[int], outputs: int = 0) -> Row:
+    """A row that continues a sequence."""
+    return Row(seq_id, runner.next_position(seq_id), tokens, outputs, runner.create_sampler(GREEDY))
+
+
+class Aborts:
+    """llama.cpp's abort callback: counts the graph nodes of a decode, and stops it at node `at`."""
+
+    def __init__(self, runner: LlamaRunner) -> None:
+        self.nodes = 0
+        self.at: int | None = None
+        self._callback = runner._api.ggml_abort_callback(self._called)
+        self.runner = runner
+
+    def _called(self, _: Any) -> bool:
+        self.nodes += 1
+        return self.at is not None and self.nodes > self.at
+
+    @contextmanager
+    def watching(self) -> Iterator[Aborts]:
+        api, pointer = self.runner._api, self.runner._context.pointer
+        api.llama_set_abort_callback(pointer, self._callback, None)
+        try:
+            yield self
+        finally:
+            api.llama_set_abort_callback(pointer, api.ggml_abort_callback(), None)
+
+
+def native(runner: ModelRunner) -> LlamaRunner:
+    """The llama.cpp runner inside."""
+    inner = runner.inner if isinstance(runner, CheckedRunner) else runner
+    assert isinstance(inner, LlamaRunner)
+    return inner

@@ -1,0 +1,31 @@
+"""How thorough random tests are: profile `unit` for the fast tier, `full` for everything else.
+
+`pytest tests/unit` takes `unit`, any other selection `full`; the variable TEST_PROFILE overrides it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+UNIT_TESTS = Path(__file__).parent / "unit"
+settings.register_profile("unit", max_examples=20, deadline=None)
+settings.register_profile("full", max_examples=100, deadline=None)
+
+
+def load_profile(config: pytest.Config) -> None:
+    paths = [(config.invocation_params.dir / argument.partition("::")[0]) for argument in config.args]
+    fast = all(path.resolve().is_relative_to(UNIT_TESTS) for path in paths)
+    settings.load_profile(os.environ.get("TEST_PROFILE", "unit" if fast else "full"))
+
+
+def is_full() -> bool:
+    return settings.get_current_profile_name() == "full"
+
+
+def examples(full: int) -> int:
+    """`max_examples` of a test that names its own number: all of them, or a fifth in the fast tier."""
+    return full if is_full() else max(5, full // 5)
