@@ -42,10 +42,8 @@ def create_app(
     openapi.install(app, closed=keys.closed)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for module in (generate, openai, embeddings, llama, admin):
+    for module in (generate, openai, chat, responses, messages, embeddings, llama, admin):
         app.router.routes.extend(module.router.routes)
-    for router in (chat.routes(registry), responses.routes(registry), messages.routes(registry)):
-        app.router.routes.extend(router.routes)
     _add_middleware(app, registry, config, keys)
     return app
 
