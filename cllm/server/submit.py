@@ -41,19 +41,15 @@ def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tup
     return tuple(tokens)
 
 
-async def check_constraint(engine: EngineClient, body: ConstrainedBody) -> ConstraintSpec | None:
-    """The constraint that a body sets on the answer, known to compile. Raises InvalidRequest."""
-    if (spec := body.constraint()) is None:
-        return None
+async def check_constraint(engine: EngineClient, spec: ConstraintSpec, form_field: str) -> None:
+    """Compile the constraint of a body. Raises InvalidRequest, which names a schema's field `form_field`."""
     try:
         await run_tokenizer(engine, CheckConstraint(spec), Text, GRAMMAR_LIMIT_S)
     except InvalidRequest as error:
         if spec.kind is not ConstraintKind.JSON_SCHEMA:
             raise
-        # Each API has its own name for the field that holds the schema.
-        field, reason = body.form_field, error.message.removeprefix(f"{error.field}: ")
-        raise InvalidRequest(f"{field}: {reason}", field) from None
-    return spec
+        reason = error.message.removeprefix(f"{error.field}: ")
+        raise InvalidRequest(f"{form_field}: {reason}", form_field) from None
 
 
 async def make_request(
@@ -69,6 +65,9 @@ async def make_request(
 ) -> Request:
     """A body as the engine's request; `max_tokens` None: as many as fit. Raises InvalidRequest."""
     info, limits = loaded(engine)
+    constraint = body.constraint()
+    if constraint is not None:
+        await check_constraint(engine, constraint, body.form_field)
     return Request(
         id=request_id,
         prompt=prompt,
@@ -76,7 +75,7 @@ async def make_request(
         sampling=body.sampling(info.vocabulary_size),
         stop=stop,
         logprobs=logprobs,
-        constraint=await check_constraint(engine, body),
+        constraint=constraint,
         timeout_s=body.timeout,
         priority=body.priority,
         reuse=body.cache_prompt,

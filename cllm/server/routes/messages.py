@@ -156,6 +156,7 @@ async def count(body: CountBody, http: HttpRequest) -> Response:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = get_registry(http).current
     check_model(body.model)
-    constrained = await check_constraint(engine, body) is not None
-    tokens = await count_tokens(engine, body.conversation(), constrained=constrained)
+    if (constraint := body.constraint()) is not None:
+        await check_constraint(engine, constraint, body.form_field)
+    tokens = await count_tokens(engine, body.conversation(), constrained=constraint is not None)
     return StructResponse(TokenCount(tokens))

@@ -212,8 +212,9 @@ async def input_tokens(body: ResponsesBody, http: HttpRequest) -> Response:
     """Count the tokens of an input, as the chat template renders it."""
     engine = get_registry(http).current
     check_model(body.model)
-    constrained = await check_constraint(engine, body) is not None
-    count = await count_tokens(engine, body.to_conversation(), constrained=constrained)
+    if (constraint := body.constraint()) is not None:
+        await check_constraint(engine, constraint, body.form_field)
+    count = await count_tokens(engine, body.to_conversation(), constrained=constraint is not None)
     return StructResponse(InputTokens(count))
 
 
