@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cllm.backend.llama.runner import LlamaRunner
-from tests.contract.drawing import Logits
+from tests.contract.sampler_draws import Logits
 from tests.driver.kinds import DENSE, open_runner
 from tests.driver.runner import native
 from tests.tiny_models import VOCABULARY

@@ -1,4 +1,4 @@
-"""Leaving out candidates that cannot matter changes no choice; threads change none either."""
+"""The batch sampler: neither the top-k prefilter nor threads change a choice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def chain_of(api: Any, params: SamplingParams) -> Any:
 @pytest.mark.parametrize("masked", ["free", "wide", "narrow", "one"])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 12.0])
 @pytest.mark.parametrize("sampling", CUTTING, ids=str)
-def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, masked: str) -> None:
+def test_the_prefilter_changes_no_choice(sampling: dict[str, Any], spread: float, masked: str) -> None:
     api = load().api
     params = SamplingParams(**{"seed": 3, **sampling})
     cut, nothing_cut = TopKPrefilter(params), TopKPrefilter(SamplingParams(temperature=0))
@@ -67,7 +67,7 @@ def test_the_cut_changes_no_choice(sampling: dict[str, Any], spread: float, mask
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_rows_that_are_cut_together_choose_what_each_chooses_alone(spread: float) -> None:
+def test_rows_that_are_prefiltered_together_choose_what_each_chooses_alone(spread: float) -> None:
     api = load().api
     params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
     params = [each for each in params if TopKPrefilter(each).narrows(SIZE)]

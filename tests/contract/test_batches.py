@@ -1,4 +1,4 @@
-"""What every runner promises of a batch: its rows, its refusals, and what those leave behind."""
+"""Batches on every runner: their rows, their refusals, and the memory after those."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_rows_out_of_order_repeated_or_out_of_range_are_the_callers_bug(
 
 
 @native_kinds
-@pytest.mark.parametrize("fault", ["no such token", "negative token", "gap", "repeated position"])
+@pytest.mark.parametrize("defect", ["no such token", "negative token", "gap", "repeated position"])
 def test_a_refused_batch_leaves_the_memory_as_it_was(
-    kind: Kind, fault: str, opened: Opened, reference: Reference
+    kind: Kind, defect: str, opened: Opened, reference: Reference
 ) -> None:
     runner = opened(kind)
     feed(runner, 0, words(0, 20))
     feed(runner, 1, words(1, 20))
     good, bad = row(runner, 0, (65,), 1), row(runner, 1, (65,), 1)
-    match fault:
+    match defect:
         case "no such token":
             bad = bad._replace(tokens=(runner.vocabulary.size,))
         case "negative token":
@@ -102,7 +102,7 @@ def test_no_room_leaves_the_memory_as_it_was(kind: Kind, opened: Opened, referen
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if not kind.unified and not kind.recurrent])
-def test_one_stream_that_is_full_says_no_room_and_the_others_go_on(
+def test_one_kv_stream_that_is_full_says_no_room_and_the_others_go_on(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     runner = opened(kind, sequences=2, cells=512)

@@ -1,4 +1,4 @@
-"""A small model that guesses: the text is the large one's, whatever the small one says or does."""
+"""Speculative decoding with a draft model: the text is the target model's, whatever the draft model does."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def drafts_of(runner: LlamaRunner) -> DraftModel:
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_model_that_guesses_for_itself_is_right(
+def test_a_model_that_drafts_for_itself_is_right(
     unified: bool, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
     driver = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft").freeze_cost()
@@ -83,7 +83,7 @@ def test_another_model_is_mostly_wrong_and_changes_nothing(
 def test_several_at_once_and_one_after_another(
     drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    """Two get guesses at a time; those who come later find memory of those before."""
+    """Two requests get drafts at a time; later ones find the memory of earlier ones."""
     driver = StepDriver(drafted(models["dense"]), draft_model="draft", draft_tokens=24, cache_mb=16)
     driver.freeze_cost()
     prompts = {f"r{seed}": words(seed % 4, 20 + seed % 4 * 9) for seed in range(9)}
@@ -98,30 +98,30 @@ def test_a_slot_belongs_to_one_text_until_that_is_gone(drafted: Drafted, models:
     model = drafts_of(drafted(models["dense"]))
     first, second, third = (ModelDrafter(model) for _ in range(3))
     texts = [words(seed, 20) for seed in range(3)]
-    guesses = [each.propose(text, 4) for each, text in zip((first, second, third), texts, strict=True)]
-    assert guesses[0] and guesses[1] and guesses[2] == []
+    drafts = [each.propose(text, 4) for each, text in zip((first, second, third), texts, strict=True)]
+    assert drafts[0] and drafts[1] and drafts[2] == []
     del first
-    assert third.propose(texts[2], 4) and second.propose(texts[1], 4) == guesses[1]
+    assert third.propose(texts[2], 4) and second.propose(texts[1], 4) == drafts[1]
 
 
-def test_the_small_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
+def test_the_draft_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
     """On the drafter itself: it says the same whether it followed step by step or begins anew."""
     model = drafts_of(drafted(models["dense"]))
     following = ModelDrafter(model)
     text = list(words(5, 20))
     for step in range(12):
-        guesses = following.propose(text, 5)
+        drafts = following.propose(text, 5)
         fresh = ModelDrafter(model)
-        assert fresh.propose(text, 5) == guesses and len(guesses) == 5
+        assert fresh.propose(text, 5) == drafts and len(drafts) == 5
         del fresh
-        text += [*guesses[: step % 4], 65 + step]
+        text += [*drafts[: step % 4], 65 + step]
     for slot in model._slots:
         assert model._runner.next_position(slot.number) == len(slot.held)
     assert following.propose(list(words(6, 510)), 5) == [], "beyond what a request may hold"
 
 
 @pytest.mark.parametrize("status", [StepStatus.NO_ROOM, StepStatus.FAILED, None])
-def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
+def test_a_draft_model_that_fails_costs_drafts_and_nothing_else(
     status: StepStatus | None, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
     runner = drafted(models["dense"])
@@ -133,7 +133,7 @@ def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
         if len(calls) % 10:
             return run(batch)
         if status is None:
-            raise RuntimeError("the small model broke")
+            raise RuntimeError("the draft model broke")
         return StepResult(status, code=-3)
 
     inner.run = failing  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ def test_a_small_model_that_fails_costs_guesses_and_nothing_else(
     assert len(calls) > 10 and answer.work.accepted_tokens > 0
 
 
-def test_what_cannot_guess_is_refused_before_serving(
+def test_a_model_that_cannot_draft_is_refused_before_serving(
     drafted: Drafted, models: dict[str, Path], tmp_path: Path
 ) -> None:
     small = make_dense(tmp_path / "small.gguf", vocabulary=400)

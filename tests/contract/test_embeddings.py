@@ -1,4 +1,4 @@
-"""Vectors on real llama.cpp equal what the bare bindings say of each input alone, whatever is around it."""
+"""Embeddings on llama.cpp equal those of each input alone by the bare bindings, whatever is around it."""
 
 from __future__ import annotations
 
@@ -152,10 +152,8 @@ def cells(runner: LlamaRunner) -> int:
 
 def inputs_for(name: str, *lengths: int) -> list[Tokens]:
     """Different inputs of these lengths, of tokens that the model has."""
-    most = len(TOKENS) if name not in DECODERS else 127
-    return [
-        tuple(4 + (token * 31) % (most - 4) for token in words(seed, n)) for seed, n in enumerate(lengths)
-    ]
+    end = len(TOKENS) if name not in DECODERS else 127
+    return [tuple(4 + (token * 31) % (end - 4) for token in words(seed, n)) for seed, n in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -306,8 +304,8 @@ def test_a_batch_over_the_limit_raises_and_nothing_is_computed(name: str, opened
     runner = opened_for(name, embed_tokens=200)
     limits = runner.limits.embed
     assert limits.tokens == 200 and limits.batch_tokens == 128
-    most = limits.batch_tokens if limits.chunked else limits.tokens
-    (tokens,) = inputs_for(name, most + 1)
+    limit = limits.batch_tokens if limits.chunked else limits.tokens
+    (tokens,) = inputs_for(name, limit + 1)
     with pytest.raises(ValueError, match="over the limit"):
         embed(runner, tokens)
     assert cells(runner) == 0
@@ -335,7 +333,7 @@ def test_as_many_rows_as_a_step_may_have(opened_for: Open) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_vectors_and_tokens_do_not_disturb_each_other(
+def test_embeddings_and_generation_do_not_disturb_each_other(
     name: str, opened_for: Open, reference: Reference, bare: Callable[..., Bare]
 ) -> None:
     kind = DENSE._replace(model=name)
@@ -356,7 +354,7 @@ def test_vectors_and_tokens_do_not_disturb_each_other(
     assert cells(runner) == 0
 
 
-def test_nobody_pays_who_does_not_embed(files: dict[str, Path]) -> None:
+def test_generation_alone_pays_nothing_for_embeddings(files: dict[str, Path]) -> None:
     config = EngineConfig(model=str(files["dense"]), parallel=1, ctx_size=512, threads=1)
     runner = LlamaRunner(prepare(config))
     assert runner._embedding is None

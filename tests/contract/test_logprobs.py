@@ -28,7 +28,7 @@ def runner(request: pytest.FixtureRequest, models: dict[str, Path]) -> Iterator[
     runner.close()
 
 
-def told(
+def get_logprobs(
     runner: LlamaRunner, prompts: dict[int, tuple[int, ...]], count: int, **sampling: Any
 ) -> tuple[list[TokenLogprob], npt.NDArray[np.float64]]:
     """What a step tells of its rows, and log-softmaxes of the raw logits of the same step."""
@@ -55,7 +55,7 @@ PROMPTS = {0: words(0, 7), 1: words(1, 20), 2: words(2, 7)}
 
 @pytest.mark.parametrize("count", [1, 2, 5, VOCABULARY])
 def test_greedy_logprobs_are_the_log_softmax_of_the_raw_logits(runner: LlamaRunner, count: int) -> None:
-    entries, softmax = told(runner, PROMPTS, count, temperature=0)
+    entries, softmax = get_logprobs(runner, PROMPTS, count, temperature=0)
     for entry, expected in zip(entries, softmax, strict=True):
         assert len(entry.top) == count
         assert entry.top[0] == (entry.token, entry.logprob)
@@ -67,7 +67,7 @@ def test_greedy_logprobs_are_the_log_softmax_of_the_raw_logits(runner: LlamaRunn
 
 
 def test_all_logprobs_together_are_one(runner: LlamaRunner) -> None:
-    entries, _ = told(runner, PROMPTS, VOCABULARY, temperature=0)
+    entries, _ = get_logprobs(runner, PROMPTS, VOCABULARY, temperature=0)
     for entry in entries:
         assert len({token for token, _ in entry.top}) == VOCABULARY
         assert abs(np.exp([value for _, value in entry.top]).sum() - 1) < CLOSE
@@ -84,7 +84,7 @@ def test_all_logprobs_together_are_one(runner: LlamaRunner) -> None:
     ],
 )
 def test_samplers_choose_but_do_not_change_logprobs(runner: LlamaRunner, sampling: dict[str, Any]) -> None:
-    entries, softmax = told(runner, PROMPTS, VOCABULARY, **sampling)
+    entries, softmax = get_logprobs(runner, PROMPTS, VOCABULARY, **sampling)
     for entry, expected in zip(entries, softmax, strict=True):
         assert abs(entry.logprob - expected[entry.token]) < CLOSE
         assert dict(entry.top)[entry.token] == entry.logprob, "the chosen token is among them"
@@ -92,7 +92,7 @@ def test_samplers_choose_but_do_not_change_logprobs(runner: LlamaRunner, samplin
             assert abs(value - expected[token]) < CLOSE
 
 
-def test_no_logprobs_are_told_unless_asked_for(runner: LlamaRunner) -> None:
+def test_no_logprobs_are_returned_unless_asked_for(runner: LlamaRunner) -> None:
     sampler = runner.create_sampler(SamplingParams(temperature=0))
     rows = (Row(0, 0, (65,), 1, sampler, logprobs=0), Row(1, 0, (65,), 1, sampler, logprobs=3))
     result = runner.run(Batch(rows))

@@ -1,4 +1,4 @@
-"""Law 9: native resources have owners; a finaliser only hands over, and only the owner thread frees."""
+"""Owned native resources: a finaliser only hands over, and only the owner thread frees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.driver.runner import GREEDY, feed, native, says
 DRAWN = SamplingParams(temperature=1.0)
 
 
-def told(free: Callable[[Any], None], freed: list[int]) -> Callable[[Any], None]:
+def recorded(free: Callable[[Any], None], freed: list[int]) -> Callable[[Any], None]:
     """A native destructor that also writes down what it frees."""
 
     def told_and_freed(pointer: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_forgotten_resource_is_freed_by_the_owner_thread_and_not_before() -> N
     assert len(freed_on) == 1
 
 
-def test_a_closed_resource_never_comes_to_the_graveyard() -> None:
+def test_a_closed_resource_is_not_on_the_deferred_free_list() -> None:
     deferred_frees = DeferredFrees()
     owned = Owned(7, id, deferred_frees)
     owned.close()
@@ -87,13 +87,13 @@ def test_a_closed_resource_never_comes_to_the_graveyard() -> None:
     assert deferred_frees._queue.empty()
 
 
-def test_a_forgotten_sampler_is_freed_at_the_next_forward(
+def test_a_forgotten_sampler_is_freed_at_the_next_step(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = native(opened(DENSE))
     freed: list[int] = []
     free = runner._api.llama_sampler_free
-    monkeypatch.setattr(runner._api, "llama_sampler_free", told(free, freed))
+    monkeypatch.setattr(runner._api, "llama_sampler_free", recorded(free, freed))
     sampler = runner.create_sampler(DRAWN)
     clone = sampler.clone()
     del sampler, clone
@@ -108,7 +108,7 @@ def test_samplers_of_answered_requests_are_freed_at_once(
 ) -> None:
     runner = native(opened(DENSE))
     freed: list[int] = []
-    monkeypatch.setattr(runner._api, "llama_sampler_free", told(runner._api.llama_sampler_free, freed))
+    monkeypatch.setattr(runner._api, "llama_sampler_free", recorded(runner._api.llama_sampler_free, freed))
     driver = StepDriver(runner)
     driver.submit(*(ask(f"r{seed}", words(seed, 9), 5, temperature=1.0) for seed in range(9)))
     driver.step(2)
@@ -130,7 +130,7 @@ def test_a_sampler_may_be_closed_twice_but_not_used_again(opened: Opened) -> Non
 
 
 @pytest.mark.parametrize("kind", [DENSE, SLIDING, RECURRENT], ids=lambda kind: kind.label)
-def test_a_closed_backend_may_be_closed_again_but_not_used(kind: Kind, models: dict[str, Path]) -> None:
+def test_a_closed_runner_may_be_closed_again_but_not_used(kind: Kind, models: dict[str, Path]) -> None:
     runner = open_runner(models, kind)
     sampler = runner.create_sampler(GREEDY)
     feed(runner, 0, words(0, 10))
@@ -153,7 +153,7 @@ def test_what_lies_inside_a_closed_resource_cannot_be_reached(opened: Opened) ->
         _ = runner.vocabulary.pointer
 
 
-def test_a_backend_frees_each_of_its_own_once_and_users_before_the_used(
+def test_a_runner_frees_each_of_its_own_once_and_users_before_the_used(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = load()
@@ -178,7 +178,7 @@ def test_a_backend_frees_each_of_its_own_once_and_users_before_the_used(
     assert freed == ["llama_free", "threadpool_free", "llama_model_free"]
 
 
-def test_a_sampler_that_outlives_its_backend_is_freed_without_it(models: dict[str, Path]) -> None:
+def test_a_sampler_that_outlives_its_runner_is_freed_without_it(models: dict[str, Path]) -> None:
     runner = open_runner(models, DENSE)
     sampler = runner.create_sampler(DRAWN)
     assert isinstance(sampler, LlamaSampler) and sampler.chain is not None
@@ -189,7 +189,7 @@ def test_a_sampler_that_outlives_its_backend_is_freed_without_it(models: dict[st
     assert not freeing.alive
 
 
-def test_two_backends_share_nothing(opened: Opened) -> None:
+def test_two_runners_share_nothing(opened: Opened) -> None:
     first, second = opened(DENSE), opened(DENSE)
     feed(first, 0, words(0, 20))
     assert second.next_position(0) == 0
@@ -211,7 +211,7 @@ def open_files_and_threads() -> tuple[int, int]:
 @pytest.mark.parametrize(
     "kind", [DENSE, Kind("sliding", unified=True), RECURRENT], ids=lambda kind: kind.label
 )
-def test_backends_come_and_go_without_a_trace(kind: Kind, models: dict[str, Path]) -> None:
+def test_runners_come_and_go_without_a_trace(kind: Kind, models: dict[str, Path]) -> None:
     def life() -> None:
         runner = open_runner(models, kind)
         feed(runner, 0, words(0, 100))
@@ -238,7 +238,7 @@ def test_a_context_that_cannot_be_made_leaves_no_model_behind(
     api = runner._api
     runner.close()
     freed: list[int] = []
-    monkeypatch.setattr(api, "llama_model_free", told(api.llama_model_free, freed))
+    monkeypatch.setattr(api, "llama_model_free", recorded(api.llama_model_free, freed))
     monkeypatch.setattr(api, "llama_init_from_model", lambda model, params: None)
     with pytest.raises(NotEnoughMemory):
         LlamaRunner(EngineConfig(model=str(models["dense"]), parallel=2, ctx_size=512, threads=1))

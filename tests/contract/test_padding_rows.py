@@ -1,4 +1,4 @@
-"""Holes filled with a token that is thrown away: one pass instead of two, and nobody's text shows it."""
+"""Padding rows between slots: one ubatch instead of two, and no text shows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def positions(runner: CheckedRunner) -> list[int]:
 
 
 @streams
-def test_a_filler_makes_one_pass_of_two_and_is_gone_afterwards(
+def test_a_padding_row_makes_one_ubatch_of_two_and_is_gone_afterwards(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     runner = CheckedRunner(opened(kind, sequences=4))
@@ -40,7 +40,7 @@ def test_a_filler_makes_one_pass_of_two_and_is_gone_afterwards(
 
 
 @streams
-def test_a_filler_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -> None:
+def test_a_padding_row_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -> None:
     runner = CheckedRunner(opened(kind, sequences=3))
     for seq_id in (0, 2):
         feed(runner, seq_id, words(seq_id, 30))
@@ -59,10 +59,10 @@ def test_a_filler_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -
 
 
 @streams
-def test_a_filler_in_an_id_that_was_just_given_up_spoils_no_copy(
+def test_padding_in_a_slot_that_was_just_released_spoils_no_copy(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    # The copy from 1 to 2 is carried out by the very decode that puts the filler into 1.
+    # The copy from 1 to 2 is carried out by the very decode that puts the padding into 1.
     runner = CheckedRunner(opened(kind, sequences=3))
     prompt = words(4, 80)
     feed(runner, 0, words(0, 20))
@@ -80,7 +80,7 @@ FREE_PASS = StepCost(ubatch=0.0, prefill_token=1e-3, row=1e-3, attended=0.0)
 
 
 @pytest.mark.parametrize("kind", [Kind("fake"), *STREAMS], ids=lambda kind: kind.label)
-def test_a_crowd_with_holes_says_the_same_in_fewer_passes(
+def test_slots_with_gaps_give_the_same_texts_in_fewer_ubatches(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     lengths = {n: 3 + 7 * (n % 5) for n in range(16)}
@@ -99,7 +99,7 @@ def test_a_crowd_with_holes_says_the_same_in_fewer_passes(
     assert passes[True] < passes[False] or kind.model == "fake"
 
 
-def test_a_failed_step_with_fillers_is_undone_whole(opened: Opened, reference: Reference) -> None:
+def test_a_failed_step_with_padding_is_rolled_back_whole(opened: Opened, reference: Reference) -> None:
     driver = StepDriver(opened(DENSE, sequences=4))
     driver.scheduler.budget.cost = StepCostModel(known=DEAR_PASS, frozen=True)
     failed: list[int] = []

@@ -1,4 +1,4 @@
-"""Law 3: positions are read from the memory; a sequence that disagrees with it fails alone."""
+"""Derived positions: they are read from KV memory; a sequence that disagrees with it fails alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrefixCache that outlive their request, on every kind of memory: the same texts, and less to compute."""
+"""The prefix cache on every kind of memory: the same texts, and less to compute."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, referen
     known = 0
     for turn in range(4):
         history += words(turn, 40)
-        # Every memory can do this: what was computed is the beginning of the next turn as a whole.
+        # Every memory can do this: what was computed is a prefix of the next turn as a whole.
         assert cached(driver, ask(f"turn {turn}", history, 40, ignore_eos=True)) == known
         answer = driver.answers[f"turn {turn}"]
         reference.check(kind, history, 40, answer, endless=True)
@@ -67,7 +67,7 @@ def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference
 
 
 @every_layout
-def test_a_crowd_with_and_without_the_cache_says_the_same(
+def test_a_load_with_and_without_the_cache_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind, sequences=3), cache_mb=64).freeze_cost()
@@ -89,9 +89,7 @@ def test_a_crowd_with_and_without_the_cache_says_the_same(
 
 
 @every_layout
-def test_states_that_do_not_fit_in_ram_are_pushed_out(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
+def test_states_that_do_not_fit_in_ram_are_evicted(kind: Kind, opened: Opened, reference: Reference) -> None:
     driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
     driver.submit(ask("measure", words(99, 120), 2))
     driver.finish()
@@ -149,7 +147,7 @@ def test_a_failed_step_leaves_no_wrong_state_behind(
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_a_restored_beginning_gives_bit_for_bit_the_same_probabilities(unified: bool, opened: Opened) -> None:
+def test_a_restored_prefix_gives_bit_for_bit_the_same_probabilities(unified: bool, opened: Opened) -> None:
     """Computed in the same steps, with the common part once from RAM and once from the model."""
     kind = Kind("dense", unified=unified)
     texts = []

@@ -1,4 +1,4 @@
-"""Beginnings shared between running requests: computed once, and nobody's text shows it."""
+"""Prefixes shared between running requests: computed once, and no text shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_identical_long_prompts_that_arrive_together_are_computed_once(
     assert cached == ([0, 99, 99, 99] if shares(kind) else [0, 0, 0, 0])
 
 
-def test_a_common_beginning_is_shared_and_the_rest_is_not(
+def test_a_common_prefix_is_shared_and_the_rest_is_not(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind, sequences=3)).freeze_cost()
@@ -47,33 +47,33 @@ def test_a_common_beginning_is_shared_and_the_rest_is_not(
     assert any(answer.work.cached_tokens for answer in answers.values()) == shares(kind)
 
 
-def test_a_donor_that_is_cancelled_takes_nothing_along(
+def test_a_source_sequence_that_is_cancelled_takes_nothing_along(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind, sequences=3)).freeze_cost()
-    driver.submit(ask("donor", SYSTEM, 50, ignore_eos=True))
+    driver.submit(ask("source", SYSTEM, 50, ignore_eos=True))
     driver.step(3)
     driver.submit(ask("heir", (*SYSTEM, 65), 10), ask("other", words(3, 80), 10))
     driver.scheduler.schedule()  # the heir has its copy, no decode has carried it out
-    driver.scheduler.cancel("donor")
-    driver.submit(ask("newcomer", words(4, 90), 10))  # it gets the donor's id at once
+    driver.scheduler.cancel("source")
+    driver.submit(ask("newcomer", words(4, 90), 10))  # it gets the source's slot at once
     answers = driver.finish()
-    assert answers["newcomer"].ids == answers["donor"].ids == {0}
+    assert answers["newcomer"].ids == answers["source"].ids == {0}
     assert answers["heir"].work.cached_tokens == (100 if shares(kind) else 0)
     reference.check(kind, (*SYSTEM, 65), 10, answers["heir"])
     reference.check(kind, words(3, 80), 10, answers["other"])
     reference.check(kind, words(4, 90), 10, answers["newcomer"])
 
 
-def test_a_prefix_of_what_somebody_is_generating_is_shared_too(
+def test_a_prefix_of_what_is_being_generated_is_shared_too(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind, sequences=3)).freeze_cost()
-    driver.submit(ask("donor", SYSTEM, 60, ignore_eos=True))
+    driver.submit(ask("source", SYSTEM, 60, ignore_eos=True))
     driver.step(30)
-    history = SYSTEM + driver.answers["donor"].tokens[:20]
+    history = SYSTEM + driver.answers["source"].tokens[:20]
     driver.submit(ask("heir", (*history, 65, 66), 10))
     answers = driver.finish()
     assert answers["heir"].work.cached_tokens == (120 if shares(kind) else 0)
     reference.check(kind, (*history, 65, 66), 10, answers["heir"])
-    reference.check(kind, SYSTEM, 60, answers["donor"], endless=True)
+    reference.check(kind, SYSTEM, 60, answers["source"], endless=True)

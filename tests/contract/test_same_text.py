@@ -1,4 +1,4 @@
-"""One step loop over every kind of runner: the text under load is the text alone (DESIGN, "Same text")."""
+"""Same text: on every kind of runner the text under load is the text alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_prompts_longer_than_a_step_are_chunked(kind: Kind, opened: Opened, refe
         assert answers[f"r{seed}"].work.steps >= length / 32
 
 
-def test_sixty_requests_on_three_sequences_are_all_answered(
+def test_sixty_requests_on_three_slots_are_all_answered(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind))
@@ -74,13 +74,13 @@ def test_sixty_requests_on_three_sequences_are_all_answered(
     answers = driver.finish()
     for name, prompt in prompts.items():
         reference.check(kind, prompt, 1 + len(prompt) % 9, answers[name])
-        assert len(answers[name].ids) <= 1, "nobody changed its id on the way"
+        assert len(answers[name].ids) <= 1, "no request changed its slot on the way"
     pool = driver.scheduler.pool
     assert pool.leased_total == pool.released_total == 60
     assert pool.cleared_cells_total == sum(answer.work.cells for answer in answers.values())
 
 
-def test_ids_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
+def test_slots_are_leased_lowest_first(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind))
     lengths = {"a": 20, "b": 2, "c": 20, "d": 20}
     driver.submit(*(ask(name, words(3, 4), count, ignore_eos=True) for name, count in lengths.items()))
@@ -192,7 +192,7 @@ def test_the_loop_run_in_a_thread_answers_through_its_inbox(
         reference.check(kind, words(seed, 12), 6, answers[f"r{seed}"])
 
 
-def test_a_stopped_loop_gives_everybody_a_last_delta(kind: Kind, opened: Opened) -> None:
+def test_a_stopped_loop_gives_every_request_a_terminal_event(kind: Kind, opened: Opened) -> None:
     reports: list[Report] = []
     loop = EngineCore(opened(kind), EngineConfig(threads=1), reports.append)
     for seed in range(5):

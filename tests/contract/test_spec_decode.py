@@ -1,4 +1,4 @@
-"""Guesses verified by llama.cpp: the same tokens as without, in fewer steps, and memory as it must be."""
+"""Speculative decoding on llama.cpp: the same tokens as without drafts, fewer steps, KV memory right."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ every_dense = pytest.mark.parametrize("kind", DENSE, ids=lambda kind: kind.label
 both_layouts = pytest.mark.parametrize(
     "kind", [Kind("dense"), Kind("dense", unified=True)], ids=lambda kind: kind.label
 )
-RIGHT, MIXED, WRONG = 0.0, 0.3, 1.0  # how likely a guess is spoilt
+RIGHT, MIXED, WRONG = 0.0, 0.3, 1.0  # how likely a draft token is wrong
 any_luck = pytest.mark.parametrize("wrong", [RIGHT, MIXED, WRONG], ids=["right", "mixed", "wrong"])
 
 
 class Knowing:
-    """Has seen the texts before; some of its guesses are spoilt."""
+    """Knows the texts; some of its draft tokens are wrong."""
 
     def __init__(self, texts: Sequence[Tokens], wrong: float, source: random.Random) -> None:
         self._texts = texts
         self._wrong = wrong
         self._source = source
 
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         for text in self._texts:
             if text[: len(tokens)] == tuple(tokens):
                 return [
                     (token + (self._source.random() < self._wrong)) % VOCABULARY
-                    for token in text[len(tokens) : len(tokens) + most]
+                    for token in text[len(tokens) : len(tokens) + max_tokens]
                 ]
         return []
 
@@ -49,7 +49,7 @@ def knowing(texts: Sequence[Tokens], wrong: float) -> Callable[[], Drafter]:
 
 
 def answered(runner: ModelRunner, requests: Sequence[Request], **options: object) -> dict[str, Answer]:
-    """All of them at once; afterwards the memory is empty (laws 3 and 7, by what llama.cpp says of it)."""
+    """All of them at once; afterwards KV memory is empty, by what llama.cpp says of it."""
     driver = StepDriver(runner, **options)  # type: ignore[arg-type]
     driver.submit(*requests)
     return driver.finish()
@@ -58,7 +58,7 @@ def answered(runner: ModelRunner, requests: Sequence[Request], **options: object
 @every_dense
 @any_luck
 @pytest.mark.parametrize("count", [1, 3])
-def test_greedy_text_is_the_text_without_guesses(
+def test_greedy_text_is_the_text_without_drafts(
     kind: Kind, wrong: float, count: int, opened: Opened, reference: Reference
 ) -> None:
     prompts = {f"r{seed}": words(seed, 12 + 5 * seed) for seed in range(count)}
@@ -79,7 +79,7 @@ def test_greedy_text_is_the_text_without_guesses(
 
 
 @both_layouts
-def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
+def test_a_text_that_repeats_itself_is_drafted_from_the_prompt(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     """Prompt lookup itself, as shipped: the prompt holds the answer, as in an edit or a quotation."""
@@ -97,7 +97,7 @@ def test_a_text_that_repeats_itself_is_guessed_from_the_prompt(
 def test_the_same_request_takes_the_same_steps_every_time(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    """Whatever the clock says: who is alone guesses by the text, so that work can be compared."""
+    """Whatever is measured: a lone request drafts by its text, so that work can be compared."""
     begin = words(3, 20)
     prompt = begin + reference.alone(kind, begin, 40, endless=True).tokens + words(4, 3) + begin
     runner = opened(kind)
@@ -120,19 +120,19 @@ def test_sampled_text_is_the_same_for_the_same_seed(kind: Kind, wrong: float, op
     ]
     plain = answered(opened(kind, sequences=1), requests, draft_tokens=0)
     texts = [request.prompt + plain[request.id].tokens for request in requests]
-    guessed = answered(opened(kind, sequences=1), requests, new_drafter=knowing(texts, wrong))
-    same = [request.id for request in requests if plain[request.id].tokens == guessed[request.id].tokens]
+    drafted = answered(opened(kind, sequences=1), requests, new_drafter=knowing(texts, wrong))
+    same = [request.id for request in requests if plain[request.id].tokens == drafted[request.id].tokens]
     assert len(same) >= 7
     for name in same:
-        assert guessed[name].text == plain[name].text
-        assert guessed[name].finish_reason == plain[name].finish_reason
-        assert len(guessed[name].logprobs) == len(plain[name].logprobs)
-    assert sum(answer.work.drafted_tokens for answer in guessed.values()) > 0
+        assert drafted[name].text == plain[name].text
+        assert drafted[name].finish_reason == plain[name].finish_reason
+        assert len(drafted[name].logprobs) == len(plain[name].logprobs)
+    assert sum(answer.work.drafted_tokens for answer in drafted.values()) > 0
 
 
 @both_layouts
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 7])
-def test_a_stop_string_inside_right_guesses_ends_there(
+def test_a_stop_string_inside_accepted_drafts_ends_there(
     kind: Kind, at: int, opened: Opened, reference: Reference
 ) -> None:
     prompt = words(11, 30)
@@ -149,23 +149,23 @@ def test_a_stop_string_inside_right_guesses_ends_there(
     (without,) = answered(runner, [request], draft_tokens=0).values()
     driver = StepDriver(runner, cache_mb=64, new_drafter=drafter).freeze_cost()
     driver.submit(request)
-    (guessed,) = driver.finish().values()
-    assert guessed.text == without.text and guessed.tokens == without.tokens
-    assert guessed.finish_reason is without.finish_reason is FinishReason.STOP
-    assert len(guessed.logprobs) == len(guessed.tokens)
-    assert guessed.work.cells <= len(prompt) + len(guessed.tokens)
-    assert guessed.recomputed == 0
+    (drafted,) = driver.finish().values()
+    assert drafted.text == without.text and drafted.tokens == without.tokens
+    assert drafted.finish_reason is without.finish_reason is FinishReason.STOP
+    assert len(drafted.logprobs) == len(drafted.tokens)
+    assert drafted.work.cells <= len(prompt) + len(drafted.tokens)
+    assert drafted.recomputed == 0
 
 
 @both_layouts
-@pytest.mark.parametrize("most", [1, 2, 5, 6, 11])
-def test_max_tokens_is_never_exceeded(kind: Kind, most: int, opened: Opened, reference: Reference) -> None:
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 11])
+def test_max_tokens_is_never_exceeded(kind: Kind, limit: int, opened: Opened, reference: Reference) -> None:
     prompt = words(12, 25)
     text = prompt + reference.alone(kind, prompt, 30, endless=True).tokens
-    request = ask("r", prompt, most, ignore_eos=True)
+    request = ask("r", prompt, limit, ignore_eos=True)
     (answer,) = answered(opened(kind), [request], new_drafter=knowing([text], RIGHT)).values()
-    reference.check(kind, prompt, most, answer, endless=True)
-    assert len(answer.tokens) == most and answer.finish_reason is FinishReason.LENGTH
+    reference.check(kind, prompt, limit, answer, endless=True)
+    assert len(answer.tokens) == limit and answer.finish_reason is FinishReason.LENGTH
 
 
 @both_layouts
@@ -181,8 +181,8 @@ def test_a_full_context_is_never_exceeded(kind: Kind, opened: Opened, reference:
 
 
 @both_layouts
-def test_an_end_token_inside_right_guesses_ends_there(kind: Kind, opened: Opened) -> None:
-    """The end is made likely after a few tokens; the guesses run on beyond it."""
+def test_an_end_token_inside_accepted_drafts_ends_there(kind: Kind, opened: Opened) -> None:
+    """The end is made likely after a few tokens; the drafts run on beyond it."""
     prompt = words(14, 20)
     runner = opened(kind)
     ends = tuple((token, 6.5) for token in sorted(runner.vocabulary.ends))
@@ -191,13 +191,13 @@ def test_an_end_token_inside_right_guesses_ends_there(kind: Kind, opened: Opened
         request = ask("r", prompt, 60, temperature=1.0, seed=seed, logit_bias=ends)
         (plain,) = answered(runner, [request], draft_tokens=0).values()
         text = (*prompt, *plain.tokens, min(runner.vocabulary.ends), *words(1, 20))
-        (guessed,) = answered(runner, [request], new_drafter=knowing([text], RIGHT)).values()
-        if guessed.tokens == plain.tokens:
-            assert guessed.finish_reason is plain.finish_reason
-            assert guessed.text == plain.text and guessed.recomputed == 0
-            assert guessed.work.cells <= len(prompt) + len(plain.tokens)
-            found += plain.finish_reason is FinishReason.STOP and guessed.work.accepted_tokens > 1
-    assert found, "no answer ended inside its guesses"
+        (drafted,) = answered(runner, [request], new_drafter=knowing([text], RIGHT)).values()
+        if drafted.tokens == plain.tokens:
+            assert drafted.finish_reason is plain.finish_reason
+            assert drafted.text == plain.text and drafted.recomputed == 0
+            assert drafted.work.cells <= len(prompt) + len(plain.tokens)
+            found += plain.finish_reason is FinishReason.STOP and drafted.work.accepted_tokens > 1
+    assert found, "no answer ended inside its drafts"
 
 
 @both_layouts
@@ -225,8 +225,8 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
 
 
 @every_dense
-def test_memory_after_wrong_guesses_says_what_it_said_before(kind: Kind, opened: Opened) -> None:
-    """On the seam: guesses, taken back, then the right tokens: the same probabilities as without."""
+def test_memory_after_rejected_drafts_says_what_it_said_before(kind: Kind, opened: Opened) -> None:
+    """On the bare runner: drafts, rolled back, then the right tokens: the same probabilities as without."""
     runner = opened(kind)
     sampler = runner.create_sampler(GREEDY)
     prompt = words(5, 20)
@@ -258,9 +258,7 @@ def test_memory_after_wrong_guesses_says_what_it_said_before(kind: Kind, opened:
 
 
 @pytest.mark.parametrize("kind", [RECURRENT, SLIDING], ids=lambda kind: kind.label)
-def test_memory_that_cannot_be_cut_is_never_guessed_into(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
+def test_memory_that_cannot_be_cut_gets_no_drafts(kind: Kind, opened: Opened, reference: Reference) -> None:
     prompt = words(5, 20)
     text = prompt + reference.alone(kind, prompt, 20, endless=True).tokens
     request = ask("r", prompt, 20, ignore_eos=True)
@@ -270,7 +268,7 @@ def test_memory_that_cannot_be_cut_is_never_guessed_into(
 
 
 @both_layouts
-def test_a_request_may_decline(kind: Kind, opened: Opened, reference: Reference) -> None:
+def test_a_request_may_decline_drafts_drafts(kind: Kind, opened: Opened, reference: Reference) -> None:
     prompt = words(5, 20)
     text = prompt + reference.alone(kind, prompt, 20, endless=True).tokens
     request = msgspec.structs.replace(ask("r", prompt, 20, ignore_eos=True), speculate=False)

@@ -94,7 +94,7 @@ def test_one_stream_and_short_contexts_alone(trial: TrialProcess, models: dict[s
     assert set(short.seconds) == {"prefill", "one_short", "all_short"}
 
 
-def test_perplexity_tells_types_apart(trial: TrialProcess, models: dict[str, Path]) -> None:
+def test_perplexity_distinguishes_cache_types(trial: TrialProcess, models: dict[str, Path]) -> None:
     plan = Plan(requests=1, perplexity_tokens=300)
     found = {
         types: trial.ask(settings(models, cache_type_k=types, cache_type_v=types), plan, LIMIT_S).perplexity
@@ -142,7 +142,7 @@ def test_a_model_that_does_not_load_is_an_answer(trial: TrialProcess, tmp_path: 
     assert "none.gguf" in trial.ask(config, PLAN, LIMIT_S).problem
 
 
-def test_the_beginning_of_a_long_context_is_computed_once(
+def test_the_prefix_of_a_long_context_is_computed_once(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[tuple[int, int]] = []

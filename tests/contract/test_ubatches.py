@@ -78,7 +78,7 @@ def computed(aborts: Aborts, lengths: dict[int, int]) -> tuple[int, int]:
 # (split_equal with sequential=true), so LlamaRunner must not count such a model as unified.
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(lengths=st.dictionaries(st.integers(0, 4), st.integers(1, 12), min_size=1))
-def test_as_many_graphs_are_computed_as_are_told(counting: Aborts, lengths: dict[int, int]) -> None:
+def test_as_many_graphs_are_computed_as_are_counted(counting: Aborts, lengths: dict[int, int]) -> None:
     nodes_of_one, _ = computed(counting, {0: 1})
-    nodes, told = computed(counting, lengths)
-    assert nodes == told * nodes_of_one
+    nodes, counted = computed(counting, lengths)
+    assert nodes == counted * nodes_of_one

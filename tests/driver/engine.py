@@ -238,7 +238,7 @@ class StepDriver:
             self.check_idle()
 
     def check_answer(self, name: str) -> None:
-        """On the fake: a request that ended well has the right text, any other the beginning of it."""
+        """On the fake: a request that ended well has the right text, any other a prefix of it."""
         reason, request, answer = self.outcome(name), self.requests[name], self.answers[name]
         if request.embed:
             if reason is FinishReason.STOP:

@@ -45,7 +45,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def quiet() -> Iterator[pytest.MonkeyPatch]:
-    """Other people's clients may call nobody but this machine; what else is patched is undone, too."""
+    """Third-party clients may connect to this machine only; other patches are undone, too."""
     with pytest.MonkeyPatch.context() as patch:
         only_loopback(patch)
         yield patch

@@ -174,7 +174,7 @@ def test_bad_text_is_400(tiny: Server, text: Any) -> None:
 
 
 def peak_kib(pid: int) -> int:
-    """The most memory a process has ever had resident."""
+    """The peak of the resident memory of a process."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])  # type: ignore[index]
 
 

@@ -1,4 +1,4 @@
-"""Simon Willison's `llm`, told of the server in `extra-openai-models.yaml` as its documentation says."""
+"""Simon Willison's `llm`, with the server in `extra-openai-models.yaml` as its documentation says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that goes away: its KV is freed, it is counted, nobody else notices."""
+"""A client that disconnects: its KV is freed, it is counted, no other client notices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_disconnect_of_some_leaves_the_others_whole(tiny: Server) -> None:
             with tiny.open_stream("leaving", LONG) as leaves:
                 next(leaves)
         text = stream_text([first, *stays])
-    # Where the batch's size changed, kernels may round differently: DESIGN's same-text rule is for
+    # Where the batch's size changed, kernels may round differently: the same-text rule is for
     # `test_many_clients`. Here: the answer is whole, and it begins as it must.
     assert text[:8] == expected[:8]
     assert tiny.finished("length") == finished + 1

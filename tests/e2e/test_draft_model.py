@@ -1,4 +1,4 @@
-"""`--draft-model` over HTTP: the same text, guessed ahead; one that cannot guess ends the start."""
+"""`--draft-model` over HTTP: the same text in fewer steps; a model that cannot draft ends the start."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.tiny_models import make_dense
 def test_a_draft_model_guesses_and_the_text_is_the_same(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--draft-model", str(tiny_model), "--parallel", "2", "--threads", "1")
     plain = server.generate("Once upon a time", 60, speculate=False)
-    guessed = server.generate("Once upon a time", 60)
-    assert guessed["text"] == plain["text"]
+    drafted = server.generate("Once upon a time", 60)
+    assert drafted["text"] == plain["text"]
     assert plain["usage"]["drafted_tokens"] == 0
-    # How far it guesses depends on what that costs here; that it does, the contracts show without clocks.
-    assert guessed["usage"]["accepted_tokens"] <= guessed["usage"]["drafted_tokens"]
-    assert server.metrics()["cllm_accepted_tokens_total"] == guessed["usage"]["accepted_tokens"]
-    assert guessed["usage"]["steps"] < plain["usage"]["steps"]
+    # How many tokens it drafts depends on their cost here; that it drafts, contract tests show.
+    assert drafted["usage"]["accepted_tokens"] <= drafted["usage"]["drafted_tokens"]
+    assert server.metrics()["cllm_accepted_tokens_total"] == drafted["usage"]["accepted_tokens"]
+    assert drafted["usage"]["steps"] < plain["usage"]["steps"]
     wait_for(server.idle)
     server.stop()
 

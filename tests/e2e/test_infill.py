@@ -56,12 +56,12 @@ def test_a_suffix_is_the_same_gap_on_v1(taught: Server) -> None:
 
 
 def test_a_long_file_is_cut_around_the_gap_and_a_long_suffix_on_v1_is_refused(taught: Server) -> None:
-    most = taught.get("/model/info")["limits"]["request_tokens"]
-    long = "xyz " * most
+    limit = taught.get("/model/info")["limits"]["request_tokens"]
+    long = "xyz " * limit
     body = {"input_prefix": long, "input_suffix": long, "n_predict": 4, "input_extra": [{"text": long}]}
     answer = taught.post("/infill", body)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["tokens_evaluated"] == most - 4
+    assert answer.json()["tokens_evaluated"] == limit - 4
     refused = taught.post("/v1/completions", {"prompt": "a", "suffix": long})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 

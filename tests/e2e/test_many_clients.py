@@ -1,4 +1,4 @@
-"""Far more clients than sequences: everyone is answered, nobody shares an id, the text is one's own."""
+"""Far more clients than slots: every request is answered, no slot is shared, every text is its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's own SDK against `/v1`: it must not notice that it talks to somebody else."""
+"""OpenAI's own SDK against `/v1`: it must work as with OpenAI."""
 
 from __future__ import annotations
 

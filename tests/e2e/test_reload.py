@@ -1,4 +1,4 @@
-"""POST /admin/reload: another model takes over, and nobody notices who has begun."""
+"""POST /admin/reload: another model takes over, and running requests do not notice."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def start_on(start: StartServer, folder: Path) -> Server:
 def reload(server: Server, **body: str) -> dict[str, object]:
     answer = server.post("/admin/reload", body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert isinstance(told, dict)
-    return told
+    reloaded = answer.json()
+    assert isinstance(reloaded, dict)
+    return reloaded
 
 
 def engines(server: Server) -> set[int]:
@@ -57,9 +57,9 @@ def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
             next(others)
             queued = pool.submit(server.generate, "hello", 20)
             wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 3)
-            told = reload(server, model="two.gguf")
+            reloaded = reload(server, model="two.gguf")
             assert server.get("/ready")["status"] == "ready"
-            assert server.get("/v1/models")["data"][0]["id"] == told["model"] != ""
+            assert server.get("/v1/models")["data"][0]["id"] == reloaded["model"] != ""
             two = server.generate("hello", 20)["text"]
         seen += list(events)
         assert one.startswith(queued.result(PATIENCE_S)["text"]), (
@@ -68,7 +68,7 @@ def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
     assert stream_text(seen) == one
     assert not one.startswith(two), "another model says something else"
     wait_for(lambda: not alive(old), 30, "the old engine stayed")
-    wait_for(lambda: len(get_children(server.process.pid)) == 2, 30, "the old text process stayed")
+    wait_for(lambda: len(get_children(server.process.pid)) == 2, 30, "the old tokenizer worker stayed")
     assert len(engines(server)) == 1
     metrics = server.metrics()
     assert metrics["cllm_requests_accepted_total"] == 5 and metrics["cllm_engine_restarts_total"] == 0

@@ -49,10 +49,10 @@ def test_model_info(tiny: Server) -> None:
 def test_metrics_equal_the_clients_ledger(tiny: Server) -> None:
     """Every accepted request ends in exactly one outcome, every refused one has a reason."""
     before = tiny.metrics()
-    text = tiny.generate("ledger", 12)["text"]
+    text = tiny.generate("counted", 12)["text"]
     for _ in range(2):
-        assert tiny.generate("ledger", 12, stop=text[3:6])["finish_reason"] == "stop"
-    with tiny.open_stream("ledger", LONG) as events:
+        assert tiny.generate("counted", 12, stop=text[3:6])["finish_reason"] == "stop"
+    with tiny.open_stream("counted", LONG) as events:
         next(events)
     wait_for(tiny.idle)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""TLS, and what must never be told: not in an answer, not in a log."""
+"""TLS, and secrets that must never appear: not in an answer, not in a log."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_settings_that_cannot_be_are_one_line(
     assert said in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
-# What is never told ----------------------------------------------------------------------------------
+# Secrets that never appear ----------------------------------------------------------------------------------
 
 
 def wrong_requests() -> list[tuple[str, str, Any]]:
@@ -130,7 +130,7 @@ def wrong_requests() -> list[tuple[str, str, Any]]:
 
 @pytest.fixture(scope="module")
 def talkative(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Everything at the most talkative log level; the model lies at a path that can be recognised."""
+    """Everything at the lowest log level; the model lies at a path that can be recognised."""
     folder = tmp_path_factory.mktemp(f"path-{CANARY}")
     model = make_dense(folder / "plain.gguf")
     options = (str(model), "--threads", "1", "--log-level", "debug", "--ctx-size", "4096")
@@ -166,5 +166,5 @@ def test_no_answer_and_no_log_tells_a_prompt_a_key_or_a_path(talkative: Server) 
     metrics = talkative.client.get("/metrics").text
     wait_for(lambda: talkative.log_text.count("cleared KV") >= 5)
     assert refused > 60 and CANARY not in metrics
-    told = [line for line in talkative.log_text.splitlines() if CANARY in line or "Traceback" in line]
-    assert told == []
+    leaks = [line for line in talkative.log_text.splitlines() if CANARY in line or "Traceback" in line]
+    assert leaks == []

@@ -1,4 +1,4 @@
-"""SIGTERM while streaming: nobody new, the running ones finish or are told, exit code 0."""
+"""SIGTERM while streaming: no new request, running ones finish or get an error event, exit code 0."""
 
 from __future__ import annotations
 

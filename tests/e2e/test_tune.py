@@ -1,4 +1,4 @@
-"""The first start measures, the second remembers, and nobody has to."""
+"""The first start measures, the second remembers; neither is required."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny model with another chat template: one that lets it think, unless it is told not to."""
+"""The tiny model with another chat template: one that lets it think unless a request disables it."""
 
 from __future__ import annotations
 

@@ -72,14 +72,14 @@ def test_a_number_of_thousands_of_digits(tiny: Server) -> None:
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_a_million_wrong_items_cost_as_much_as_one(tiny: Server, route: str, body: Any) -> None:
-    """The first one ends it; a million errors would take seconds of everybody's and gigabytes."""
+    """The first one ends it; a million errors would take seconds of every client, and gigabytes."""
     before = peak_mib(tiny.process.pid)
     refusal(tiny.post(route, body))
     assert peak_mib(tiny.process.pid) - before < 400
 
 
 def peak_mib(pid: int) -> int:
-    """The most memory a process has ever had resident."""
+    """The peak of the resident memory of a process."""
     found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) // 1024
@@ -316,7 +316,7 @@ def test_bad_messages(tiny: Server, messages: str) -> None:
 )
 @pytest.mark.parametrize("nested", [True, False], ids=["object", "string"])
 def test_an_image_url(tiny: Server, url: str, nested: bool) -> None:
-    """It has no eyes: nothing is fetched, whatever the address; and it says so."""
+    """Text only: nothing is fetched, whatever the address; and the refusal says so."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = url.format(port=listener.getsockname()[1])
         part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url} if nested else url}

@@ -143,7 +143,7 @@ def test_slow_header_drips(hasty: Server) -> None:
 
 @pytest.mark.failure_mode("slow-request")
 def test_slow_second_header_of_a_connection(hasty: Server) -> None:
-    """The limit holds after an answer too, and empty lines do not count as a beginning."""
+    """The limit holds after an answer too, and empty lines do not start a request."""
     with dial(hasty) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")

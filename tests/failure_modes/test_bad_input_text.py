@@ -19,14 +19,14 @@ from tests.tiny_models import CHAT_TEMPLATE, make_dense
 
 
 def constrained(server: Server, limit_s: float, **fields: Any) -> httpx.Response:
-    """An answer that costs the text process and the parent no more than that."""
+    """An answer that costs the tokenizer worker and the HTTP process no more than that."""
     server.post("/generate", {"prompt": "x", "max_tokens": 1, "choice": ["warm"]})  # builds the compiler
     pids = (server.child("tokenizer"), server.process.pid)
     before = sum(map(cpu_s, pids))
     answer = server.post(
         "/generate", {"prompt": "x", "max_tokens": 64, "temperature": 1, "seed": 1, **fields}
     )
-    assert server.child("tokenizer") == pids[0], "the text process died of it"
+    assert server.child("tokenizer") == pids[0], "the tokenizer worker died of it"
     assert sum(map(cpu_s, pids)) - before < limit_s
     return answer
 
@@ -139,7 +139,7 @@ def test_recursion_that_ends_is_served(tiny: Server) -> None:
 
 @pytest.mark.failure_mode("grammar-exhausted")
 def test_an_exhausted_grammar_ends_that_request_alone(tiny: Server) -> None:
-    """After four digits nothing can follow: one request is told, the stream beside it does not notice."""
+    """After four digits nothing can follow: one request fails, the stream beside it does not notice."""
     dry = 'root ::= [0-9] [0-9] [0-9] [0-9] x\nx ::= x "b"'
     alone = tiny.generate("beside it", 200)["text"]
     with tiny.open_stream("beside it", 200) as events:
@@ -213,7 +213,7 @@ def chat(server: Server, content: str) -> httpx.Response:
 @pytest.mark.failure_mode("hostile-template")
 @pytest.mark.parametrize("kind", list(HOSTILE))
 def test_hostile_template_is_stopped(hostile: Server, kind: str) -> None:
-    """Within a second of computing, told what it was, and the process goes on."""
+    """Within a second of computing, with the reason, and the worker goes on."""
     chat(hostile, "hello")
     pid = hostile.child("tokenizer")
     before = cpu_s(pid)
@@ -227,7 +227,7 @@ def test_hostile_template_is_stopped(hostile: Server, kind: str) -> None:
 @pytest.mark.failure_mode("hostile-template")
 @pytest.mark.parametrize("kind", list(NATIVE))
 def test_native_loop_of_a_template_is_stopped(hostile: Server, kind: str) -> None:
-    """One operation that never returns: its process is ended, another takes over, nobody else pays."""
+    """One operation that never returns: its worker is ended, another takes over, other requests go on."""
     began = time.monotonic()
     assert refusal(chat(hostile, kind)).startswith("the model's chat template ")
     assert time.monotonic() - began < PATIENCE_S / 3
@@ -236,7 +236,7 @@ def test_native_loop_of_a_template_is_stopped(hostile: Server, kind: str) -> Non
 
 @pytest.mark.failure_mode("hostile-template")
 def test_template_that_is_no_template(start_for_module: StartServer, tmp_path: Path) -> None:
-    """It harms those who chat, with a reason; everybody else is served."""
+    """It harms chats, with a reason; all other routes are served."""
     broken = make_dense(
         tmp_path / "broken.gguf", templates={"default": "{% for m in messages %}{{ m.content }"}
     )

@@ -12,7 +12,7 @@ import pytest
 from tests.driver.http import refusal, unharmed
 from tests.driver.server import SERVE, Server, StartServer
 
-PROMPT = "a long beginning that is worth keeping, " * 20
+PROMPT = "a long prefix that is worth keeping, " * 20
 
 
 def save(server: Server, name: str = "warm") -> httpx.Response:
@@ -24,7 +24,7 @@ def restore(server: Server, name: str = "warm") -> httpx.Response:
 
 
 def cached(server: Server) -> int:
-    """Ask with the long beginning: how many of its tokens were taken over."""
+    """Ask with the long prefix: how many of its tokens came from the cache."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     usage = server.post("/v1/completions", body).json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])

@@ -145,10 +145,10 @@ def test_a_reader_that_never_reads_loses_its_stream_alone(four: Server) -> None:
         head = f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
         reader.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
         wait_for(lambda: places(four) == ["engine"])
-        assert four.generate("somebody else", 8)["generated_tokens"] == 8
+        assert four.generate("another client", 8)["generated_tokens"] == 8
         wait_for(lambda: four.finished("cancelled") == cancelled + 1)
         wait_for(four.idle, FREED_WITHIN_S)
-        assert four.generate("somebody else", 8)["generated_tokens"] == 8
+        assert four.generate("another client", 8)["generated_tokens"] == 8
         with pytest.raises(ConnectionError):  # nor is the connection held for ever
             wait_for(lambda: reader.send(b"x") == 0)
 

@@ -54,7 +54,7 @@ def test_no_room_preempts_the_youngest_of_lowest_priority(opened: Opened, refere
 @pytest.mark.failure_mode("kv-full")
 def test_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
     driver = StepDriver(opened(POOLED, sequences=2, cells=256, request_tokens=256))
-    feed(driver.runner, 1, words(9, 236))  # somebody's cells that no one will give back
+    feed(driver.runner, 1, words(9, 236))  # cells that are never freed
     driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
     driver.step(30)
     assert driver.scheduler.idle and driver.answers["lone"].finish_reason is FinishReason.LENGTH
@@ -175,7 +175,7 @@ def test_no_timing_reads_the_wall_clock() -> None:
         for path in sorted((ROOT / "cllm").rglob("*.py"))
         for line in wall_clock_lines(path)
     }
-    # What is told to people or kept in files is the time of day; nothing is measured or waited for with it.
+    # Timestamps in answers and files are wall-clock time; nothing is measured or waited for with it.
     strangers = {
         line
         for line in lines

@@ -55,7 +55,7 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def refused(server: Server) -> bool:
-    """True when a new request is turned away: 503, or nobody listens any more."""
+    """True when a new request is refused: 503, or a closed port."""
     body = {"prompt": "too late", "max_tokens": 1}
     try:
         answer = httpx.post(f"{server.url}/generate", json=body, timeout=60, trust_env=False)
@@ -85,10 +85,10 @@ def test_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: P
     with server.open_stream("cut short", LONG) as events:
         next(events)
         children = get_children(server.process.pid)
-        told = time.monotonic()
+        signalled = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         *_, last = events
-        assert time.monotonic() - told < 0.3 + 2.0
+        assert time.monotonic() - signalled < 0.3 + 2.0
     assert last.pop("id") and last.pop("message")
     assert last == {"error": "shutting_down", "done": True}
     server.wait_gone(children)
@@ -96,7 +96,7 @@ def test_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: P
 
 @pytest.mark.failure_mode("engine-killed")
 def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
-    """The stream gets an error event within 2 s; whoever has sent nothing is answered all the same."""
+    """The stream gets an error event within 2 s; requests without output are answered all the same."""
     server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
     expected = [server.generate(f"queued {number}", 8)["text"] for number in range(5)]
     assert ready_status(server) == 200
@@ -128,7 +128,7 @@ def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) 
 
 @pytest.mark.failure_mode("engine-killed")
 def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> None:
-    """Replayed once with its neighbours and once alone; the third death is its own. They are answered."""
+    """Replayed once with its neighbours and once alone; the third crash is its own. They are answered."""
     server = start("--parallel", "2", "--batch-tokens", "128")
     prompt = "This takes seconds to read. " * 550
 
@@ -156,7 +156,7 @@ def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> Non
 
 @pytest.mark.failure_mode("engine-hung")
 def test_a_hung_engine_is_replaced(start: StartServer, tiny_model: Path) -> None:
-    """No heartbeat for ten seconds: not ready, another child, and the waiting request is answered."""
+    """No heartbeat for ten seconds: not ready, another worker, and the waiting request is answered."""
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
     expected = server.generate("hung", 8)["text"]
     hung = server.child("engine")

@@ -97,7 +97,7 @@ def serves(server: Server) -> bool:
 
 @pytest.mark.failure_mode("descriptors-exhausted")
 def test_more_connections_than_descriptors(narrow: Server) -> None:
-    """Those it has room for stay, the others are told 503 and closed; a stream that runs does not notice."""
+    """Connections within the limit stay, the others get 503; a running stream does not notice."""
     assert "file descriptors allow" in narrow.log_text
     alone = narrow.generate("go on", 100)["text"]
     with narrow.open_stream("go on", 100) as events, ExitStack() as stack:
@@ -122,7 +122,7 @@ def test_it_serves_again_when_the_connections_are_closed(narrow: Server) -> None
 
 @pytest.mark.failure_mode("descriptors-exhausted")
 def test_the_workers_can_still_be_replaced(narrow: Server) -> None:
-    """Descriptors are kept for them: with every connection taken, the text process dies and comes back."""
+    """Descriptors are reserved for them: with every connection taken, the tokenizer worker restarts."""
     with narrow.open_stream("go on", 1, ignore_eos=True) as events:
         list(events)
     keep = httpx.Client(base_url=narrow.url, trust_env=False, timeout=PATIENCE_S)

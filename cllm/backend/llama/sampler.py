@@ -144,7 +144,11 @@ def build_chain(
         add(api.llama_sampler_init_min_p(params.min_p, 1))
     if params.xtc_probability > 0:
         add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
-    add(api.llama_sampler_init_temp(params.temperature))
+    if params.dynatemp_range > 0:
+        dynamic = (params.dynatemp_range, params.dynatemp_exponent)
+        add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
+    else:
+        add(api.llama_sampler_init_temp(params.temperature))
     add(api.llama_sampler_init_dist(params.seed))
     return chain
 

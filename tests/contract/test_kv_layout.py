@@ -1,4 +1,4 @@
-"""The layout never changes who gets a 400, and the number of threads that was found still adapts."""
+"""The KV layout never changes which request gets a 400; a tuned number of threads still adapts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_request_may_have_the_same_size_in_both_layouts(
 
 
 @pytest.mark.parametrize("tokens", [100, 512])
-def test_an_explicit_limit_within_a_streams_share_too(models: dict[str, Path], tokens: int) -> None:
+def test_an_explicit_limit_within_a_sequences_share_too(models: dict[str, Path], tokens: int) -> None:
     for unified in (False, True):
         config = EngineConfig(
             model=str(models["dense"]),
@@ -49,7 +49,7 @@ def test_an_explicit_limit_within_a_streams_share_too(models: dict[str, Path], t
         runner.close()
 
 
-def test_most_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -> None:
+def test_max_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -> None:
     def context(**settings: Any) -> tuple[int, bool]:
         config = EngineConfig(model=str(models["dense"]), ctx_size=512, parallel=1, **settings)
         runner = LlamaRunner(config)
@@ -61,5 +61,5 @@ def test_most_threads_is_a_limit_and_threads_a_number(models: dict[str, Path]) -
     assert context(max_threads=1) == (1, True), "adapts, within the limit"
     assert context(threads=1) == (1, False)
     assert context(threads=1, max_threads=2) == (1, False)
-    most, adapts = context(max_threads=500)
-    assert adapts and most <= default_threads()
+    threads, adapts = context(max_threads=500)
+    assert adapts and threads <= default_threads()

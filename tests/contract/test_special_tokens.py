@@ -1,4 +1,4 @@
-"""Control tokens with a meaning of their own, on a real vocabulary: gaps, tool calls, named templates."""
+"""Special tokens on a real vocabulary: infill marks, tool calls, named templates."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def model(taught: Path) -> Iterator[LlamaModel]:
     model.close()
 
 
-def test_the_marks_of_a_gap_are_found(model: LlamaModel, runner: LlamaRunner) -> None:
+def test_infill_marks_are_found(model: LlamaModel, runner: LlamaRunner) -> None:
     marks = InfillTokens(prefix=PRE, suffix=SUF, middle=MID, repository=REP, separator=SEP)
     assert model.vocabulary.infill == marks
     assert runner.vocabulary.infill is None
 
 
-def test_two_marks_of_three_are_none(tmp_path: Path) -> None:
+def test_two_infill_marks_of_three_are_none(tmp_path: Path) -> None:
     roles = {"fim_pre": "<PRE>", "fim_suf": "<SUF>"}
     path = make_dense(tmp_path / "half.gguf", controls=("<PRE>", "<SUF>"), roles=roles)
     model = LlamaModel(load(), EngineConfig(model=str(path)), DeferredFrees(), vocabulary_only=True)
@@ -56,7 +56,7 @@ def test_two_marks_of_three_are_none(tmp_path: Path) -> None:
     model.close()
 
 
-def test_a_gap_is_told_in_tokens_and_what_users_wrote_is_never_one_of_them(model: LlamaModel) -> None:
+def test_infill_marks_are_tokens_and_user_text_is_never_one_of_them(model: LlamaModel) -> None:
     worker = TokenizerWorker(model.vocabulary, None)
     gap = Gap(prefix="ab<SUF>", suffix="cd", prompt="x<MID>", snippets=(Snippet("<PRE>", "f.py"),))
     answer = worker.perform(TokenizeInfill(gap))

@@ -1,4 +1,4 @@
-"""A cancel in mid-prefill ends the step early, through llama.cpp's abort callback; nobody else notices."""
+"""A cancel during prefill ends the step early, by llama.cpp's abort callback; other requests go on."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_STEPS = 1000
 
 
 class Watching:
-    """A driver that posts cancels while a forward runs, and remembers what became of each forward."""
+    """A driver that posts cancels while a step runs, and records the status of each step."""
 
     def __init__(self, driver: StepDriver) -> None:
         self.driver = driver
         self.results: list[StepStatus] = []
-        self.leaving: dict[int, str] = {}  # number of the forward -> who leaves while it runs
+        self.leaving: dict[int, str] = {}  # number of the step -> the request that is cancelled while it runs
         driver.runner.fail = self._forward
 
     def _forward(self, number: int, batch: Batch) -> StepResult:
@@ -65,7 +65,7 @@ def test_a_cancel_in_mid_prefill_ends_the_step_and_the_others_say_what_they_woul
 
 
 @every_kind
-def test_a_step_in_which_the_leaving_only_generates_is_not_ended(
+def test_a_step_in_which_the_cancelled_request_only_decodes_is_not_ended(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind))

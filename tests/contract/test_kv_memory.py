@@ -1,4 +1,4 @@
-"""What every runner promises of its memory: positions, truncate, save, restore, copy."""
+"""KV memory of every runner: positions, truncate, save, restore, copy."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_copy_survives_the_end_of_its_source(kind: Kind, opened: Opened, refer
     feed(runner, 0, prompt)
     assert runner.copy(0, 1, 80) == 80
     runner.truncate(0, 0)  # before a decode could carry the copy out
-    feed(runner, 0, words(5, 30))  # and somebody else is there already
+    feed(runner, 0, words(5, 30))  # and another sequence is there already
     assert_alike(kind, says(runner, 1, 65), reference.says(kind, (*prompt, 65)))
     assert_alike(kind, says(runner, 0, 65), reference.says(kind, (*words(5, 30), 65)))
 
@@ -205,9 +205,7 @@ def test_a_copy_of_a_copy_is_right_before_any_decode(
 
 
 @every_kind
-def test_a_copy_that_is_not_carried_out_yet_is_not_saved_wrong(
-    kind: Kind, opened: Opened, reference: Reference
-) -> None:
+def test_a_pending_copy_is_not_saved_wrong(kind: Kind, opened: Opened, reference: Reference) -> None:
     runner = opened(kind)
     feed(runner, 0, words(0, 80))
     assert runner.copy(0, 1, 80) == 80
@@ -217,7 +215,7 @@ def test_a_copy_that_is_not_carried_out_yet_is_not_saved_wrong(
 
 
 @every_kind
-def test_a_copy_that_is_not_carried_out_yet_does_not_come_over_what_is_restored(
+def test_a_pending_copy_does_not_overwrite_what_is_restored(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     runner = opened(kind)
@@ -237,7 +235,7 @@ def test_a_copy_that_is_not_carried_out_yet_does_not_come_over_what_is_restored(
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["feed", "feed", "feed", "together", "cut", "park", "copy"]),
+        st.sampled_from(["feed", "feed", "feed", "together", "cut", "swap", "copy"]),
         st.integers(0, 2),
         st.integers(1, 150),
     ),
@@ -249,7 +247,7 @@ ACTIONS = st.lists(
 @every_kind
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(actions=ACTIONS)
-def test_after_any_life_every_sequence_says_what_its_tokens_say(
+def test_after_any_actions_every_sequence_says_what_its_tokens_say(
     kind: Kind, models: dict[str, Path], reference: Reference, actions: list[tuple[str, int, int]]
 ) -> None:
     runner = open_runner(models, kind)
@@ -272,7 +270,7 @@ def test_after_any_life_every_sequence_says_what_its_tokens_say(
                 other, length = (i + 1) % 3, min(count, len(held[i]))
                 runner.truncate(other, 0)
                 held[other] = held[i][: runner.copy(i, other, length)] if length else ()
-            case "park" if (state := runner.save(i)) is not None:  # none: its cells are still being copied
+            case "swap" if (state := runner.save(i)) is not None:  # none: its cells are still being copied
                 runner.truncate(i, 0)
                 if not runner.restore(i, state):
                     held[i] = ()

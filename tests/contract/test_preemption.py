@@ -1,4 +1,4 @@
-"""Law 5 when KV is full: one is preempted and resumed later, token for token; nobody fails."""
+"""Preemption when KV is full: one sequence is preempted and resumed later, token for token; none fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law 10: a failed step is undone whole, and nobody's text shows that it happened."""
+"""Whole-step rollback: a failed step is undone whole, and no text shows that it happened."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def failing(
         ("all", StepStatus.FAILED),
     ],
 )
-def test_a_failed_step_is_undone_whatever_it_had_computed(
+def test_a_failed_step_is_rolled_back_whatever_it_had_computed(
     kind: Kind, part: str, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
     driver = StepDriver(opened(kind))
@@ -88,7 +88,7 @@ def test_steps_aborted_one_after_the_other_only_cost_time(
 
 
 @every_kind
-def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told(kind: Kind, opened: Opened) -> None:
+def test_two_failed_steps_in_a_row_end_the_engine_and_every_request(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind))
     driver.runner.fail = failing(driver.runner, "half", StepStatus.FAILED, lambda number: number in (3, 4))
     for seed in range(5):
@@ -101,12 +101,12 @@ def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told(kind: Ki
 
 
 @native_kinds
-def test_an_aborted_decode_harms_nobody_whose_turn_had_not_come(
+def test_an_aborted_decode_harms_no_sequence_of_a_later_ubatch(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
     # Was (recurrent): llama.cpp swaps the cells of sequences while it lays out a physical batch, and copies
     # the states inside the graph. Aborted before that, "r3" (of a later physical batch of the same decode)
-    # is left with somebody else's state at its own right position. See Scheduler._rollback_step.
+    # is left with the state of another sequence at its own right position. See Scheduler._rollback_step.
     lengths = {0: 70, 1: 70, 2: 4, 3: 1}
     driver = StepDriver(opened(kind, sequences=4))
     driver.submit(*(ask(f"r{seed}", words(seed, length), 6) for seed, length in lengths.items()))

@@ -1,4 +1,4 @@
-"""Law 5: a request that fails, fails alone."""
+"""Isolation: a request that fails, fails alone."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_a_prompt_that_llama_refuses_fails_alone(
 @pytest.mark.parametrize(
     "kind", [Kind("fake", unified=True), Kind("dense", unified=True)], ids=lambda k: k.label
 )
-def test_a_refused_batch_whose_half_finds_no_room_parks_one_and_loses_nobody(
+def test_a_refused_batch_whose_half_finds_no_room_preempts_one_and_loses_none(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    # What the first half led to (the youngest is parked) may concern a row of the second.
+    # The outcome of the first half (the youngest is preempted) may concern a row of the second.
     driver = StepDriver(opened(kind, sequences=4))
 
     def fail(number: int, batch: Batch) -> StepResult | None:

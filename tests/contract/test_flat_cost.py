@@ -1,4 +1,4 @@
-"""Flat: what a request costs does not depend on how many came before (DESIGN, "Flat")."""
+"""Flat cost: what a request costs does not depend on how many came before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, ref
         costs.add(answer.work)
     (cost,) = costs
     assert (cost.prompt_tokens, cost.completion_tokens, cost.cached_tokens) == (20, 4, 0)
-    assert cost.decoded_tokens == cost.cells == 23  # the last token is told, not computed
+    assert cost.decoded_tokens == cost.cells == 23  # the last token is delivered, not computed
     assert cost.steps == cost.ubatches == 4
     pool = driver.scheduler.pool
     assert pool.leased_total == pool.released_total == 1000
@@ -31,7 +31,7 @@ def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, ref
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
-def test_identical_crowds_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
+def test_identical_loads_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind, sequences=3))
     driver.freeze_cost()  # no measurement decides on chunks or padding
     lengths = {"a": 9, "b": 3, "c": 14, "d": 5, "e": 1}
@@ -48,7 +48,7 @@ def test_identical_crowds_cost_exactly_the_same(kind: Kind, opened: Opened) -> N
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
-def test_a_crowd_leaves_nothing_that_a_later_request_pays_for(kind: Kind, opened: Opened) -> None:
+def test_a_load_leaves_nothing_that_a_later_request_pays_for(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind))
     driver.submit(ask("before", words(1, 100), 5))
     before = driver.finish()["before"]

@@ -1,4 +1,4 @@
-"""kill -9 of everything in turn: law 8."""
+"""Survives native death: kill -9 of each process in turn."""
 
 from __future__ import annotations
 

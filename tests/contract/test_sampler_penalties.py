@@ -1,4 +1,4 @@
-"""What rewrites logits before the choice, on the real library; and clones of samplers that remember."""
+"""Samplers that rewrite logits: bias, penalties, DRY; and clones of samplers with a history."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import FinishReason, SamplingParams
-from tests.contract.drawing import (
+from tests.contract.sampler_draws import (
     OFF,
     A,
     B,
@@ -129,7 +129,7 @@ def test_dry_penalises_what_would_go_on_with_a_repetition(
     assert draws(runner, row, 1, history=history, temperature=0, dry_multiplier=multiplier) == [expected]
 
 
-def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_get_lookback(runner: LlamaRunner) -> None:
+def test_dry_stops_at_a_sequence_breaker_and_at_the_end_of_its_lookback(runner: LlamaRunner) -> None:
     row, history = row_of(C=2.0, D=1.5), (A, B, C, A, B)
 
     def chosen(**dry: Any) -> int:
