@@ -1,4 +1,4 @@
-"""The nouns every room shares: what is asked (`Request`) and what comes back (`RequestOutput`).
+"""The types every layer shares: requests (`Request`) and what comes back (`RequestOutput`).
 
 All are frozen `msgspec.Struct`s, because they cross the process boundary as they are.
 """
@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+MAX_INT32 = 2**31 - 1
+SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
 
@@ -27,45 +29,82 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. Defaults are llama.cpp's.
+    """How the next token is sampled. Defaults are llama.cpp's; bounds and descriptions are those of the API.
 
     Applied in this order: logit_bias, penalties (repetition, frequency, presence), DRY, top_n_sigma,
     top_k, typical_p, top_p, min_p, XTC, temperature, draw. Mirostat replaces everything between
     temperature and draw. `temperature` 0 is greedy: the most likely token, ties to the lowest id.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40  # 0 = off
-    top_p: float = 0.95  # 1 = off
-    min_p: float = 0.05  # 0 = off
-    typical_p: float = 1.0  # 1 = off
-    top_n_sigma: float = -1.0  # negative = off
-    repetition_penalty: float = 1.0  # 1 = off
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    penalty_last_n: int = 64  # how many tokens the penalties look back on, -1 = the whole context
-    dry_multiplier: float = 0.0  # 0 = off
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0  # 0 = off
-    xtc_threshold: float = 0.1
-    mirostat: int = 0  # 0 = off, 1, 2
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    ignore_eos: bool = False  # end-of-generation tokens are never chosen
-    seed: int = 0  # the caller draws one when the user gave none, so that a replay says the same
+    temperature: Annotated[float, Meta(ge=0, le=10, description="Divides the logits; 0: greedy")] = 0.8
+    dynatemp_range: Annotated[
+        float,
+        Meta(ge=0, le=10, description="Varies the temperature by up to this with the entropy; 0: off"),
+    ] = 0.0
+    dynatemp_exponent: Annotated[
+        float, Meta(ge=0, le=100, description="Dynamic temperature: exponent of the normalised entropy")
+    ] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32, description="Keep the k most likely tokens; 0: off")] = 40
+    top_p: Annotated[
+        float, Meta(ge=0, le=1, description="Keep the most likely tokens up to this probability; 1: off")
+    ] = 0.95
+    min_p: Annotated[
+        float, Meta(ge=0, le=1, description="Drop tokens below this share of the best probability; 0: off")
+    ] = 0.05
+    typical_p: Annotated[float, Meta(gt=0, le=1, description="Locally typical sampling; 1: off")] = 1.0
+    top_n_sigma: Annotated[
+        float, Meta(ge=-1, le=100, description="Keep logits within n sigma of the best; negative: off")
+    ] = -1.0
+    repetition_penalty: Annotated[
+        float, Meta(gt=0, le=10, description="Above 1 discourages repetition; 1: off")
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="Subtracted from a token's logit for each occurrence; 0: off")
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Meta(ge=-2, le=2, description="Subtracted from the logit of every token that occurred; 0: off")
+    ] = 0.0
+    penalty_last_n: Annotated[
+        int, Meta(ge=-1, le=MAX_INT32, description="How many tokens the penalties look back; -1: all")
+    ] = 64
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100, description="DRY repetition penalty; 0: off")] = 0.0
+    dry_base: Annotated[
+        float, Meta(ge=1, le=100, description="DRY: each further repeated token multiplies the penalty by it")
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Meta(ge=0, le=MAX_INT32, description="DRY: repeats up to this many tokens cost nothing")
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, Meta(ge=-1, le=MAX_INT32, description="DRY: how many tokens it looks back; -1: all, 0: none")
+    ] = -1
+    dry_sequence_breakers: Annotated[
+        tuple[str, ...], Meta(max_length=8, description="DRY: texts that end a repeated sequence")
+    ] = ("\n", ":", '"', "*")
+    xtc_probability: Annotated[float, Meta(ge=0, le=1, description="Exclude top choices; 0: off")] = 0.0
+    xtc_threshold: Annotated[
+        float, Meta(ge=0, le=1, description="XTC: excludes all tokens above it but the least likely of them")
+    ] = 0.1
+    mirostat: Annotated[int, Meta(ge=0, le=2, description="Mirostat version 1 or 2; 0: off")] = 0
+    mirostat_tau: Annotated[float, Meta(ge=0, le=100, description="Mirostat: the target surprise")] = 5.0
+    mirostat_eta: Annotated[float, Meta(ge=0, le=1, description="Mirostat: the learning rate")] = 0.1
+    logit_bias: Annotated[
+        tuple[tuple[int, Annotated[float, Meta(ge=-100, le=100)]], ...],
+        Meta(max_length=1024, description="Token id (as text) → added to its logit"),
+    ] = ()
+    ignore_eos: Annotated[
+        bool, Meta(description="Never sample an end-of-generation token: go on to max_tokens")
+    ] = False
+    # The caller draws a seed where the user gave none, so that a replayed request samples the same.
+    seed: Annotated[int, Meta(ge=0, description="The same seed gives the same text")] = 0
 
     @property
     def greedy(self) -> bool:
-        """True when the choice is the plain argmax of the model's own logits."""
+        """True when sampling is the plain argmax of the model's own logits."""
         return self.temperature <= 0 and not self.adjusts_logits and self.mirostat == 0
 
     @property
     def adjusts_logits(self) -> bool:
-        """True when something rewrites logits before the choice, so that argmax alone is not enough."""
+        """True when logits are rewritten before sampling, so that their argmax is not enough."""
         return bool(self.logit_bias) or self.penalises or self.dry_multiplier > 0
 
     @property
@@ -87,14 +126,14 @@ class ConstraintKind(StrEnum):
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """What an answer must look like."""
+    """The structured output of an answer: a schema, regular expression, grammar or list of choices."""
 
     kind: ConstraintKind
     source: str
 
 
 class Pooling(StrEnum):
-    """How the states of an input's tokens become one vector."""
+    """How the states of an input's tokens become one embedding."""
 
     MEAN = "mean"
     CLS = "cls"  # the first token's
@@ -103,7 +142,7 @@ class Pooling(StrEnum):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation, or one call for vectors; tokenised and validated. Nothing in it refers to HTTP."""
+    """One generation, or one call for embeddings; tokenised and validated. Nothing in it refers to HTTP."""
 
     id: str
     prompt: tuple[int, ...]
@@ -115,14 +154,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     markers: tuple[str, ...] = ()  # control tokens whose spelling is part of the answer's text
     timeout_s: float | None = None  # from acceptance to the last token
     priority: int = 0  # higher goes first
-    tenant: str = ""  # whose it is: shares are fair between tenants, caches are not shared across them
-    speculate: bool = True  # may guess ahead; the text is the same either way
-    reuse: bool = True  # may take over, and leave behind, computed prefixes
-    embed: tuple[tuple[int, ...], ...] = ()  # inputs that become vectors; then nothing is generated
+    tenant: str = ""  # shares are fair between tenants; prefixes are not shared across them
+    speculate: bool = True  # allow speculative decoding; the text is the same either way
+    reuse: bool = True  # use the prefix cache: match from it and store to it
+    embed: tuple[tuple[int, ...], ...] = ()  # inputs to embed; then nothing is generated
 
     @property
     def input_tokens(self) -> int:
-        """Everything that was sent to be read."""
+        """The tokens of the prompt or of all inputs."""
         return len(self.prompt) + sum(map(len, self.embed))
 
 
@@ -147,7 +186,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest, likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens, best first
     pieces: tuple[bytes, ...] = ()  # of the token, then of each in `top`; filled in by the scheduler
 
 
@@ -161,8 +200,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0  # native decode calls it took part in
     ubatches: int = 0  # physical batches these calls were cut into
     cells: int = 0  # KV cells it held at its end
-    drafted_tokens: int = 0  # guessed ahead, beside those decoded
-    accepted_tokens: int = 0  # of them, those that were right
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # draft tokens that were accepted
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -187,7 +226,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a loaded model; shown at /model/info."""
+    """A loaded model; shown at /model/info."""
 
     name: str
     architecture: str
@@ -202,9 +241,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_template: str | None = None  # the one for conversations with tools, where there are two
     recurrent: bool = False
     sliding_window: int = 0
-    generates: bool = True  # False for encoders: they make vectors and nothing else
+    generates: bool = True  # False for encoders, which only embed
     pooling: Pooling = Pooling.MEAN
-    vector_length: int = 0  # floats of a vector; of a reranker, scores of a pair
+    vector_length: int = 0  # floats of an embedding; of a reranker, scores of a pair
 
     def template_for(self, *, tools: bool) -> str | None:
         """The chat template of a conversation with or without tools."""
@@ -212,23 +251,23 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbedLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of vectors can hold. Its memory is its own, apart from the cells of generation."""
+    """The limits of one embedding step. Its memory is apart from the KV cells of generation."""
 
-    tokens: int = 0  # the most one input may hold
-    batch_tokens: int = 0  # the most of several inputs together, or of a chunk of one
-    rows: int = 1  # the most inputs of a step
+    tokens: int = 0  # of one input
+    batch_tokens: int = 0  # of several inputs together, or of a chunk of one
+    rows: int = 1  # inputs of a step
     chunked: bool = False  # a long input may be computed over several steps (causal attention only)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded runner can hold; read from the context, not from what was asked for."""
+    """The limits of a loaded runner, as its context has them."""
 
     sequences: int  # ids 0 .. sequences - 1
     cells: int  # KV cells in all
-    sequence_cells: int  # the most one sequence can hold
-    request_tokens: int  # the most one request may hold, prompt and answer
-    batch_tokens: int  # the most one forward may carry
-    unified: bool = False  # one pool of cells, or one stream per sequence
+    sequence_cells: int  # of one sequence
+    request_tokens: int  # of one request, prompt and answer
+    batch_tokens: int  # of one forward
+    unified: bool = False  # one pool of KV cells, or one KV stream per sequence
     embed: EmbedLimits = EmbedLimits()
 
 
@@ -276,7 +315,7 @@ class Vocabulary(Protocol):
 
     @property
     def special_texts(self) -> frozenset[str]:
-        """Spellings of control tokens: what must never be parsed out of a user's text."""
+        """Spellings of control tokens: never parsed out of a user's text."""
 
     @property
     def begin_text(self) -> str:
@@ -307,4 +346,4 @@ class Vocabulary(Protocol):
 
     @property
     def infill(self) -> InfillTokens | None:
-        """How a gap in a text is told; None for a model that was not taught it."""
+        """The control tokens of infill; None for a model without them."""

@@ -1,59 +1,39 @@
-"""Conversations, whatever API they came by: from messages and tools to an answer taken apart.
-
-`/v1/chat/completions`, `/v1/responses` and `/v1/messages` say the same things in different words. Each turns
-its words into a `Conversation`, and what a `ChatJob` yields back into its own.
-"""
+"""Conversation: messages, tools and template options, from whichever API they come."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
-from starlette.types import Receive
 
-from cllm.errors import InvalidRequest
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.sse import collect, merged
-from cllm.server.submit import GRAMMAR_LIMIT_S, choices_of, loaded, run_tokenizer, submit_all
-from cllm.text.output_parser import (
-    ContentText,
-    OutputEvent,
-    OutputParser,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallStart,
-)
-from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
-from cllm.types import FinishReason, Request, RequestOutput, TokenLogprob, Usage
-from cllm.workers.messages import Chat, CheckConstraint, TokenizeChat, Tokens
+from cllm.text.tool_formats import Tool, ToolFormat
+from cllm.workers.messages import Chat
 
-Step = tuple[list[OutputEvent], RequestOutput]  # what it added, and its own account of itself
+MESSAGE_JOINT = "\n"  # between texts that become one message
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be answered. Messages are dicts of `role`, `content` and, as OpenAI has them, `tool_calls`
+    """What the model replies to. Messages have `role`, `content` and, in OpenAI's shape, `tool_calls`
     (arguments as JSON text) and `tool_call_id`."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[Tool, ...] = ()  # those that may be called
-    forced: bool = False  # at least one of them must be
-    parallel: bool = True  # several may be
-    options: dict[str, Any] = {}  # for the chat template
-    reasoning: bool = True  # thoughts are told apart; otherwise they are plain text
-    think: bool = True  # thoughts that the template opens stay open
+    forced: bool = False  # at least one must be called
+    parallel: bool = True  # one reply may have several calls
+    options: dict[str, Any] = {}  # variables of the chat template
+    reasoning: bool = True  # False: reasoning stays in the text
+    think: bool = True  # False: reasoning that the template opens is closed
 
     @property
     def prefill(self) -> str:
-        """A conversation that ends with the assistant's own words is to be continued there."""
+        """The text that the reply continues: that of an assistant's message at the end."""
         last = self.messages[-1]
-        ends_with_words = last["role"] == "assistant" and not last.get("tool_calls")
-        return str(last.get("content") or "") if ends_with_words else ""
+        continued = last["role"] == "assistant" and not last.get("tool_calls")
+        return str(last.get("content") or "") if continued else ""
 
     def for_template(self, tool_format: ToolFormat) -> Chat:
-        """As the model's template takes it."""
+        """The conversation as the chat template takes it."""
         messages = self.messages[:-1] if self.prefill else self.messages
         shown = self.tools if tool_format.template_takes_tools else ()
         return Chat(
@@ -66,208 +46,60 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Call(msgspec.Struct):
-    """One tool call of an answer."""
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether tools may or must be called, and which."""
 
-    id: str
-    name: str
-    arguments: str = ""
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] = ()  # only these; empty: any
+    parallel: bool = True
 
+    def check(self, names: Sequence[str]) -> None:
+        """Raises ValueError if names of tools repeat, or if a tool that must be called is missing."""
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two tools have the same name")
+        for name in self.names:
+            if name not in names:
+                raise ValueError(f"tool_choice: {name!r} is not among the tools")
+        if self.mode == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
 
-class Reply(msgspec.Struct):
-    """A finished answer, taken apart."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = []
-    logprobs: list[TokenLogprob] = []
-    finish_reason: FinishReason | None = None
-    stop: str | None = None
-    usage: Usage | None = None
-
-    def add(self, events: Sequence[OutputEvent], delta: RequestOutput) -> None:
-        """Take in a step's events."""
-        for event in events:
-            match event:
-                case ContentText(text):
-                    self.text += text
-                case ReasoningText(text):
-                    self.reasoning += text
-                case ToolCallStart(_, name):
-                    self.calls.append(Call(new_call_id(), name))
-                case ToolCallArguments(index, text):
-                    self.calls[index].arguments += text
-        self.logprobs += delta.logprobs
-        self.finish_reason, self.stop, self.usage = delta.finish_reason, delta.stop, delta.usage
+    def apply(self, tools: Sequence[Tool]) -> dict[str, Any]:
+        """The fields of `Conversation` that follow from the choice."""
+        allowed = [] if self.mode == "none" else tools
+        chosen = tuple(tool for tool in allowed if not self.names or tool.name in self.names)
+        return {"tools": chosen, "forced": self.mode == "required", "parallel": self.parallel}
 
 
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+class MessageBuilder:
+    """Messages of a `Conversation`, built piece by piece.
 
-
-class ChatJob:
-    """A conversation on its way: submitted, and read as events. Made by `open_chat`."""
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        conversation: Conversation,
-        tool_format: ToolFormat,
-        prompt: Tokens,
-        streams: list[AsyncOutputStream],
-        *,
-        constrained: bool,
-    ) -> None:
-        self.engine = engine
-        self.prompt_tokens = len(prompt.tokens)
-        self.streams = streams
-        self._conversation = conversation
-        self._tool_format = tool_format
-        self._thinking = prompt.thinking
-        self._constrained = constrained
-
-    async def events(self) -> AsyncIterator[tuple[int, list[OutputEvent], RequestOutput]]:
-        """Of each step: which answer, what it added, and the step's own account of itself."""
-        readers = [self._reader() for _ in self.streams]
-        if len(self.streams) == 1:  # by far the most: without a generator in between
-            stream, reader = self.streams[0], readers[0]
-            while True:
-                delta = await stream.next()
-                yield 0, _read(reader, delta), delta
-                if delta.finish_reason is not None:
-                    return
-        async for index, delta in merged(self.streams):
-            yield index, _read(readers[index], delta), delta
-
-    async def steps(self, receive: Receive) -> list[list[Step]] | None:
-        """The finished answers, step by step, or None if the client has gone."""
-        collected = await collect(self.engine, self.streams, receive)
-        if collected is None:
-            return None
-        answers: list[list[Step]] = []
-        for deltas in collected:
-            reader = self._reader()
-            answers.append([(_read(reader, delta), delta) for delta in deltas])
-        return answers
-
-    async def replies(self, receive: Receive) -> list[Reply] | None:
-        """The finished answers, or None if the client has gone."""
-        answers = await self.steps(receive)
-        if answers is None:
-            return None
-        replies: list[Reply] = []
-        for steps in answers:
-            reply = Reply()
-            for events, delta in steps:
-                reply.add(events, delta)
-            replies.append(reply)
-        return replies
-
-    def _reader(self) -> OutputParser:
-        conversation = self._conversation
-        if conversation.forced:
-            names = [tool.name for tool in conversation.tools]
-            return OutputParser(self._tool_format, names, calling=True, parallel=conversation.parallel)
-        if self._constrained:
-            return OutputParser(reasoning=False)
-        return OutputParser(
-            self._tool_format if conversation.tools else None,
-            [tool.name for tool in conversation.tools],
-            thinking=self._thinking,
-            parallel=conversation.parallel,
-            reasoning=conversation.reasoning,
-        )
-
-
-def _read(reader: OutputParser, delta: RequestOutput) -> list[OutputEvent]:
-    events = reader.feed(delta.text) if delta.text else []
-    return events if delta.finish_reason is None else events + reader.finish()
-
-
-async def open_chat(
-    engine: EngineClient, conversation: Conversation, request: Request, count: int = 1
-) -> ChatJob:
-    """Ask for `count` answers. `request` says everything but the prompt (and the grammar of forced calls).
-
-    Raises InvalidRequest for what the template or the grammar cannot do, and what the engine refuses with.
-    """
-    engine.check_capacity()
-    info, limits = loaded(engine)
-    tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
-    constraint = request.constraint
-    if conversation.forced:
-        if constraint is not None:
-            raise InvalidRequest(
-                "a tool call is demanded and the answer's form too: give only one", "tool_choice"
-            )
-        constraint = tool_format.forced(conversation.tools, parallel=conversation.parallel)
-        await run_tokenizer(engine, CheckConstraint(constraint), GRAMMAR_LIMIT_S)
-    prompt = await _prompt(
-        engine, conversation, tool_format, constrained=constraint is not None, most=limits.request_tokens
-    )
-    request = msgspec.structs.replace(
-        request,
-        prompt=prompt.tokens,
-        constraint=constraint,
-        markers=tool_format.markers if conversation.tools and constraint is None else (),
-    )
-    streams = submit_all(engine, choices_of(request, count))
-    return ChatJob(engine, conversation, tool_format, prompt, streams, constrained=constraint is not None)
-
-
-async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
-    """How long the prompt of this conversation is, even where it is too long; nothing is generated."""
-    template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-    tool_format = get_tool_format(template)
-    constrained = constrained or conversation.forced
-    return len((await _prompt(engine, conversation, tool_format, constrained=constrained, most=0)).tokens)
-
-
-async def _prompt(
-    engine: EngineClient, conversation: Conversation, tool_format: ToolFormat, *, constrained: bool, most: int
-) -> Tokens:
-    if constrained or conversation.prefill:  # neither may begin inside thoughts
-        conversation = msgspec.structs.replace(conversation, think=False)
-    prompt = await run_tokenizer(engine, TokenizeChat(conversation.for_template(tool_format), most))
-    assert isinstance(prompt, Tokens)
-    return prompt
-
-
-JOINT = "\n"  # between texts that become one message
-
-
-class Turns:
-    """Messages as `Conversation` takes them, built piece by piece.
-
-    Calls and thoughts belong to the assistant's message beside them. System texts in a row are one message:
-    templates know no second. With `combine`, so are texts in a row by anybody else.
+    Tool calls and reasoning belong to the assistant's message beside them. Consecutive system texts become
+    one message, because templates take only one. With `combine`, so do consecutive texts of any role.
     """
 
     def __init__(self, *, combine: bool = False) -> None:
         self.messages: list[dict[str, Any]] = []
         self._combine = combine
 
-    def say(self, role: str, text: str) -> None:
-        """Somebody's words."""
+    def add_text(self, role: str, text: str) -> None:
         last = self.messages[-1] if self.messages else {}
-        if last.get("role") != role or not (self._combine or role == "system" or _only_thoughts(last)):
+        if last.get("role") != role or not (self._combine or role == "system" or _only_reasoning(last)):
             self.messages.append({"role": role, "content": text})
         else:
-            last["content"] = JOINT.join(filter(None, (last["content"], text)))
+            last["content"] = MESSAGE_JOINT.join(filter(None, (last["content"], text)))
 
-    def think(self, text: str) -> None:
-        """The assistant's thoughts, before the words or calls that they led to."""
-        turn = self._assistant()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    def add_reasoning(self, text: str) -> None:
+        """The assistant's reasoning, before the text or the calls that it led to."""
+        message = self._assistant()
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
-        """The assistant called a tool; `arguments` is JSON text."""
+    def add_tool_call(self, call_id: str, name: str, arguments: str) -> None:
+        """A call by the assistant; `arguments` is JSON text."""
         calls = self._assistant().setdefault("tool_calls", [])
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def result(self, call_id: str, text: str) -> None:
-        """What a call returned."""
+    def add_tool_result(self, call_id: str, text: str) -> None:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _assistant(self) -> dict[str, Any]:
@@ -276,5 +108,23 @@ class Turns:
         return self.messages[-1]
 
 
-def _only_thoughts(message: dict[str, Any]) -> bool:
+def _only_reasoning(message: dict[str, Any]) -> bool:
     return bool(message.get("reasoning_content")) and not message["content"] and "tool_calls" not in message
+
+
+def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of OpenAI's shape as chat templates take it: plain text content, no `developer` role."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {**message, "role": role, "content": content}
+
+
+def make_template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template; a reasoning effort sets two, unless they are given."""
+    options = dict(given or {})
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+        options.setdefault("enable_thinking", effort != "none")
+    return options

@@ -17,25 +17,16 @@ from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
 log = logging.getLogger(__name__)
 
 
-class EmbeddingRequest:
+class EmbeddingJob:
     """One request for embeddings: its inputs, those still to do, and the results so far."""
 
     def __init__(self, request: Request) -> None:
+        self.id = request.id
         self.request = request
+        self.inputs = request.embed
         self.todo = deque(range(len(request.embed)))
         self.embeddings: dict[int, bytes] = {}
         self.decoded_tokens = self.steps = self.ubatches = 0
-
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    def size(self, index: int) -> int:
-        return len(self.request.embed[index])
-
-    @property
-    def complete(self) -> bool:
-        return len(self.embeddings) == len(self.request.embed)
 
     def usage(self) -> Usage:
         return Usage(
@@ -47,23 +38,14 @@ class EmbeddingRequest:
         )
 
 
-class LongInput:
-    """The one input that is computed over several steps."""
-
-    def __init__(self, call: EmbeddingRequest, index: int) -> None:
-        self.call = call
-        self.index = index
-        self.num_computed = 0
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.call.request.embed[self.index]
+Input = tuple[EmbeddingJob, int]  # one input of a job, by its index
 
 
 class EmbeddingScheduler:
     """Owns every request for embeddings from arrival to its one terminal output. Runs on the owner thread.
 
-    A batch takes one input of each request in turn, so that a short one does not wait for a long one.
+    A batch takes one input of each request in turn, so that a short one does not wait for a long one. One
+    input at a time may be longer than a step: it is computed in chunks.
     """
 
     def __init__(self, runner: ModelRunner, budget: PrefillBudget, decoding: Callable[[], int]) -> None:
@@ -71,85 +53,82 @@ class EmbeddingScheduler:
         self.budget = budget
         self._decoding = decoding  # how many wait for their next token meanwhile
         self._limits = runner.limits.embed
-        self._calls: dict[str, EmbeddingRequest] = {}  # the one whose turn it is first
-        self._planned: dict[
-            int, tuple[EmbeddingRequest, int]
-        ] = {}  # of the last batch: row id -> whose input
-        self._long: LongInput | None = None
+        self._jobs: dict[str, EmbeddingJob] = {}  # the one whose turn it is first
+        self._scheduled: dict[int, Input] = {}  # of the last batch, by row id
+        self._long: Input | None = None
+        self._long_computed = 0  # tokens of the long input
         self._outputs: list[RequestOutput] = []
 
     # What comes in ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Accept a request. It gets exactly one terminal output, whatever happens."""
-        assert request.id not in self._calls, f"request {request.id} is here already"
-        call = self._calls[request.id] = EmbeddingRequest(request)
+        assert request.id not in self._jobs, f"request {request.id} is here already"
+        job = self._jobs[request.id] = EmbeddingJob(request)
         try:
             if not request.embed:
                 raise InvalidRequest.no_generation(self.runner.info.name, self.runner.info.architecture)
             self.runner.open_embedding()
         except CllmError as error:
-            self._fail(call, error)
+            self._fail(job, error)
         except Exception as error:
             log.error("embedding could not be opened", exc_info=error)
-            self._fail(call, EngineError(f"embedding could not be opened: {type(error).__name__}"))
+            self._fail(job, EngineError(f"embedding could not be opened: {type(error).__name__}"))
 
     def cancel(self, request_id: str) -> None:
-        """End a call now; one that is unknown or has ended is left alone."""
-        if (call := self._calls.get(request_id)) is not None:
-            self._finish(call, FinishReason.CANCELLED)
+        """End a job now; one that is unknown or has ended is left alone."""
+        if (job := self._jobs.get(request_id)) is not None:
+            self._finish(job, FinishReason.CANCELLED)
 
     def fail_all(self, error: CllmError) -> None:
         """The engine ends: every request still here gets the error as its terminal output."""
-        for call in list(self._calls.values()):
-            self._fail(call, error)
+        for job in list(self._jobs.values()):
+            self._fail(job, error)
 
     # The step --------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
-        self._planned = {}
-        if not self._calls:
+        self._scheduled = {}
+        if not self._jobs:
             return None
         # Decoding sequences have no token in this batch: what counts is whether one waits for it.
         room = max(1, self.budget.prefill_tokens(int(self._decoding() > 0)))
         if self._long is None:
             picked = self._pick(room)
-            call, index = picked[0]
-            if self._limits.chunked and call.size(index) > room:
-                self._long = LongInput(call, index)
+            job, index = picked[0]
+            if self._limits.chunked and len(job.inputs[index]) > room:
+                self._long, self._long_computed = (job, index), 0
         if self._long is not None:
             return self._chunk(self._long, room)
-        self._planned = dict(enumerate(picked))
-        rows = (
-            Row(row, 0, call.request.embed[index], 1, None) for row, (call, index) in self._planned.items()
-        )
+        self._scheduled = dict(enumerate(picked))
+        rows = (Row(row, 0, job.inputs[index], 1, None) for row, (job, index) in self._scheduled.items())
         return Batch(tuple(rows), BatchKind.EMBED)
 
-    def _pick(self, room: int) -> list[tuple[EmbeddingRequest, int]]:
+    def _pick(self, room: int) -> list[Input]:
         """Inputs that fit together, at least one; they are no longer to do."""
-        picked: list[tuple[EmbeddingRequest, int]] = []
+        picked: list[Input] = []
         taken = 0
         found = True
         while found:
             found = False
-            for call in self._calls.values():
-                if not call.todo or len(picked) == self._limits.rows:
+            for job in self._jobs.values():
+                if not job.todo or len(picked) == self._limits.rows:
                     continue
-                size = call.size(call.todo[0])
+                size = len(job.inputs[job.todo[0]])
                 if not picked or taken + size <= room:
-                    picked.append((call, call.todo.popleft()))
+                    picked.append((job, job.todo.popleft()))
                     taken += size
                     found = True
-        first = next(iter(self._calls))
-        self._calls[first] = self._calls.pop(first)  # another request is first next time
+        first = next(iter(self._jobs))
+        self._jobs[first] = self._jobs.pop(first)  # another request is first next time
         return picked
 
-    def _chunk(self, long: LongInput, room: int) -> Batch:
-        self._planned = {0: (long.call, long.index)}
-        end = min(long.num_computed + room, len(long.tokens))
-        tokens = long.tokens[long.num_computed : end]
-        row = Row(0, long.num_computed, tokens, int(end == len(long.tokens)), None)
+    def _chunk(self, long: Input, room: int) -> Batch:
+        self._scheduled = {0: long}
+        tokens, begin = long[0].inputs[long[1]], self._long_computed
+        end = min(begin + room, len(tokens))
+        row = Row(0, begin, tokens[begin:end], int(end == len(tokens)), None)
         return Batch((row,), BatchKind.EMBED)
 
     def update(self, batch: Batch, result: StepResult) -> None:
@@ -161,14 +140,14 @@ class EmbeddingScheduler:
                     self._process_row(row, outcome, result.ubatches)
             case StepStatus.BAD_BATCH | StepStatus.NO_ROOM:
                 # The batch was bisected: what is left is the culprit.
-                for call, _ in self._inputs(batch):
-                    self._fail(call, BadBatch(f"llama.cpp refused this input's tokens (code {result.code})"))
+                for job, _ in self._inputs(batch):
+                    self._fail(job, BadBatch(f"llama.cpp refused this input's tokens (code {result.code})"))
             case StepStatus.ABORTED | StepStatus.FAILED:
                 self._put_back(batch)
 
     def still_scheduled(self, batch: Batch) -> Batch:
         """The rows of a scheduled batch whose requests have not ended meanwhile."""
-        rows = (row for row in batch.rows if self._planned[row.seq_id][0].id in self._calls)
+        rows = (row for row in batch.rows if self._scheduled[row.seq_id][0].id in self._jobs)
         return Batch(tuple(rows), batch.kind)
 
     def request_id(self, seq_id: int) -> str | None:
@@ -180,44 +159,43 @@ class EmbeddingScheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _inputs(self, batch: Batch) -> list[tuple[EmbeddingRequest, int]]:
+    def _inputs(self, batch: Batch) -> list[Input]:
         """The inputs of a batch, less those of requests that an earlier row has ended."""
-        planned = (self._planned[row.seq_id] for row in batch.rows)
-        return [(call, index) for call, index in planned if call.id in self._calls]
+        scheduled = (self._scheduled[row.seq_id] for row in batch.rows)
+        return [(job, index) for job, index in scheduled if job.id in self._jobs]
 
     def _process_row(self, row: Row, outcome: RowResult, ubatches: int) -> None:
-        call, index = self._planned[row.seq_id]
-        if call.id not in self._calls:
+        job, index = self._scheduled[row.seq_id]
+        if job.id not in self._jobs:
             return
-        call.decoded_tokens += len(row.tokens)
-        call.steps += 1
-        call.ubatches += ubatches
+        job.decoded_tokens += len(row.tokens)
+        job.steps += 1
+        job.ubatches += ubatches
         if outcome.error is not None:
-            self._fail(call, EngineError(f"input {index}: {outcome.error}"))
+            self._fail(job, EngineError(f"input {index}: {outcome.error}"))
         elif not row.outputs:
-            assert self._long is not None
-            self._long.num_computed += len(row.tokens)
+            self._long_computed += len(row.tokens)
         else:
             self._long = None
-            call.embeddings[index] = outcome.embedding
-            if call.complete:
-                self._finish(call, FinishReason.STOP)
+            job.embeddings[index] = outcome.embedding
+            if len(job.embeddings) == len(job.inputs):
+                self._finish(job, FinishReason.STOP)
 
     def _put_back(self, batch: Batch) -> None:
         """A step that failed: its inputs are to do again, from their beginning (the memory is empty)."""
         self._forget_long()
-        for call, index in reversed(self._inputs(batch)):
-            call.todo.appendleft(index)
+        for job, index in reversed(self._inputs(batch)):
+            job.todo.appendleft(index)
 
     # What can be seen ------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        return not self._calls
+        return not self._jobs
 
     @property
     def count(self) -> int:
-        return len(self._calls)
+        return len(self._jobs)
 
     def check_idle(self) -> None:
         """Integrity check: idle means that nothing is half computed."""
@@ -227,22 +205,22 @@ class EmbeddingScheduler:
 
     # Leaving ---------------------------------------------------------------------------------------
 
-    def _fail(self, call: EmbeddingRequest, error: CllmError) -> None:
-        self._finish(call, FinishReason.ERROR, Failure(error.code, error.message))
+    def _fail(self, job: EmbeddingJob, error: CllmError) -> None:
+        self._finish(job, FinishReason.ERROR, Failure(error.code, error.message))
 
-    def _finish(self, call: EmbeddingRequest, reason: FinishReason, error: Failure | None = None) -> None:
+    def _finish(self, job: EmbeddingJob, reason: FinishReason, error: Failure | None = None) -> None:
         """The one way out: one terminal output."""
-        del self._calls[call.id]
-        if self._long is not None and self._long.call is call:
+        del self._jobs[job.id]
+        if self._long is not None and self._long[0] is job:
             self._forget_long()
         done = reason is FinishReason.STOP
-        embeddings = tuple(call.embeddings[index] for index in range(len(call.embeddings))) if done else ()
+        embeddings = tuple(job.embeddings[index] for index in range(len(job.embeddings))) if done else ()
         self._outputs.append(
             RequestOutput(
-                request_id=call.id,
+                request_id=job.id,
                 finish_reason=reason,
                 error=error,
-                usage=call.usage(),
+                usage=job.usage(),
                 embeddings=embeddings,
             )
         )

@@ -1,4 +1,4 @@
-"""The application: routes over engines. No globals; everything comes in as an argument."""
+"""The ASGI application: routes and middleware over an engine registry, without globals."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from cllm.server.keys import KeyRing
 from cllm.server.middleware import (
     AuthMiddleware,
     BodyLimitMiddleware,
-    QueuePositionMiddleware,
-    RequestIDMiddleware,
+    HeadersMiddleware,
     TrustedHostMiddleware,
-    listed,
+    split_list,
 )
-from cllm.server.routes import admin, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
 
 def create_app(
@@ -42,38 +41,30 @@ def create_app(
     openapi.install(app, closed=keys.closed)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for router in (
-        generate.routes(registry),
-        openai.routes(registry),
-        responses.routes(registry),
-        messages.routes(registry),
-        embeddings.routes(registry),
-        llama.routes(registry),
-        admin.routes(registry),
-        admin.cache_routes(registry),
-        admin.reload_routes(registry),
-    ):
-        app.router.routes.extend(router.routes)
-    app.add_middleware(QueuePositionMiddleware)
-    _guard(app, registry, config, keys)
-    app.add_middleware(RequestIDMiddleware)
+    for module in (generate, openai, chat, responses, messages, embeddings, llama, admin):
+        app.router.routes.extend(module.routes(registry).routes)
+    _add_middleware(app, registry, config, keys)
     return app
 
 
-def _guard(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
-    """What a request passes before its route, the last added first."""
+def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
+    """The layers around the routes; the last one added is the outermost."""
 
-    def refused(code: str) -> None:
+    def count_refusal(code: str) -> None:
         registry.current.metrics.refused.labels(code).inc()
 
     app.add_middleware(
-        BodyLimitMiddleware, most_bytes=config.max_body_mb << 20, most_header_bytes=config.max_header_kb << 10
+        BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
     )
-    app.add_middleware(AuthMiddleware, keys=keys, host=config.host, refused=refused)
-    if origins := listed(config.cors_origins):
+    app.add_middleware(AuthMiddleware, keys=keys, host=config.host, count_refusal=count_refusal)
+    if origins := split_list(config.cors_origins):
         app.add_middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     app.add_middleware(
-        TrustedHostMiddleware, host=config.host, allowed_hosts=config.allowed_hosts, refused=refused
+        TrustedHostMiddleware,
+        host=config.host,
+        allowed_hosts=config.allowed_hosts,
+        count_refusal=count_refusal,
     )
+    app.add_middleware(HeadersMiddleware)

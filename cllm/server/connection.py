@@ -1,4 +1,4 @@
-"""One client's connection, bounded: in time while it sends, in bytes of header, in number of its kind."""
+"""A client's connection with limits: time to send, bytes of header, number of connections."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cllm.server.errors import error_body
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for child processes that must be replaced, and for files
-LINGER_S = 1.0  # hanging up on a client that still sends would take the answer from it too
+LINGER_S = 1.0  # closing at once on a client that still sends would reset the response away
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """What a connection may take."""
+    """The limits of one connection, and of their number."""
 
     header_s: float
     body_s: float
@@ -32,8 +32,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     connections: int
 
 
-def limits_of(config: ServerConfig) -> ConnectionLimits:
-    """The limits asked for, and no more connections than there can be descriptors for them."""
+def make_limits(config: ServerConfig) -> ConnectionLimits:
+    """The configured limits, with no more connections than there are file descriptors for."""
     return ConnectionLimits(
         config.header_timeout_s,
         config.body_timeout_s,
@@ -43,7 +43,7 @@ def limits_of(config: ServerConfig) -> ConnectionLimits:
 
 
 def _descriptors_left(wanted: int) -> int:
-    """How many connections can be open at a time. Raises the soft limit as far as it may and must."""
+    """How many connections can be open at a time. Raises the soft limit of descriptors where it must."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         used = sum(1 for _ in Path("/dev/fd").iterdir())
@@ -56,7 +56,7 @@ def _descriptors_left(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
         except (OSError, ValueError):
-            pass  # then it stays what it is
+            pass  # then the limit stays
     left = wanted if soft == resource.RLIM_INFINITY else max(1, soft - used - SPARE_DESCRIPTORS)
     if left < wanted:
         log.warning("file descriptors allow %d connections at a time, not %d (ulimit -n)", left, wanted)
@@ -64,10 +64,10 @@ def _descriptors_left(wanted: int) -> int:
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """uvicorn's connection, which is patient for ever, with an end to its patience.
+    """uvicorn's connection, with deadlines for what the client sends.
 
-    A header must be complete `header_s` after the connection is made, or after the first byte that follows
-    an answer; a body `body_s` after its header: however steadily it drips. Whoever is late gets a 408.
+    A header must be complete `header_s` after the connection is made, or after the first byte that follows a
+    response; a body `body_s` after its header, however steadily it drips. A late client gets a 408.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class GuardedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self._limits.connections:
             message = f"{self._limits.connections} connections are open, which is the limit; try again"
-            transport.write(_answer("/", 503, "too_many_connections", message))
+            transport.write(_make_response("/", 503, "too_many_connections", message))
             transport.close()
             return
-        self._within(self._limits.header_s, "header")
+        self._set_deadline(self._limits.header_s, "header")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._settle()
+        self._set_deadline(None)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -98,63 +98,50 @@ class GuardedConnection(HttpToolsProtocol):
         if self._hung_up:
             return
         if self._in_header:
-            if not self._answering:
-                self._expect_header()
+            idle = not self.pipeline and (self.cycle is None or self.cycle.response_complete)
+            if idle and self._deadline is None:
+                self._set_deadline(self._limits.header_s, "header")
             self._header_bytes += len(data)
         super().data_received(data)
-        # A complete header is measured by the application; this one may never be complete.
+        # The application measures a complete header; this one may never be complete.
         if self._in_header and self._header_bytes > self._limits.header_bytes:
             message = f"the headers are over the limit of {self._limits.header_bytes} bytes"
             self._hang_up(431, "headers_too_large", message)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_header:  # what comes after the body is dropped
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        self._settle()
         self._in_header = False
         super().on_headers_complete()
-        self._within(self._limits.body_s, "body")
+        self.headers = []  # of trailers, which follow the body: the scope does not get them
+        self._set_deadline(self._limits.body_s, "body")
 
     def on_message_complete(self) -> None:
-        self._settle()
+        self._set_deadline(None)
         self._in_header, self._header_bytes = True, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_header and self._header_bytes and not self._answering:
-            self._expect_header()  # the beginning of the next request is here already
+        begun = self._in_header and self._header_bytes  # the next request is partly here already
+        if begun and self.cycle.response_complete and not self.pipeline and self._deadline is None:
+            self._set_deadline(self._limits.header_s, "header")
 
-    # Its patience ------------------------------------------------------------------------------------
-
-    @property
-    def _answering(self) -> bool:
-        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
-
-    def _expect_header(self) -> None:
-        if self._deadline is None:
-            self._within(self._limits.header_s, "header")
-
-    def _within(self, seconds: float, part: str) -> None:
-        self._settle()
-        self._deadline = self.loop.call_later(seconds, self._late, seconds, part)
-
-    def _settle(self) -> None:
+    def _set_deadline(self, seconds: float | None, part: str = "") -> None:
+        """Hang up when `part` is not complete in so many seconds. None: there is nothing to wait for."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+        if seconds is not None:
+            self._deadline = self.loop.call_later(seconds, self._on_deadline, seconds, part)
 
-    def _late(self, seconds: float, part: str) -> None:
+    def _on_deadline(self, seconds: float, part: str) -> None:
         if self.pipeline:
-            self._within(seconds, part)  # nothing is read while the request before it is answered
+            self._set_deadline(seconds, part)  # nothing is read while the request before it is answered
             return
         self._hang_up(408, "request_timeout", f"the {part} was not complete within {seconds:g} s")
 
     def _hang_up(self, status: int, code: str, message: str) -> None:
-        """Say why, if nothing has been said yet, and end. The application sees a disconnect."""
-        self._settle()
+        """Send the error, unless a response has begun, and close. The application sees a disconnect."""
+        self._set_deadline(None)
         if self._hung_up or self.transport.is_closing():
             return
         self._hung_up = True
@@ -162,7 +149,7 @@ class GuardedConnection(HttpToolsProtocol):
         answering = cycle is not None and not cycle.response_complete
         if not (answering and cycle.response_started):
             path = self.scope["path"] if self.scope is not None and "path" in self.scope else "/"
-            self.transport.write(_answer(path, status, code, message))
+            self.transport.write(_make_response(path, status, code, message))
         if answering:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -173,7 +160,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _answer(path: str, status: int, code: str, message: str) -> bytes:
+def _make_response(path: str, status: int, code: str, message: str) -> bytes:
     body = msgspec.json.encode(error_body(path, status, code, message))
     head = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",

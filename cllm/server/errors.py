@@ -1,4 +1,4 @@
-"""One table from error types to HTTP, and the shapes an error is told in."""
+"""Errors over HTTP: the status of each error type, and the shape of each API's error body."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ STATUS: dict[type[Exception], int] = {
     ReloadFailed: 409,
     EngineError: 500,
     StorageFailed: 507,
-    NotEnoughMemory: 503,  # of embeddings, whose memory is taken when the first is asked for
+    NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
     CllmError: 500,
 }
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
-# Of a union's branch: the value is not of this kind at all.
+# Errors of a union's branch for a value of another kind.
 _OTHER_KIND = (
     "string_type",
     "list_type",
@@ -60,13 +60,13 @@ _OTHER_KIND = (
     "model_attributes_type",
     "literal_error",
 )
-# Code and words for what the framework raises, which says no more than its status; "": it says enough.
+# Code and message for errors of the framework; an empty message keeps its own.
 _HTTP = {
-    404: ("not_found", "there is no such route; GET /docs lists all of them"),
-    405: ("method_not_allowed", "this route does not answer to that method; GET /docs says to which"),
+    404: ("not_found", "this route does not exist: GET /docs lists the routes"),
+    405: ("method_not_allowed", "this route does not support this method: GET /docs lists the methods"),
     413: ("payload_too_large", ""),
 }
-# Anthropic's names of errors, by status.
+# Anthropic's error types by status.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -78,13 +78,13 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def status_of(error: Exception) -> int:
+def error_status(error: Exception) -> int:
     """The HTTP status of an error: that of its nearest ancestor in the table."""
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
 
 
 def error_body(path: str, status: int, code: str, message: str, field: str | None = None) -> dict[str, Any]:
-    """`/v1/messages` speaks Anthropic's shape, the rest of `/v1/*` OpenAI's, everything else cLLM's."""
+    """An error in Anthropic's shape on `/v1/messages`, OpenAI's on the rest of `/v1/*`, else cllm's."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
@@ -95,8 +95,8 @@ def error_body(path: str, status: int, code: str, message: str, field: str | Non
 
 
 def failure_body(path: str, failure: Failure) -> dict[str, Any]:
-    """An error inside a stream, in the shape and with the type that a whole answer of its route has."""
-    status = status_of(from_code(failure.code, failure.message))
+    """An error inside a stream, in the shape that the route's error responses have."""
+    status = error_status(from_code(failure.code, failure.message))
     return error_body(path, status, failure.code, failure.message)
 
 
@@ -106,13 +106,15 @@ def failure_event(failure: Failure, request_id: str) -> dict[str, Any]:
 
 
 def respond(request: Request, error: Exception) -> JSONResponse:
-    """Any error as a response; what we did not foresee is logged and told without details."""
+    """Any error as a response; an unexpected one is logged and answered without details."""
     path = request.url.path
     if not isinstance(error, CllmError):
-        log.exception("unforeseen error in %r", path, exc_info=error)
-        body = error_body(path, 500, "internal_error", "an internal error occurred; the log has the details")
+        log.exception("unexpected error in %r", path, exc_info=error)
+        body = error_body(
+            path, 500, "internal_error", "an internal error occurred: the server's log has the details"
+        )
         return JSONResponse(body, 500)
-    status = status_of(error)
+    status = error_status(error)
     headers = {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -121,8 +123,8 @@ def respond(request: Request, error: Exception) -> JSONResponse:
 
 
 def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
-    """The first thing wrong with a body, in words: (message, field)."""
-    # A union reports every branch; what is wrong inside one says more than that the value is of another kind.
+    """The message for the first error of a body, and its field."""
+    # A union reports every branch; an error inside one says more than that the value is of another kind.
     first = next(
         (error for error in errors if error["loc"][:2] == errors[0]["loc"][:2] and not _is_other_kind(error)),
         errors[0],
@@ -136,19 +138,19 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     field = where[0] if where else None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "missing" and len(where) > 1:
-        message = f"{where[-1]!r} is missing in it"
+        message = f"{where[-1]!r} is missing"
     if field is None and (named := message.partition(": ")[0]).isidentifier():
-        return message, named  # fields that contradict each other: the message names the one to change
+        return message, named  # fields that contradict each other: the message names one
     return (f"{field}: {message}" if field else f"the body must be a JSON object: {message}"), field
 
 
 def _is_other_kind(error: dict[str, Any]) -> bool:
-    """A list whose very first item is no number is no list of tokens at all."""
+    """True where the value is of another kind; a list whose first item is no integer is no list of tokens."""
     return error["type"] in _OTHER_KIND or (error["type"] == "int_type" and error["loc"][-1] == 0)
 
 
 def install(app: FastAPI) -> None:
-    """Teach an app the table."""
+    """Register the handlers that turn errors into responses."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return respond(request, error)

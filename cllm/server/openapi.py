@@ -1,112 +1,94 @@
-"""The description of the API at `/openapi.json`, and the page made of it at `/docs`, without any CDN."""
+"""The OpenAPI description at `/openapi.json`, and the page at `/docs`, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
-from cllm.server.answers import ANSWERS, JSON
 from cllm.server.errors import error_body
 from cllm.server.middleware import ADMIN, OPEN
+from cllm.server.protocol.base import DOCUMENTED, JSON
 
-PAGE = Path(__file__).with_name("docs.html")
-# The page runs its own script and asks this server, nobody else.
+PAGE = Path(__file__).parent / "page" / "docs.html"
+# The page runs its own script and asks this server only.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 TAGS = {
-    "cLLM": "The short way: a prompt in, text out. No chat template is applied.",
-    "OpenAI": "For OpenAI's SDKs and everything that speaks their language.",
+    "cLLM": "cllm's own: a prompt in, text out. No chat template is applied.",
+    "OpenAI": "For OpenAI's SDKs and compatible clients.",
     "Anthropic": "For Anthropic's SDKs.",
-    "vectors": "Texts as numbers: embeddings, and rankings by a reranker.",
+    "embeddings": "Embeddings of texts, and rankings and scores by a reranker.",
     "llama-server": "llama.cpp's own server: scripts written for it run unchanged.",
-    "operation": "Is it alive, does it admit, what does it do.",
+    "operation": "Health, metrics, debugging and administration.",
 }
 # status → code and message of an example, and when it happens
 ERRORS: dict[int, tuple[str, str, str]] = {
     400: (
         "invalid_request",
         "{field}: Field required",
-        "A field is wrong, and the message names it; or the prompt does not fit (`context_length_exceeded`); "
-        "or the model cannot do it",
+        "A field is wrong (the message names it), the prompt is too long (`context_length_exceeded`), or the "
+        "model does not support the request",
     ),
     401: (
         "invalid_api_key",
         "an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-        "The server has keys, and none of them was sent",
+        "The server has API keys, and the request has none of them",
     ),
     403: (
         "forbidden",
-        "this server does not answer to that Host; --allowed-hosts says to which it does",
-        "The name the server was called by is not one of its own",
+        "this server does not accept this Host header: add its name to --allowed-hosts",
+        "The Host header is not a name of this server",
     ),
-    404: ("model_not_found", "there is no such model; GET /v1/models lists what is served", "No such model"),
+    404: (
+        "model_not_found",
+        "this model does not exist: GET /v1/models lists the models served",
+        "No such model",
+    ),
     408: (
         "request_timeout",
         "the body was not complete within 30 s",
-        "The body took too long to arrive (inside a stream: the client does not read it, `slow_reader`)",
+        "The body took too long to arrive; inside a stream: the client does not read it (`slow_reader`)",
     ),
     413: (
         "payload_too_large",
-        "the body is over the limit of 8388608 bytes (--max-body-mb); send less",
+        "the body is over the limit of 8388608 bytes (--max-body-mb)",
         "The body is too large",
     ),
     415: (
         "unsupported_media_type",
         "the body must be JSON: send it with 'Content-Type: application/json'",
-        "The body is said to be something else than JSON",
+        "The content type of the body is not JSON",
     ),
     429: (
         "queue_full",
         "1024 requests are waiting and the queue holds 1024; try again in 3 s",
-        "The queue is full, or this key has had what it may have for now (`rate_limit_exceeded`)",
+        "The queue is full, or the key has reached its limits (`rate_limit_exceeded`)",
     ),
     431: (
         "headers_too_large",
         "the headers are over the limit of 32768 bytes",
-        "Address and headers are too large",
+        "The address and headers are too large",
     ),
-    500: ("engine_died", "the engine process was ended by SIGSEGV", "Our fault: the engine died, or failed"),
+    500: ("engine_died", "the engine process was ended by SIGSEGV", "The engine died or failed"),
     503: ("engine_not_ready", "the model is still loading", "Loading, restarting or shutting down"),
     504: (
         "deadline_exceeded",
         "the request was not done within its 30 s: it was still waiting",
-        "The request's time was up before anything of it was sent",
+        "The request's deadline passed before anything was sent",
     ),
 }
-# What single routes answer besides, or in other words.
-_OWN: dict[str, dict[int, tuple[str, str, str]]] = {
-    "/admin/reload": {
-        409: (
-            "reload_failed",
-            "another model is being loaded already; try again when it serves",
-            "The model could not be changed: the one that serves goes on",
-        ),
-    },
-    "/admin/prefixes/save": {
-        507: (
-            "storage_failed",
-            "the state file could not be written: No space left on device",
-            "The disk is full, or fails: the old file stays",
-        ),
-    },
-    "/admin/prefixes/restore": {
-        404: ("not_found", "there is no state file of this name", "No such file"),
-        507: (
-            "storage_failed",
-            "the state file could not be read: Input/output error",
-            "The disk fails: nothing has changed",
-        ),
-    },
-}
 _NO_ADMIN = "; or the key is not an admin's"
-_NO_FOLDER = "; or the server was started without the folder that this needs (`--model-dir`, `--state-dir`)"
-_FOR_OPERATORS = "Needs an admin's API key where the server has keys, and answers on loopback only where not."
+_NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`, `--state-dir`)"
+_FOR_OPERATORS = (
+    "Needs an admin's API key where the server has keys; answers on loopback only where it has none."
+)
 _SCHEMES = {
     "bearer": {
         "type": "http",
@@ -125,25 +107,12 @@ _RETRY = {
 }
 _POSITION = {
     "X-Queue-Position": {
-        "description": "How many went before it, itself included; 0: it did not have to wait",
+        "description": "The request's position in the queue when it was accepted; 0: it did not wait",
         "schema": {"type": "integer"},
         "example": 0,
     }
 }
-# What goes through the queue.
-_COMPUTING = (
-    "/generate",
-    "/generate_stream",
-    "/completion",
-    "/infill",
-    "/embedding",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/rerank",
-)
+_UNDOCUMENTED = '{"content": {}, "schemas": {}, "computes": false, "errors": {}}'
 
 
 def install(app: FastAPI, *, closed: bool) -> None:
@@ -154,7 +123,7 @@ def install(app: FastAPI, *, closed: bool) -> None:
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = description(app, closed=closed)
+            app.openapi_schema = make_description(app, closed=closed)
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
@@ -164,23 +133,27 @@ def install(app: FastAPI, *, closed: bool) -> None:
         return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": POLICY})
 
 
-def description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
-    """FastAPI's own, with what our routes really answer."""
+def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
+    """FastAPI's own description, with the responses that each route declares by `documented`."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    schemas = schema["components"]["schemas"]
     used: set[str] = set()
     for path, methods in schema["paths"].items():
         for method, route in methods.items():
-            used.update(route.get("tags", ()))
-            # FastAPI makes the summary from the function's name; ours is what the function says of itself.
-            first, _, more = route.get("description", "").partition("\n")
+            used.update(route["tags"])
+            # FastAPI makes the summary from the function's name; the docstring says more.
+            first, _, more = route["description"].partition("\n")
             route["summary"] = first.removesuffix(".")
             notes = (more.strip(), _FOR_OPERATORS if path.startswith(ADMIN) else "")
             route["description"] = "\n\n".join(filter(None, notes))
             route["security"] = _security(path, closed=closed)
-            route["responses"] = _responses(path, method, _needed(schema, route))
-    for unused in ("HTTPValidationError", "ValidationError"):  # what is wrong is told with 400, in our shape
-        schema.get("components", {}).get("schemas", {}).pop(unused, None)
-    schema.setdefault("components", {})["securitySchemes"] = _SCHEMES
+            about = msgspec.json.decode(route.pop(DOCUMENTED, _UNDOCUMENTED))
+            route["responses"] = _responses(path, method, about, _first_required(schemas, route))
+            for name, struct in about["schemas"].items():
+                assert schemas.setdefault(name, struct) == struct, f"two schemas are called {name}"
+    for unused in ("HTTPValidationError", "ValidationError"):  # a wrong body is a 400, in our shape
+        schemas.pop(unused, None)
+    schema["components"]["securitySchemes"] = _SCHEMES
     schema["tags"] = [{"name": tag, "description": text} for tag, text in TAGS.items() if tag in used]
     return schema
 
@@ -193,29 +166,31 @@ def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
     return [*({name: roles} for name in _SCHEMES), *([] if closed else [{}])]
 
 
-def _needed(schema: dict[str, Any], route: dict[str, Any]) -> str | None:
-    """The first field a body cannot do without: what an empty one is told to lack."""
+def _first_required(schemas: dict[str, Any], route: dict[str, Any]) -> str | None:
+    """The field that the error for an empty body names."""
     if "requestBody" not in route:
         return None
     reference: str = route["requestBody"]["content"][JSON]["schema"]["$ref"]
-    body: dict[str, Any] = schema["components"]["schemas"][reference.rpartition("/")[2]]
-    return str(body["required"][0]) if body.get("required") else None
+    required = schemas[reference.rpartition("/")[2]].get("required")
+    return str(required[0]) if required else None
 
 
-def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
-    answers = ANSWERS.get(f"{method.upper()} {path}", {})
-    content = {
-        kind: {"schema": {} if kind == JSON else {"type": "string"}, "example": example}
-        for kind, example in answers.items()
-    }
-    found: dict[str, Any] = {"200": {"description": "Done", "content": content}}
-    if path in _COMPUTING:
+def _responses(path: str, method: str, about: dict[str, Any], required: str | None) -> dict[str, Any]:
+    own = {int(status): error for status, error in about["errors"].items()}
+    found: dict[str, Any] = {"200": {"description": "Done", "content": about["content"]}}
+    statuses = {403, 431, *own}
+    if path != OPEN:
+        statuses |= {401, 500, 503}
+    if method == "post":
+        statuses |= {400, 408, 413, 415}
+        statuses |= {404} if path.startswith("/v1/") else set()
+    if about["computes"]:
+        statuses |= {429, 504}
         found["200"]["headers"] = _POSITION
-    own = _OWN.get(path, {})
-    for status in sorted({*_statuses(path, method), *own}):
+    for status in sorted(statuses):
         code, message, when = own.get(status) or ERRORS[status]
-        field = needed if status == 400 else None
-        if status == 400 and field is None:  # it can do without any field
+        field = required if status == 400 else None
+        if status == 400 and field is None:  # no field is required
             message = "the body is not a JSON object"
         example = error_body(path, status, code, message.format(field=field), field)
         if status == 403:
@@ -227,13 +202,3 @@ def _responses(path: str, method: str, needed: str | None) -> dict[str, Any]:
         if status in (429, 503, 504):
             found[str(status)]["headers"] = _RETRY
     return found
-
-
-def _statuses(path: str, method: str) -> list[int]:
-    statuses = [403, 431]
-    if path == OPEN:
-        return statuses
-    statuses += [401, 500, 503]
-    if method == "post":
-        statuses += [400, 408, 413, 415] + [404] * path.startswith("/v1/")
-    return statuses + [429, 504] * (path in _COMPUTING)

@@ -1,4 +1,4 @@
-"""Run the server: bind first, load, serve, drain, leave nothing behind."""
+"""Run the server: bind, load, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry, Load
 from cllm.server.app import create_app
-from cllm.server.connection import GuardedConnection, limits_of
+from cllm.server.connection import GuardedConnection, make_limits
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
-from cllm.server.sse import DirectSend
 
 log = logging.getLogger(__name__)
 
 
-def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
-    """The certificate, if there is one to show. Raises ConfigError."""
+def make_tls(config: ServerConfig) -> ssl.SSLContext | None:
+    """The TLS context of the certificate, or None without one. Raises ConfigError."""
     if not (config.tls_cert or config.tls_key):
         return None
     if not (config.tls_cert and config.tls_key):
@@ -35,7 +34,7 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        # With a password that fits nothing: the library would ask the terminal for one.
+        # An empty password: without one the library would ask the terminal.
         context.load_cert_chain(config.tls_cert, config.tls_key, password="")
     except (OSError, ssl.SSLError) as error:
         reason = getattr(error, "reason", None) or error.strerror or type(error).__name__
@@ -44,8 +43,7 @@ def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn with bounded connections, whose exit signal drains the engine first and ends what is left when
-    the time is up."""
+    """uvicorn with guarded connections. An exit signal drains the engines, and ends them after `drain_s`."""
 
     def __init__(
         self,
@@ -58,10 +56,10 @@ class DrainingServer(uvicorn.Server):
         self._registry = registry
         self._drain_s = settings.drain_s
         self._tls = tls
-        self._limits = limits_of(settings)
+        self._limits = make_limits(settings)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, with our connections, and a limit on the time of a TLS handshake."""
+        """As uvicorn's own, with guarded connections and a deadline for the TLS handshake."""
         assert sockets is not None
         await self.lifespan.startup()
 
@@ -100,16 +98,14 @@ async def serve(
     announce: Callable[[str], None],
     load: Load | None = None,
 ) -> None:
-    """Load and serve until told to stop. Raises what keeps the model from loading.
+    """Load and serve until a signal ends it. Raises the error that keeps the model from loading.
 
-    `load` makes the engine that is to take over when an operator asks for it.
+    `load` makes the engine that takes over at a reload.
     """
-    keys, tls = KeyRing(config.api_keys, config.api_key), tls_of(config)
+    keys, tls = KeyRing(config.api_keys, config.api_key), make_tls(config)
     if not keys.closed and not is_loopback(config.host):
-        log.warning(
-            "ANYBODY who can reach %s can use this server: no API key is set (--api-keys; see SECURITY.md)",
-            config.host,
-        )
+        reach = "every client that reaches %s can use this server (--api-keys; see SECURITY.md)"
+        log.warning(f"no API key is set: {reach}", config.host)
     loop = asyncio.get_running_loop()
     first.deliver = loop.call_soon_threadsafe
     registry = EngineRegistry(first, load)
@@ -118,9 +114,9 @@ async def serve(
     try:
         await asyncio.wrap_future(first.loaded)
         settings = uvicorn.Config(
-            DirectSend(create_app({"default": registry}, config, keys)),
+            create_app({"default": registry}, config, keys),
             log_config=None,
-            log_level=logging.ERROR,  # its warnings tell what a client did wrong, one line each
+            log_level=logging.ERROR,  # its warnings are one line for each mistake of a client
             access_log=False,
             lifespan="off",
             ws="none",
@@ -145,7 +141,7 @@ def bind(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Connections inherit it. The kernel takes megabytes before we notice that nobody reads; it knows.
+        # Connections inherit it. The kernel buffers megabytes before a write blocks, but knows the reader.
         limit_ms = int(1000 * config.slow_reader_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
     try:

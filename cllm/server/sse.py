@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, and what to do when the client has gone."""
+"""Server-sent events, and the end of requests whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -11,29 +11,19 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cllm.errors import from_code
+from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import respond
-from cllm.server.middleware import tell_position
+from cllm.server.middleware import DIRECT_SEND
 from cllm.types import Failure, RequestOutput
 
 _encoder = msgspec.json.Encoder()
-GONE = 499  # the status of an answer that nobody is there to read
-DIRECT = "cllm.send"  # in the scope: the server's own `send`, without what middleware wrapped around it
-
-
-class DirectSend:
-    """Outermost around an app: lets streams pass by the middleware, which cares for their start only."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DIRECT] = send
-        await self._app(scope, receive, send)
+GONE = 499  # the status of a response whose client has disconnected
+DONE = b"data: [DONE]\n\n"
 
 
 def encode(event: Any) -> bytes:
@@ -42,72 +32,46 @@ def encode(event: Any) -> bytes:
 
 
 def encode_named(name: str, event: Any) -> bytes:
-    """One event of a kind that clients listen for by name."""
+    """One event with a name, which clients listen for."""
     return b"event: " + name.encode() + b"\n" + encode(event)
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has gone."""
+async def cancel_on_disconnect(
+    engine: EngineClient, streams: Sequence[AsyncOutputStream], receive: Receive
+) -> None:
+    """Wait until the client has disconnected, then cancel its requests."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    for stream in streams:
+        engine.cancel(stream.request_id)
 
 
 async def collect(
-    engine: EngineClient, streams: Sequence[AsyncOutputStream], receive: Receive
+    engine: EngineClient, streams: Sequence[AsyncOutputStream], http: Request
 ) -> list[list[RequestOutput]] | None:
-    """All deltas of each request, or None if the client left: then they are cancelled.
+    """All outputs of each request, or None if the client disconnected: then the requests are cancelled.
 
     Raises the first error a request ended with; the others are cancelled too.
     """
-
-    async def read(stream: AsyncOutputStream) -> list[RequestOutput]:
-        deltas = [delta async for delta in stream]
-        if (failure := deltas[-1].error) is not None:
-            raise from_code(failure.code, failure.message)
-        return deltas
-
-    tell_position(streams)
-    reader = asyncio.gather(*map(read, streams))
-    # Cancelled because the client has left, it would complain that nobody looked at its error.
-    reader.add_done_callback(lambda done: done.cancelled() or done.exception())
-    watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+    http.scope["state"]["queue_position"] = max(stream.queue_position for stream in streams)
+    outputs: list[list[RequestOutput]] = [[] for _ in streams]
+    watcher = asyncio.ensure_future(cancel_on_disconnect(engine, streams, http.receive))
     try:
-        either: set[asyncio.Future[Any]] = {reader, watcher}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return await reader if reader.done() else None
-    finally:
-        watcher.cancel()
-        reader.cancel()
+        async for index, output in merged(streams):
+            if output.error is not None:
+                raise from_code(output.error.code, output.error.message)
+            outputs[index].append(output)
+        return None if watcher.done() else outputs
+    except BaseException:
         for stream in streams:
             engine.cancel(stream.request_id)
-
-
-async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The deltas of several streams as they come, each with its stream's index."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(len(streams))
-
-    async def pump(index: int, stream: AsyncOutputStream) -> None:
-        async for delta in stream:
-            await queue.put((index, delta))
-
-    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
-    left = len(streams)
-    try:
-        while left:
-            index, delta = await queue.get()
-            left -= delta.finish_reason is not None
-            yield index, delta
+        raise
     finally:
-        for task in pumps:
-            task.cancel()
+        watcher.cancel()
 
 
 async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
-    """Wait until one of the streams has something; why it failed, if that is all it has."""
+    """Wait for the first output of any stream; returns its failure, if it is one."""
     waiting = [asyncio.ensure_future(stream.begun()) for stream in streams]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -118,10 +82,10 @@ async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
 
 
 class EventStream(Response):
-    """Requests' deltas as events. However it ends, the requests are cancelled if they still run.
+    """The outputs of requests as server-sent events. When it ends, requests that still run are cancelled.
 
-    The head is sent with the first event: what fails before that is an answer with its own status, not an
-    event. A client that takes nothing for `slow_reader_s` (of the app's state) is left.
+    The head is sent with the first event: a failure before that is a response with its own status, not an
+    event. A client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
     """
 
     media_type = "text/event-stream"
@@ -134,12 +98,13 @@ class EventStream(Response):
         self._engine = engine
         self._streams = streams
         self._events = events
-        self._stuck_since: float | None = None  # the client has taken nothing since then
+        self._stuck_since: float | None = None  # the client has read nothing since then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tell_position(self._streams)
+        position = max(stream.queue_position for stream in self._streams)
+        scope.setdefault("state", {})["queue_position"] = position
         sender = asyncio.ensure_future(self._send(scope, receive, send))
-        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        watcher = asyncio.ensure_future(cancel_on_disconnect(self._engine, self._streams, receive))
         try:
             limit_s: float = scope["app"].state.slow_reader_s
             both = {sender, watcher}
@@ -161,7 +126,7 @@ class EventStream(Response):
             await answer(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        send = scope.get(DIRECT, send)
+        send = scope.get(DIRECT_SEND, send)
         async for chunk in self._events:
             self._stuck_since = time.monotonic()
             await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -1,9 +1,9 @@
-"""A model's chat template: a program from a stranger, run in a sandbox that ends it.
+"""Chat template of a model: untrusted Jinja code, rendered in a sandbox with time and size limits.
 
-Three fences. The sandbox of Jinja keeps a template away from Python's insides. What is added here counts
-while it renders: every block it enters looks at the clock, output and sums of texts are bounded. And what no
-count can stop (one endless native operation) is stopped by `deadly_guard`, which ends the process: that is
-for the text process alone, which is made to be ended.
+Three protections. Jinja's sandbox keeps a template away from Python's internals. The environment here adds
+limits while it renders: each block checks the clock; output and concatenations are bounded. What no check can
+stop (one endless native operation) is ended by `deadly_guard`, which ends the process: for the tokenizer
+worker alone, which is made to be restarted.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import ConfigError, InvalidRequest
 
-RENDER_LIMIT_S = (
-    0.75  # of computing time; the guard's is longer, so that a template is told rather than killed
-)
+RENDER_LIMIT_S = 0.75  # CPU time; below the guard's limit, so that an error comes before the kill
 GUARD_LIMIT_S = 1.0
-MAX_ADDED = 1 << 20  # characters of output beyond what the messages hold
+MAX_ADDED = 1 << 20  # characters of output beyond those of the messages
 MAX_SOURCE = 1 << 20  # characters of the template itself
-MAX_ITEMS = 1 << 20  # of a list or text that is multiplied
-MAX_BITS = 4096  # of a number that is raised to a power
+MAX_ITEMS = 1 << 20  # of a list or text after multiplication
+MAX_BITS = 4096  # of a power
 
-TICKS = 32  # blocks and sums between two looks at the clock
+TICKS = 32  # blocks and operations between two reads of the clock
 
 Guard = Callable[[], AbstractContextManager[None]]
-# The filters that can make much out of little, and that no chat needs.
+# Filters that can make a large output of a small input and that no chat template needs.
 _REMOVED = (
     "center",
     "filesizeformat",
@@ -55,12 +53,12 @@ _REMOVED = (
 
 
 class TemplateStopped(Exception):
-    """A bound was hit; the message says which."""
+    """The template exceeded a limit; the message names it."""
 
 
 @contextmanager
 def deadly_guard() -> Iterator[None]:
-    """End this process (SIGPROF) once it has computed for the limit: not even a native call can go on."""
+    """End this process (SIGPROF) after GUARD_LIMIT_S of CPU time, even inside a native call."""
     signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
     try:
         yield
@@ -69,15 +67,15 @@ def deadly_guard() -> Iterator[None]:
 
 
 class ChatTemplate:
-    """One template. Compiled when it is first needed: a bad one harms nobody who does not chat."""
+    """One chat template, compiled on first use: a malformed one affects chat requests only."""
 
     def __init__(self, source: str, guard: Guard = nullcontext) -> None:
         self._source = source
         self._guard = guard
-        self._lock = threading.Lock()  # there is one timer, and nothing to be gained by two renders at once
+        self._lock = threading.Lock()  # the guard has one timer
 
     def render(self, **variables: Any) -> str:
-        """What the template makes of the variables. Raises InvalidRequest, whatever it does."""
+        """Render the template. Any failure inside it raises InvalidRequest."""
         try:
             with self._lock, self._guard():
                 return self._environment.run(self._compiled, variables)
@@ -92,7 +90,7 @@ class ChatTemplate:
         raise InvalidRequest(f"the model's chat template {reason}", field="messages")
 
     def check(self) -> None:
-        """Raises TemplateSyntaxError or TemplateStopped for a template that can never be used."""
+        """Compile the template. Raises TemplateSyntaxError or TemplateStopped."""
         with self._guard():
             _ = self._compiled
 
@@ -103,12 +101,12 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         if len(self._source) > MAX_SOURCE:
-            raise TemplateStopped(f"it has {len(self._source)} characters, over the limit of {MAX_SOURCE}")
+            raise TemplateStopped(f"it has {len(self._source)} characters, the limit is {MAX_SOURCE}")
         return self._environment.from_string(self._source)
 
 
 class _CountingGenerator(CodeGenerator):
-    """Python code that asks the environment at every block, and that works nothing out beforehand."""
+    """Compiles a template to code that checks the limits at each block and folds no constants."""
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         self.writeline("environment.tick()")
@@ -123,12 +121,12 @@ class _CountingGenerator(CodeGenerator):
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
-            raise nodes.Impossible  # an expression is computed under the clock, not while compiling
+            raise nodes.Impossible  # expressions are evaluated while rendering, under the limits
         return super()._output_child_to_const(node, frame, finalize)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with the helpers that published templates expect, and bounds. One render at a time."""
+    """Jinja sandbox with limits and the helpers that published templates expect. One render at a time."""
 
     code_generator_class = _CountingGenerator
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -143,39 +141,39 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: time.strftime(form)
         self._started = 0.0
         self._ticks = 0
-        self._most = 0
+        self._max_length = 0
 
     def run(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """Render within the bounds. Raises TemplateStopped, and whatever the template raises."""
+        """Render within the limits. Raises TemplateStopped, and what the template itself raises."""
         self._started = time.thread_time()
-        # Twice: JSON may spell a character with two.
-        self._most = MAX_ADDED + 2 * _characters(variables)
+        # Twice: JSON may escape a character with two.
+        self._max_length = MAX_ADDED + 2 * _count_characters(variables)
         parts: list[str] = []
         length = 0
         for part in template.generate(**variables):
             parts.append(part)
             length += len(part)
-            if length > self._most:
-                raise TemplateStopped(f"it makes more than {self._most} characters of these messages")
+            if length > self._max_length:
+                raise TemplateStopped(f"it makes more than {self._max_length} characters of these messages")
         return "".join(parts)
 
     def tick(self) -> None:
-        """Called by the compiled template at the beginning of every block. Asking the clock takes longest."""
+        """Check the CPU time every TICKS calls (reading it is slow). Templates call this at each block."""
         self._ticks += 1
         if self._ticks % TICKS == 0 and time.thread_time() - self._started > RENDER_LIMIT_S:
             raise TemplateStopped(f"it computes for more than {RENDER_LIMIT_S:g} s")
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """`a ~ b`."""
+        """Concatenate: `a ~ b`."""
         texts = [str(part) for part in parts]
-        self._bounded(sum(map(len, texts)))
+        self._check_length(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         self.tick()
         sized = [value for value in (left, right) if isinstance(value, str | list | tuple)]
         if operator == "+" and len(sized) == 2:
-            self._bounded(len(left) + len(right))
+            self._check_length(len(left) + len(right))
         elif operator == "*" and sized:
             count = left if isinstance(left, int) else right
             if isinstance(count, int) and len(sized[0]) * count > MAX_ITEMS:
@@ -184,31 +182,33 @@ class _Environment(ImmutableSandboxedEnvironment):
             if left.bit_length() * right > MAX_BITS:
                 raise TemplateStopped(f"it computes numbers of more than {MAX_BITS} bits")
         elif operator == "%" and isinstance(left, str):
-            raise jinja2.TemplateError("the % of texts is not supported in chat templates; use ~ or format")
+            raise jinja2.TemplateError(
+                "the % operator on text is not supported in chat templates; use ~ or format"
+            )
         return super().call_binop(context, operator, left, right)
 
-    def _bounded(self, length: int) -> None:
-        if length > self._most:
-            raise TemplateStopped(f"it makes a text of more than {self._most} characters")
+    def _check_length(self, length: int) -> None:
+        if length > self._max_length:
+            raise TemplateStopped(f"it makes a text of more than {self._max_length} characters")
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _characters(value: Any) -> int:
-    """The length of all texts in it."""
+def _count_characters(value: Any) -> int:
+    """The number of characters of all strings in a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(len(str(key)) + _characters(item) for key, item in value.items())
+        return sum(len(str(key)) + _count_characters(item) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return sum(map(_characters, value))
+        return sum(map(_count_characters, value))
     return 0
 
 
 class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks the model's words for training; here, just its inside."""
+    """`{% generation %}…{% endgeneration %}`: marks assistant text for training; here just its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -228,7 +228,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML's escapes, in the argument order of Transformers."""
+    """JSON without HTML escapes; arguments in the order of Transformers."""
     if indent is not None and not 0 <= indent <= 16:
         raise jinja2.TemplateError("tojson: indent must be between 0 and 16")
     return json.dumps(
@@ -240,25 +240,25 @@ MAX_BYTES = 1 << 20
 
 
 def read_template(given: str) -> str:
-    """The template's text, from a file or given as it is (a path holds no braces). Raises ConfigError.
+    """The source of a template, given as a path or as the text itself. Raises ConfigError.
 
-    Read once: a file that is changed or removed later cannot keep a process from being replaced.
+    Read once: a file that changes or disappears later cannot fail the restart of a worker.
     """
     if _is_template(given):
-        return _checked(given, "the text given")
+        return _checked(given, "(inline)")
     path = Path(given).expanduser()
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise ConfigError(f"chat template {path}: over the limit of {MAX_BYTES} bytes")
+            raise ConfigError(f"chat template {path}: larger than the limit of {MAX_BYTES} bytes")
         source = data.decode()
     except OSError as error:
         raise ConfigError(f"chat template {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"chat template {path}: not a text in UTF-8") from None
+        raise ConfigError(f"chat template {path}: not UTF-8 text") from None
     if not _is_template(source):
-        raise ConfigError(f"chat template {path}: it holds no Jinja: neither {{{{ nor {{%")
+        raise ConfigError(f"chat template {path}: no Jinja in it: neither {{{{ nor {{%")
     return _checked(source, str(path))
 
 

@@ -1,4 +1,4 @@
-"""From token bytes to text a client may see: whole characters only, nothing of a stop string."""
+"""Incremental detokenizer: token bytes to text, by whole characters, without stop strings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 
 class IncrementalDetokenizer:
-    """Turns the byte pieces of one answer into text, holding back what may still change.
+    """Incremental detokenizer of one answer. Returned text is final.
 
-    Held back: bytes of an unfinished UTF-8 character, and any tail that could be the beginning of a
-    stop string. What has been returned never has to be taken back.
+    Held back: the bytes of an incomplete UTF-8 character, and any suffix that may start a stop string.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -20,10 +19,10 @@ class IncrementalDetokenizer:
         self.stopped_by: str | None = None
 
     def push(self, piece: bytes) -> str:
-        """Add bytes; returns the text that is now certain. Sets `stopped_by` when a stop string is complete.
+        """Add bytes; returns the text that is now final. Sets `stopped_by` when a stop string is complete.
 
-        The stop string that is complete first wins (the longest, if several end on the same character);
-        the text ends where it begins, and everything after is dropped.
+        The stop string that completes first wins (the longest, if several end on the same character). The
+        text ends before it; what follows is dropped.
         """
         text = self._decoder.decode(piece)
         if not self._stop:
@@ -49,15 +48,15 @@ class IncrementalDetokenizer:
         return certain
 
     def finish(self) -> str:
-        """The answer ended by itself: returns what was held back for a stop string that did not come.
+        """The answer has ended: returns the text held back for a stop string that never completed.
 
-        Bytes of a character that was never completed are dropped: there is nothing to show for them.
+        The bytes of an incomplete character are dropped.
         """
         held, self._held = self._held, ""
         return held
 
     def _possible_stop_length(self) -> int:
-        """Length of the longest tail of the held text that is a proper beginning of a stop string."""
+        """Length of the longest suffix of the held text that is a proper prefix of a stop string."""
         held = self._held
         longest = max(len(stop) for stop in self._stop) - 1
         for length in range(min(longest, len(held)), 0, -1):

@@ -1,4 +1,4 @@
-"""Vectors as the engine gives them (float32 bytes) and as clients want them."""
+"""Embeddings: from the float32 bytes of the engine to normalised vectors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ RAW = -1
 
 
 def to_vector(data: bytes, dimensions: int | None = None, norm: int = L2) -> Vector:
-    """The first `dimensions` of a vector, scaled to length 1.
+    """The first `dimensions` elements of an embedding, scaled to norm 1.
 
-    `norm` is llama-server's: -1 leaves the vector as it is, 0 makes its largest element 32760, 1 and above
-    are the p-norms. A vector of zeros stays what it is.
+    `norm` is that of llama-server: -1 scales nothing, 0 makes the largest element 32760, 1 and above are the
+    p-norms. A vector of zeros is not scaled.
     """
     vector = np.frombuffer(data, "<f4")[:dimensions].astype(np.float64)
     match norm:

@@ -1,4 +1,4 @@
-"""An answer taken apart while it is written: thoughts, text, tool calls."""
+"""Output parser: splits a streamed answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ THINK_START, THINK_END = "<think>", "</think>"
 
 
 class ReasoningText(msgspec.Struct, frozen=True):
+    """More of the model's reasoning, from between the reasoning tags."""
+
     text: str
 
 
 class ContentText(msgspec.Struct, frozen=True):
+    """More of the answer itself."""
+
     text: str
 
 
 class ToolCallStart(msgspec.Struct, frozen=True):
-    """The index-th call of this answer is of this tool; its arguments follow."""
+    """The tool call number `index` of this answer starts; its arguments follow."""
 
     index: int
     name: str
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True):
-    """More of a call's arguments, as JSON text."""
+    """More of a tool call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -40,10 +44,10 @@ OutputEvent = ReasoningText | ContentText | ToolCallStart | ToolCallArguments
 
 
 class OutputParser:
-    """Turns the text of one answer into events. What has been returned is never taken back.
+    """Incremental parser of one answer: text in, events out. A returned event is never revoked.
 
-    `tool_format` is None where no tools were offered. `thinking`: the prompt ended inside the reasoning.
-    `calling`: the prompt ended with the opening of a call. With `reasoning` off, thoughts are plain text.
+    `tool_format` is None where the request has no tools. `thinking`: the prompt ends inside the reasoning.
+    `calling`: the prompt ends with the opening of a tool call. With `reasoning` off, reasoning stays content.
     """
 
     def __init__(
@@ -58,31 +62,31 @@ class OutputParser:
     ) -> None:
         self._tool_format = tool_format
         self._tools = frozenset(tools)
-        self._most_calls = None if parallel else 1
+        self._parallel = parallel
         self._buffer = ""
         self._call: ToolCallParser | None = None
-        self._begun = False  # the call being read has been told
-        self._opening = ""  # what was read since the text, while no call has come: maybe none will
-        self._trial = ToolCallParser()  # of an answer that may be a bare call
-        self._tried = 0  # how much of the buffer it has seen
-        self._told = 0  # calls
+        self._started = False  # the start of the current call or reasoning has been reported
+        self._opening = ""  # skipped since the content ended; becomes content again if no call follows
+        self._trial = ToolCallParser()  # reads an answer that may be a bare call
+        self._tried = 0  # characters of the buffer that the trial has read
+        self._calls = 0  # reported so far
         self._read = self._read_start
         if calling:
             self._read = self._read_calls
         elif thinking and reasoning:
-            self._read = self._read_thoughts
+            self._read = self._read_reasoning
         elif not reasoning:
-            self._read = self._read_answer_start
+            self._read = self._read_content_start
 
     def feed(self, text: str) -> list[OutputEvent]:
-        """More of the answer; returns what is now certain."""
-        if self._read == self._read_answer and self._tool_format is None:
+        """Add text; returns the events that are now certain."""
+        if self._read == self._read_content and self._tool_format is None:
             return [ContentText(text)] if text else []
         self._buffer += text
         return self._drain(final=False)
 
     def finish(self) -> list[OutputEvent]:
-        """The answer is over: returns what was held back."""
+        """The answer has ended: returns the events of what was held back."""
         return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[OutputEvent]:
@@ -93,41 +97,41 @@ class OutputParser:
             if before == (self._read, len(self._buffer), self._call):
                 return events
 
-    # Each reads from the buffer what it is sure of, then changes `_read` if something else follows.
+    # States. Each consumes what is certain from the buffer and sets `_read` when another state follows.
 
     def _read_start(self, events: list[OutputEvent], final: bool) -> None:
         opening = self._buffer.lstrip()
         if opening.startswith(THINK_START):
             self._buffer = opening[len(THINK_START) :]
-            self._read = self._read_thoughts
+            self._read = self._read_reasoning
         elif final or not THINK_START.startswith(opening):
-            self._read = self._read_answer_start
+            self._read = self._read_content_start
 
-    def _read_thoughts(self, events: list[OutputEvent], final: bool) -> None:
-        if not self._begun:
+    def _read_reasoning(self, events: list[OutputEvent], final: bool) -> None:
+        if not self._started:
             self._buffer = self._buffer.lstrip()
         certain, mark = self._take_until(THINK_END, final)
         if certain:
-            self._begun = True
+            self._started = True
             events.append(ReasoningText(certain))
         if mark or final:
-            self._begun = False
-            self._read = self._read_after_thoughts
+            self._started = False
+            self._read = self._read_after_reasoning
 
-    def _read_after_thoughts(self, events: list[OutputEvent], final: bool) -> None:
+    def _read_after_reasoning(self, events: list[OutputEvent], final: bool) -> None:
         self._buffer = self._buffer.lstrip()
         if self._buffer:
-            self._read = self._read_answer_start
+            self._read = self._read_content_start
 
-    def _read_answer_start(self, events: list[OutputEvent], final: bool) -> None:
-        """Where calls need no opening, an answer that begins like one is held until it is certain."""
+    def _read_content_start(self, events: list[OutputEvent], final: bool) -> None:
+        """Where calls have no opening, an answer that starts like a call is held back until it is certain."""
         start = self._buffer.lstrip()
         if self._tool_format is None or not self._tool_format.bare:
-            self._read = self._read_answer
+            self._read = self._read_content
         elif start[:1] in ("{", "["):
             self._read = self._read_bare_call
         elif start or final:
-            self._read = self._read_answer
+            self._read = self._read_content
 
     def _read_bare_call(self, events: list[OutputEvent], final: bool) -> None:
         trial = self._trial
@@ -137,9 +141,9 @@ class OutputParser:
         if trial.name is not None and (not self._tools or trial.name in self._tools):
             self._read = self._read_calls
         elif trial.name is not None or trial.foreign or trial.done or trial.failed or final:
-            self._read = self._read_answer
+            self._read = self._read_content
 
-    def _read_answer(self, events: list[OutputEvent], final: bool) -> None:
+    def _read_content(self, events: list[OutputEvent], final: bool) -> None:
         opening = self._tool_format.opening if self._tool_format is not None else ""
         if not opening:
             text, self._buffer = self._buffer, ""
@@ -159,23 +163,23 @@ class OutputParser:
         call = self._call
         assert call is not None
         self._buffer = call.feed(self._buffer)
-        wanted = self._most_calls is None or self._told < self._most_calls or self._begun
-        if call.name is not None and wanted:  # known before it went wrong, if it did
-            if not self._begun:
-                events.append(ToolCallStart(self._told, call.name))
-                self._begun = True
-                self._told += 1
+        wanted = self._parallel or self._calls == 0 or self._started
+        if call.name is not None and wanted:  # also where the object turns out malformed after its name
+            if not self._started:
+                events.append(ToolCallStart(self._calls, call.name))
+                self._started = True
+                self._calls += 1
                 self._opening = ""
             if arguments := call.take_arguments():
-                events.append(ToolCallArguments(self._told - 1, arguments))
+                events.append(ToolCallArguments(self._calls - 1, arguments))
         if call.done or call.failed or final:
-            if not self._begun and wanted:  # no call after all: nothing may be lost
+            if not self._started and wanted:  # no call after all: it is content
                 events.append(ContentText(self._opening + call.raw))
-                self._read = self._read_answer
-            self._call, self._begun, self._opening = None, False, ""
+                self._read = self._read_content
+            self._call, self._started, self._opening = None, False, ""
 
     def _find_call(self, events: list[OutputEvent], final: bool) -> bool:
-        """Begin the next call; without one, what comes is text again."""
+        """Start reading the next call; True if there is one. Other text returns to the content state."""
         tool_format = self._tool_format
         assert tool_format is not None
         self._skip(len(self._buffer) - len(self._buffer.lstrip()))
@@ -196,15 +200,15 @@ class OutputParser:
         waits = bool(named) and re.fullmatch(r"[\w.-]*\s*(\[[A-Z]*\]?)?\s*", self._buffer) is not None
         if final or (self._buffer and not waits):
             if self._opening:
-                events.append(ContentText(self._opening))  # it opened nothing: nothing may be lost
+                events.append(ContentText(self._opening))  # no call after all: it is content
                 self._opening = ""
-            self._read = self._read_answer
+            self._read = self._read_content
         return False
 
     def _take_until(self, mark: str, final: bool) -> tuple[str, str]:
-        """Take what is certain to stand before the mark; and the mark, with the blanks before it, if it came.
+        """Take the text that certainly precedes the mark; then, if it is there, blanks and mark.
 
-        Blanks before a mark belong to nobody: they wait until something else follows them.
+        Blanks before a mark are dropped, so they are held back until other text follows.
         """
         text, found, rest = self._buffer.partition(mark)
         certain = text
@@ -216,14 +220,14 @@ class OutputParser:
         return certain, text[len(certain) :] + mark if found else ""
 
     def _skip(self, count: int) -> None:
-        """Leave out the buffer's first characters; they are remembered while they may turn out to be text."""
+        """Drop the buffer's first characters; they are kept in `_opening` while they may still be content."""
         if self._opening:
             self._opening += self._buffer[:count]
         self._buffer = self._buffer[count:]
 
 
 def _held_back(text: str, mark: str) -> str:
-    """The longest end of `text` that may be the beginning of `mark`."""
+    """The longest suffix of `text` that is a prefix of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if mark.startswith(text[-length:]):
             return text[-length:]
@@ -236,6 +240,8 @@ KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id")
 
 
 class _Wants(Enum):
+    """What the tool call parser expects next."""
+
     OBJECT = "{"
     KEY = "a key, a comma or }"
     KEY_END = "the rest of a key"
@@ -245,15 +251,14 @@ class _Wants(Enum):
 
 
 class ToolCallParser:
-    """Reads one JSON object character by character and lets its arguments through as they come.
+    """Incremental parser of one tool call, a JSON object; its arguments are available while they arrive.
 
-    `feed` until `done` or `failed`. `name` is None until it is known; `take_arguments` gives the JSON text
-    of the arguments that came since it was last asked, and nothing before the name is known: a client
-    always hears the name first.
+    `feed` until `done` or `failed`. `name` is None until it is known. `take_arguments` returns the JSON text
+    of the arguments since its last call, and nothing before the name is known: the name always comes first.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        """With a `name` that is known already, just the object of its arguments is read."""
+        """With a known `name`, only the object of the arguments is read."""
         self._raw: list[str] = []
         self.name = name
         self._arguments_only = name is not None
@@ -261,15 +266,17 @@ class ToolCallParser:
         self.failed = False
         self._wants = _Wants.OBJECT if name is None else _Wants.VALUE
         self._key = "" if name is None else ARGUMENT_KEYS[0]
-        self.foreign = False  # it has a key that no call has
-        self._part: list[str] = []  # the key or value being read; a list, because texts grow at a price
+        self.foreign = False  # it has a key that no tool call has
+        self._part: list[
+            str
+        ] = []  # the key or value being read; a list, because appending to a str copies it
         self._nesting = 0  # inside the value
         self._in_string = False
         self._escaped = False
         self._arguments: list[str] = []  # not taken yet
 
     def feed(self, text: str) -> str:
-        """Read on; returns what comes after the object's end, or from where it is no object any more."""
+        """Read text; returns what follows the object's end, or the text from where it is malformed."""
         for index, character in enumerate(text):
             self._read(character)
             if self.failed:
@@ -281,7 +288,7 @@ class ToolCallParser:
 
     @property
     def raw(self) -> str:
-        """Everything that was read."""
+        """All text read so far."""
         return "".join(self._raw)
 
     def take_arguments(self) -> str:
@@ -318,7 +325,7 @@ class ToolCallParser:
 
     def _read_value(self, character: str) -> None:
         if not self._in_string and self._nesting == 0 and self._part and character in ",}":
-            self._end_value()  # a bare word or number ends before what follows it
+            self._end_value()  # a literal or number ends before the character that follows it
             self.done = character == "}"
             return
         self._part.append(character)
@@ -344,7 +351,7 @@ class ToolCallParser:
         if self._key in NAME_KEYS and isinstance(value, str):
             self.name = value
         elif self._key in ARGUMENT_KEYS and isinstance(value, str):
-            self._arguments.append(value)  # some models write the arguments as a string that holds JSON
+            self._arguments.append(value)  # some models write the arguments as a string of JSON
 
     def _string_ends(self, character: str) -> bool:
         if self._escaped:

@@ -1,10 +1,10 @@
-"""From what a user wrote to the tokens a model reads: plain text, or messages through a chat template."""
+"""Prompts: tokens of a conversation (through the chat template) and of a fill-in-the-middle request."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,26 +17,26 @@ from cllm.types import InfillTokens, Vocabulary
 
 
 class ChatPrompt(NamedTuple):
-    """The tokens of a conversation, and whether they end inside the model's thoughts."""
+    """The tokens of a conversation; `thinking`: they end inside the reasoning."""
 
     tokens: list[int]
     thinking: bool = False
 
 
 class PromptBuilder:
-    """Makes prompts for one model. Control tokens come from its template, never from a user's text."""
+    """Builds the prompts of one model. Control tokens come from its template, never from user text."""
 
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
     ) -> None:
-        """`tool_template` is the one for conversations with tools, where the model has two."""
+        """`tool_template` is the template for conversations with tools, where the model has two."""
         self._vocabulary = vocabulary
         self._template = template
         self._tool_template = tool_template or template
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
-        """Any spelling of a control token, the longest first; matches nothing where there are none."""
+        """Matches the text of any control token, the longest first."""
         spellings = sorted(self._vocabulary.special_texts, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spellings)) or "(?!)")
 
@@ -50,13 +50,14 @@ class PromptBuilder:
         prefill: str = "",
         think: bool = True,
     ) -> ChatPrompt:
-        """Tokens of a conversation, with the opening of the assistant's turn at the end.
+        """Tokens of a conversation; they end where the assistant's message starts.
 
-        `tools` and `options` go to the template. `opening` is ours and may be a control token; `prefill` is
-        the user's beginning of the answer. With `think` off, thoughts that the template opens are closed.
+        `tools` and `options` go to the template. `opening` comes from the server and may be a control token;
+        `prefill` is the client's start of the answer. With `think` off, reasoning that the template opens is
+        closed.
 
-        Spellings of control tokens in what users sent are swapped for markers before the template sees
-        them and put back as plain text after: so no message can close its own turn.
+        The text of control tokens in client input is replaced by placeholders before the template renders,
+        and restored as plain text afterwards. So no message can end its own turn.
         """
         nonce = secrets.token_hex(8)
         hidden: list[str] = []
@@ -66,7 +67,7 @@ class PromptBuilder:
             return f"\ue000{nonce}:{len(hidden) - 1}\ue001"
 
         def safe(value: Any) -> Any:
-            return _mapped(value, lambda text: self._controls.sub(hide, text))
+            return _map_strings(value, lambda text: self._controls.sub(hide, text))
 
         rendered = self.render(safe(list(messages)), tools=safe(list(tools)), options=safe(options or {}))
         thinking = rendered.rstrip().endswith(THINK_START)
@@ -88,12 +89,10 @@ class PromptBuilder:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """What the template makes of a conversation. Raises InvalidRequest."""
+        """The conversation as the template renders it. Raises InvalidRequest."""
         template = self._tool_template if tools else self._template
         if template is None:
-            raise InvalidRequest(
-                "this model has no chat template: send a plain prompt instead", field="messages"
-            )
+            raise InvalidRequest("this model has no chat template: send a plain prompt", field="messages")
         own = {
             "messages": messages,
             "tools": tools or None,
@@ -105,41 +104,41 @@ class PromptBuilder:
         try:
             return template.render(**variables)
         except InvalidRequest as error:
-            refused = "refuses these messages" in error.message  # not: was stopped, cannot be used
+            refused = "refuses these messages" in error.message  # not: exceeded a limit, or does not compile
             if refused and len(messages) > 1 and messages[0].get("role") == "system":
-                template.render(**{**variables, "messages": messages[1:]})  # or the fault lies elsewhere
+                template.render(**{**variables, "messages": messages[1:]})  # raises if the reason is another
                 hint = "it takes no system message: put that text into the first user message"
                 raise InvalidRequest(f"{error.message} ({hint})", field="messages") from None
             raise
 
 
-def _mapped(value: Any, change: Any) -> Any:
-    """`value` with `change` applied to every string in it."""
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with `change` applied to each string in it."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_mapped(item, change) for item in value]
+        return [_map_strings(item, change) for item in value]
     return value
 
 
-PROJECT = "myproject\n"  # what llama-server tells a model that wants names; nobody sends real ones
+PROJECT = "myproject\n"  # as llama-server has it: clients send no names
 FILE = "filename\n"
-BETWEEN_FILES = "\n\n--- snippet ---\n\n"  # for models without a mark for files
+BETWEEN_FILES = "\n\n--- snippet ---\n\n"  # for models without a file separator token
 
 
 class Snippet(msgspec.Struct, frozen=True):
-    """Another piece of the project, for the model to know."""
+    """Text of another file of the project, as context."""
 
     text: str
     filename: str = "tmp"
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands before and after the gap. `prompt` is the beginning of what goes into it.
+    """The text before and after the gap; `prompt` starts the text that fills it.
 
-    `snippets` is None where just a text has a gap, and a list (maybe empty) where a file of a project has.
+    `snippets` is None for a gap in plain text, and a list (maybe empty) for a gap in a file of a project.
     """
 
     prefix: str | tuple[int, ...]
@@ -148,12 +147,11 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     snippets: tuple[Snippet, ...] | None = None
 
 
-def infill_prompt(vocabulary: Vocabulary, gap: Gap, room: int = 0) -> list[int]:
-    """The tokens that ask for what belongs into the gap. Raises InvalidRequest.
+def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list[int]:
+    """Tokens of a fill-in-the-middle prompt. Raises InvalidRequest.
 
-    With `room`, what does not fit is cut away from its far ends: the prefix keeps its end, the suffix its
-    beginning (three parts to one, if both are too long), snippets get what is left.
-    Only `prompt` may hold control tokens.
+    With `max_tokens`, the parts are cut to fit: the prefix keeps its end, the suffix its start (three to one,
+    if both are too long), the snippets get the rest. Only `prompt` may contain control tokens.
     """
     marks = vocabulary.infill
     if marks is None:
@@ -169,9 +167,9 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, room: int = 0) -> list[int]:
     prefix = plain(gap.prefix) if isinstance(gap.prefix, str) else list(gap.prefix)
     suffix = plain(gap.suffix)
     around = _project(vocabulary, marks, gap.snippets) if gap.snippets is not None else []
-    if room:
-        left = max(0, room - len(prompt) - 3 - (marks.begin is not None))
-        kept = max(min(len(suffix), left // 4), left - len(prefix))  # the suffix's part: what it may have
+    if max_tokens:
+        left = max(0, max_tokens - len(prompt) - 3 - (marks.begin is not None))
+        kept = max(min(len(suffix), left // 4), left - len(prefix))  # tokens of the suffix
         suffix = suffix[: max(0, kept)]
         prefix = _last(prefix, left - len(suffix))
         around = _last(around, left - len(suffix) - len(prefix))
@@ -180,7 +178,7 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, room: int = 0) -> list[int]:
 
 
 def _project(vocabulary: Vocabulary, marks: InfillTokens, snippets: Sequence[Snippet]) -> list[int]:
-    """The other files, then the name of this one, as models with such marks were taught."""
+    """The other files, then the name of this one, as models with such tokens were trained."""
 
     def plain(text: str) -> list[int]:
         return vocabulary.tokenize(text, add_special=False, parse_special=False)

@@ -1,4 +1,4 @@
-"""What an answer may look like, as masks over the vocabulary: grammars and schemas through llguidance."""
+"""Structured output: grammars and JSON schemas as bitmasks over the vocabulary, by llguidance."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from cllm.errors import InvalidRequest
 from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 
 MAX_SOURCE = 256 << 10  # characters
-MAX_DEPTH = 64  # of a schema or grammar: deeper ones are refused before native code sees them
+MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
 MAX_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
-_DRY = "the grammar allows nothing more, but the answer is not complete"
+_EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
 )
 
 
 class Constraint:
-    """The state of one answer within its grammar. Cheap to copy, and it can be rolled back."""
+    """Grammar state of one answer. Cheap to copy; can be rolled back."""
 
     def __init__(self, matcher: LLMatcher, vocabulary_size: int) -> None:
         self._matcher = matcher
         self._size = vocabulary_size
 
     def mask(self) -> TokenMask:
-        """Which tokens may come next. Raises InvalidRequest when the grammar has run dry."""
+        """The tokens allowed next. Raises InvalidRequest when the grammar is exhausted."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return self._checked(np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_))
 
     def _checked(self, mask: TokenMask) -> TokenMask:
         self._check()
         if not mask.any():
-            raise InvalidRequest(_DRY)
+            raise InvalidRequest(_EXHAUSTED)
         return mask
 
     def accept(self, token: int) -> None:
-        """The token was chosen."""
+        """Advance by a sampled token."""
         self._matcher.consume_token(token)
         self._check()
 
     def forced(self) -> Sequence[int]:
-        """Tokens that must come next whatever the model thinks: no need to ask it."""
+        """Tokens that the grammar leaves no choice about; the model need not be asked."""
         return [] if self.complete else self._matcher.compute_ff_tokens()
 
     @property
     def complete(self) -> bool:
-        """Nothing can follow any more."""
+        """The answer is complete: no token can follow."""
         return bool(self._matcher.is_stopped())
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` accepted tokens back."""
+        """Undo the last `count` accepted tokens."""
         self._matcher.rollback(count)
         self._check()
 
@@ -70,18 +70,18 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
-            raise InvalidRequest(_DRY if "NoExtension" in reason else f"the grammar failed: {reason}")
+            raise InvalidRequest(_EXHAUSTED if "NoExtension" in reason else f"the grammar failed: {reason}")
 
 
 class BitmaskBuilder:
-    """Computes the masks of all answers of a step in one native call."""
+    """Builds the bitmasks of all sequences of a step in one native call."""
 
     def __init__(self, vocabulary_size: int) -> None:
         self._size = vocabulary_size
         self._executor = LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """What `Constraint.mask` would return, or raise, for each."""
+        """For each constraint the result of `Constraint.mask`, or the error that it would raise."""
         words = allocate_token_bitmask(len(constraints), self._size)
         matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
         fill_next_token_bitmask_par(self._executor, matchers, words)
@@ -96,9 +96,9 @@ class BitmaskBuilder:
 
 
 class GrammarCompiler:
-    """Makes constraints for one vocabulary; keeps the last grammars compiled."""
+    """Grammar compiler for one vocabulary, with a cache of compiled grammars."""
 
-    REMEMBERED = 64
+    CACHE_SIZE = 64
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._size = vocabulary.size
@@ -107,34 +107,34 @@ class GrammarCompiler:
         self._compiled: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
-        """A fresh constraint. Raises InvalidRequest for a grammar that is wrong or too complex."""
+        """A new constraint. Raises InvalidRequest for a grammar that is invalid or too complex."""
         matcher = self._compiled.get(spec)
         if matcher is None:
-            matcher = LLMatcher(self._tokenizer, grammar_of(spec), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=_LIMITS)
             if matcher.is_error():
                 field = spec.kind.field
                 raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
             _check_satisfiable(matcher, spec.kind.field)
             self._compiled[spec] = matcher
-            if len(self._compiled) > self.REMEMBERED:
+            if len(self._compiled) > self.CACHE_SIZE:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(spec)
         return Constraint(matcher.deep_copy(), self._size)
 
 
-def grammar_of(spec: ConstraintSpec) -> str:
-    """llguidance's own form of what a user wrote. Raises InvalidRequest."""
+def to_llguidance(spec: ConstraintSpec) -> str:
+    """The grammar in llguidance's own form. Raises InvalidRequest."""
     field = spec.kind.field
     if len(spec.source) > MAX_SOURCE:
-        raise InvalidRequest(f"{field}: {len(spec.source)} characters, over the limit of {MAX_SOURCE}", field)
+        raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
     if _depth(spec.source) > MAX_DEPTH:
         raise InvalidRequest(f"{field}: nested deeper than {MAX_DEPTH}", field)
     if (rules := _rules(spec)) > MAX_RULES:
-        raise InvalidRequest(f"{field}: {rules} rules or references, over the limit of {MAX_RULES}", field)
+        raise InvalidRequest(f"{field}: {rules} rules or references, the limit is {MAX_RULES}", field)
     try:
         match spec.kind:
             case ConstraintKind.JSON_SCHEMA:
-                # Compact: otherwise a model may go on putting blanks between things for ever.
+                # Compact: with free whitespace a model may write blanks without end.
                 overrides = {"whitespace_flexible": False, "lenient": False}
                 return LLMatcher.grammar_from_json_schema(spec.source, overrides=overrides)  # type: ignore[arg-type]
             case ConstraintKind.REGEX:
@@ -149,12 +149,12 @@ def grammar_of(spec: ConstraintSpec) -> str:
                 return LLMatcher.grammar_from_lark(lark)
     except InvalidRequest:
         raise
-    except Exception as error:  # the converters raise whatever comes to their mind
+    except Exception as error:  # the converters raise any type
         raise InvalidRequest(f"{field}: {_first_line(str(error)) or type(error).__name__}", field) from None
 
 
 def _literal(text: str) -> str:
-    """A regular expression that matches just this text."""
+    """A regular expression that matches exactly this text."""
     return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'<>@!])", r"\\\1", text)
 
 
@@ -170,7 +170,7 @@ def _depth(source: str) -> int:
 
 
 def _rules(spec: ConstraintSpec) -> int:
-    """How many rules a grammar defines, or references a schema makes; never too few."""
+    """Upper bound of the rules of a grammar, or of the references of a schema."""
     if spec.kind is ConstraintKind.JSON_SCHEMA:
         return spec.source.count('"$ref"') + spec.source.count('"$dynamicRef"')
     if spec.kind is ConstraintKind.GRAMMAR:
@@ -180,10 +180,10 @@ def _rules(spec: ConstraintSpec) -> int:
 
 
 def _check_satisfiable(matcher: LLMatcher, field: str) -> None:
-    """Raises InvalidRequest when nothing can be said at all: a circle of references, say."""
+    """Raises InvalidRequest when no text matches, for example with circular references."""
     copy = matcher.deep_copy()
     if not any(copy.compute_bitmask()) or copy.is_error():
-        raise InvalidRequest(f"{field}: there is no text that fits it", field)
+        raise InvalidRequest(f"{field}: no text matches it", field)
 
 
 def _first_line(text: str) -> str:
@@ -191,7 +191,7 @@ def _first_line(text: str) -> str:
 
 
 class _Tokenizer:
-    """A vocabulary as llguidance wants to see one."""
+    """Vocabulary in the interface that llguidance expects."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -199,7 +199,7 @@ class _Tokenizer:
         self.bos_token_id = None
         self.special_token_ids = [token for token in range(vocabulary.size) if vocabulary.is_control(token)]
         special = set(self.special_token_ids)
-        # A control token must never be taken for its spelling: 0xFF begins no UTF-8 text.
+        # A control token must not match its own text: no UTF-8 text starts with 0xFF.
         self.tokens = [
             b"\xff[%d]" % token if token in special else vocabulary.piece(token)
             for token in range(vocabulary.size)
@@ -212,7 +212,7 @@ class _Tokenizer:
 
 
 class GrammarCompilerThread:
-    """One thread that compiles. It touches the vocabulary (read-only) and nothing else that is native."""
+    """Grammar compiler thread. Its only native access is to the vocabulary, read-only."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -223,16 +223,16 @@ class GrammarCompilerThread:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
+        return GrammarCompiler(self._vocabulary)  # takes half a second, so made on first use
 
     @cached_property
     def _masks(self) -> BitmaskBuilder:
         return BitmaskBuilder(self._vocabulary.size)
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """For each, what may come next, or why nothing can. On the owner thread, once a step."""
+        """For each constraint its bitmask, or the error. Called on the owner thread, once a step."""
         return self._masks.masks(constraints) if constraints else []
 
     def submit(self, spec: ConstraintSpec) -> Future[Constraint]:
-        """A fresh constraint, some time soon; fails with InvalidRequest."""
+        """Compile in the thread; the future fails with InvalidRequest."""
         return self._thread.submit(lambda: self._compiler.compile(spec))

@@ -80,6 +80,23 @@ def test_temperature_divides_the_logits(runner: LlamaRunner, logits: Logits, tem
     assert abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)
 
 
+@pytest.mark.parametrize(("spread", "exponent"), [(0.5, 1.0), (0.9, 0.25), (3.0, 2.0)])
+def test_dynamic_temperature_follows_the_entropy_of_what_is_left(
+    runner: LlamaRunner, logits: Logits, spread: float, exponent: float
+) -> None:
+    count, kept = 2000, 20
+    row = np.sort(logits)[::-1][:kept]
+    chances = probabilities(row)
+    entropy = -(chances * np.log(chances)).sum() / np.log(kept)
+    lowest, highest = max(0.0, 1.0 - spread), 1.0 + spread
+    temperature = lowest + (highest - lowest) * entropy**exponent
+    assert abs(temperature - 1.0) > 0.1, "else a plain temperature would pass"
+    expected = probabilities(row / np.float32(temperature))[0]
+    dynamic: dict[str, Any] = {"dynatemp_range": spread, "dynatemp_exponent": exponent}
+    found = draws(runner, logits, count, top_k=kept, **dynamic).count(int(logits.argmax())) / count
+    assert abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / count)
+
+
 def test_the_same_seed_draws_the_same_and_another_seed_something_else(
     runner: LlamaRunner, logits: Logits
 ) -> None:

@@ -131,7 +131,7 @@ BAD: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a number": ({"input": 5}, "input", "input"),
     "true": ({"input": True}, "input", "input"),
     "a negative token": ({"input": [-1]}, "input", "greater than or equal to 0"),
-    "no such token": ({"input": [10**6]}, "input", "no token id"),
+    "no such token": ({"input": [10**6]}, "input", "not a token id"),
     "a lone surrogate": ({"input": "\ud83d"}, "input", "surrogate"),
     "unknown format": ({"input": "x", "encoding_format": "int8"}, "encoding_format", "base64"),
     "no dimensions": ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
@@ -318,6 +318,52 @@ def test_bad_rankings_are_a_400(change: dict[str, Any], field: str, reranker: Se
     answer = reranker.post("/v1/rerank", {"query": "x", "documents": ["y"], **change})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field
+
+
+def scores(server: Server, text_1: Any, text_2: Any) -> list[float]:
+    answer = server.post("/v1/score", {"text_1": text_1, "text_2": text_2, "model": "any"}).json()
+    assert (answer["object"], answer["model"], answer["id"][:6]) == ("list", "any", "score-")
+    assert [(one["index"], one["object"]) for one in answer["data"]] == [
+        (index, "score") for index in range(len(answer["data"]))
+    ]
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] > len(answer["data"])
+    return [one["score"] for one in answer["data"]]
+
+
+def test_pairs_are_scored_as_they_are_ranked(reranker: Server) -> None:
+    queries, documents = ["What is a panda?", "hello"], ["It is a bear.", "hi there"]
+    ranked = {}
+    for query in queries:
+        results = reranker.post("/v1/rerank", {"query": query, "documents": documents}).json()["results"]
+        ranked[query] = [one["relevance_score"] for one in sorted(results, key=lambda one: one["index"])]
+    assert scores(reranker, queries[0], documents[1]) == pytest.approx([ranked[queries[0]][1]], abs=1e-3)
+    assert scores(reranker, queries[0], documents) == pytest.approx(ranked[queries[0]], abs=1e-3)
+    assert scores(reranker, [queries[1]], documents) == pytest.approx(ranked[queries[1]], abs=1e-3)
+    own = [ranked[query][index] for index, query in enumerate(queries)]
+    assert scores(reranker, queries, documents) == pytest.approx(own, abs=1e-3)
+    assert len(set(ranked[queries[0]] + ranked[queries[1]])) == 4, "scores that cannot be told apart"
+
+
+def test_bad_pairs_are_a_400(reranker: Server, embedded: Server) -> None:
+    for text_1, text_2, field in (
+        (["a", "b"], ["c"], "text_1"),
+        (["a", "b"], ["c", "d", "e"], "text_1"),
+        ("a", [], "text_2"),
+        ("", "b", "text_1"),
+        ("a", 5, "text_2"),
+        ("a", None, "text_2"),
+    ):
+        answer = reranker.post("/v1/score", {"text_1": text_1, "text_2": text_2})
+        assert answer.status_code == 400, (text_1, text_2)
+        assert answer.json()["error"]["param"] == field and field in answer.json()["error"]["message"]
+    long = "a long text " * 1000
+    for text_1 in ("a", ["a", "b"]):
+        error = reranker.post("/v1/score", {"text_1": text_1, "text_2": ["x", long]}).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "text_2")
+        assert error["message"].startswith("text_2 1 has")
+    refused = embedded.post("/v1/score", {"text_1": "x", "text_2": "y"})
+    ranking = embedded.post("/v1/rerank", {"query": "x", "documents": ["y"]})
+    assert refused.status_code == 400 and refused.json() == ranking.json()
 
 
 def test_a_reranker_makes_no_vectors(reranker: Server) -> None:

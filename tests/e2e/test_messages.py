@@ -211,7 +211,7 @@ def test_the_beta_client_works_too(client: anthropic.Anthropic) -> None:
     assert answer.usage.output_tokens == 4
 
 
-def test_thoughts_are_a_block_of_their_own(thinking: Server) -> None:
+def test_reasoning_are_a_block_of_their_own(thinking: Server) -> None:
     with anthropic.Anthropic(base_url=thinking.url, api_key="none", max_retries=0) as client:
         asked: list[MessageParam] = [{"role": "user", "content": "x"}]
         fields: Any = {"model": "any", "max_tokens": 12, "messages": asked, "extra_body": GREEDY}
@@ -241,7 +241,7 @@ def test_thoughts_are_a_block_of_their_own(thinking: Server) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
             anthropic.BadRequestError,
-            "no eyes",
+            "text only",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "x"}]}]},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,15 @@ from tests.driver.server import environment
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = ["1, 2, 3, 4,", "Once upon a time", "The capital of France is"]
 QUESTION = [{"role": "user", "content": "Say hello."}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+CLOCK = {"type": "function", "function": {"name": "now"}}
+FORCED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +60,125 @@ def test_chat_uses_the_models_template(llm: LLM) -> None:
     assert "hello" in answer.text.lower()
     assert answer.usage.prompt_tokens > 10
     assert "".join(llm.stream(QUESTION, GREEDY, max_tokens=16)) == answer.text
+
+
+def test_a_required_call_is_made_and_parsed(llm: LLM) -> None:
+    reply = llm.chat(QUESTION, GREEDY, tools=[WEATHER, CLOCK], tool_choice=FORCED, max_tokens=64)
+    (call,) = reply.tool_calls
+    assert call.name == "get_weather" and call.id.startswith("call_")
+    assert set(json.loads(call.arguments)) == {"city"}
+    assert reply.text == "" and reply.finish_reason is FinishReason.STOP
+    required = llm.chat(QUESTION, GREEDY, tools=[CLOCK], tool_choice="required", max_tokens=64)
+    assert required.tool_calls[0].name == "now" and json.loads(required.tool_calls[0].arguments) == {}
+    forbidden = llm.chat(QUESTION, GREEDY, tools=[WEATHER], tool_choice="none", max_tokens=8)
+    assert forbidden.tool_calls == () and forbidden.text == llm.chat(QUESTION, GREEDY, max_tokens=8).text
+
+
+def test_a_call_and_its_result_can_be_sent_back(llm: LLM) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    talk: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "What time is it?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]
+    reply = llm.chat(talk, GREEDY, tools=[CLOCK], max_tokens=16)
+    assert reply.usage.prompt_tokens > llm.chat(talk[:1], GREEDY, max_tokens=1).usage.prompt_tokens
+
+
+def test_the_chunks_of_a_chat_add_up_to_its_reply(llm: LLM) -> None:
+    whole = llm.chat(QUESTION, GREEDY, max_tokens=16)
+    *chunks, last = llm.chat(QUESTION, GREEDY, max_tokens=16, stream=True)
+    assert len(chunks) > 1 and not any(chunk.reply for chunk in chunks)
+    assert last.reply is not None and last.reply.text == "".join(chunk.text for chunk in chunks) == whole.text
+    assert last.reply.tokens == whole.tokens and last.reply.finish_reason is whole.finish_reason
+    forced: dict[str, Any] = {"tools": [WEATHER], "tool_choice": FORCED, "max_tokens": 64}
+    *chunks, last = llm.chat(QUESTION, GREEDY, stream=True, **forced)
+    pieces = [chunk.tool_call for chunk in chunks if chunk.tool_call is not None]
+    assert last.reply is not None and len(pieces) == len(chunks) > 2
+    (call,) = last.reply.tool_calls
+    assert {(piece.id, piece.name) for piece in pieces} == {(call.id, call.name)}
+    assert "".join(piece.arguments for piece in pieces) == call.arguments
+
+
+def test_a_response_format_is_kept(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 99}},
+        "required": ["age"],
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    reply = llm.chat(QUESTION, GREEDY, response_format=wanted, max_tokens=64)
+    assert isinstance(json.loads(reply.text)["age"], int)
+    anything = llm.chat(QUESTION, GREEDY, response_format={"type": "json_object"}, max_tokens=24)
+    assert anything.text.startswith("{")
+
+
+def test_several_choices_and_their_logprobs(llm: LLM) -> None:
+    warm = SamplingParams(temperature=1.5, seed=3)
+    reply = llm.chat(QUESTION, warm, n=3, max_tokens=12, logprobs=True, top_logprobs=2)
+    assert len(reply.choices) == 3 and reply.choices[0] is reply
+    assert len({choice.text for choice in reply.choices}) > 1, "each choice has a seed of its own"
+    for choice in reply.choices:
+        assert len(choice.logprobs) == len(choice.tokens) == choice.usage.completion_tokens
+        assert all(len(entry.top) == 2 for entry in choice.logprobs)
+    *chunks, last = llm.chat(QUESTION, warm, n=3, max_tokens=12, stream=True)
+    assert last.reply is not None
+    for index, choice in enumerate(last.reply.choices):
+        assert "".join(chunk.text for chunk in chunks if chunk.choice == index) == choice.text
+    assert [choice.text for choice in last.reply.choices] == [choice.text for choice in reply.choices]
+
+
+def test_an_assistant_message_at_the_end_is_continued(llm: LLM) -> None:
+    reply = llm.chat([*QUESTION, {"role": "assistant", "content": "1, 2, 3,"}], GREEDY, max_tokens=4)
+    assert "4" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": FORCED}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"n": 0}, "n"),
+        (
+            {
+                "tools": [CLOCK],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_wrong_options_of_a_chat_name_their_field(llm: LLM, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        llm.chat(QUESTION, GREEDY, **options)
+    assert refusal.value.field == field
+
+
+def test_wrong_messages_and_schemas_are_refused(llm: LLM) -> None:
+    for messages in ([], [{"content": "x"}], [{"role": "user", "content": 1}]):
+        with pytest.raises(InvalidRequest, match="messages"):
+            llm.chat(messages, GREEDY)
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+    with pytest.raises(InvalidRequest, match="response_format"):
+        llm.chat(QUESTION, GREEDY, response_format=wrong)
+    with pytest.raises(TypeError, match="temprature"):
+        llm.chat(QUESTION, GREEDY, temprature=1)  # type: ignore[call-overload]
+
+
+def test_leaving_a_chat_cancels_all_its_choices(llm: LLM) -> None:
+    for _ in range(5):  # more choices than there are sequences: a leak would block the last
+        chunks = llm.chat(QUESTION, SamplingParams(ignore_eos=True), n=3, max_tokens=900, stream=True)
+        next(iter(chunks))
+        del chunks
+    assert llm.chat(QUESTION, GREEDY, max_tokens=2).text
 
 
 def test_a_stop_string_ends_the_answer(llm: LLM) -> None:
@@ -145,6 +275,12 @@ def test_async_has_the_same_names_and_answers(llm: LLM) -> None:
             pieces = [piece async for piece in model.stream(PROMPTS[0], GREEDY, max_tokens=12)]
             assert "".join(pieces) == alone.text
             assert (await model.chat(QUESTION, GREEDY, max_tokens=12)).text == said.text
+            chunks = [chunk async for chunk in model.chat(QUESTION, GREEDY, max_tokens=12, stream=True)]
+            assert chunks[-1].reply is not None and chunks[-1].reply.text == said.text
+            forced = await model.chat(
+                QUESTION, GREEDY, tools=[WEATHER], tool_choice="required", n=2, max_tokens=64
+            )
+            assert [choice.tool_calls[0].name for choice in forced.choices] == ["get_weather"] * 2
             together = await asyncio.gather(
                 *(model.generate(prompt, GREEDY, max_tokens=4) for prompt in PROMPTS)
             )

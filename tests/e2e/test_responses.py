@@ -180,7 +180,7 @@ def test_logprobs_are_given_where_asked_for(client: openai.OpenAI) -> None:
     assert "".join(entry.token for entry in logprobs) == answer.output_text
 
 
-def test_thoughts_are_an_item_of_their_own(thinking: Server) -> None:
+def test_reasoning_are_an_item_of_their_own(thinking: Server) -> None:
     with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0) as client:
         answer = client.responses.create(model="any", input="x", max_output_tokens=12, temperature=0)
         (item,) = answer.output
@@ -213,7 +213,7 @@ def test_thoughts_are_an_item_of_their_own(thinking: Server) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///x"}]}]},
             openai.BadRequestError,
             "input",
-            "no eyes",
+            "text only",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "stored"),
         ({"input": [{"type": "message"}]}, openai.BadRequestError, "input", "missing"),

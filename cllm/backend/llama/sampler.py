@@ -133,7 +133,11 @@ def build_chain(
         add(_mirostat(api, params, vocabulary_size))
         return chain
     _add_truncation(api, params, add)
-    add(api.llama_sampler_init_temp(params.temperature))
+    if params.dynatemp_range > 0:
+        dynamic = (params.dynatemp_range, params.dynatemp_exponent)
+        add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
+    else:
+        add(api.llama_sampler_init_temp(params.temperature))
     add(api.llama_sampler_init_dist(params.seed))
     return chain
 

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import struct
-import sys
 import threading
 import weakref
 from array import array
@@ -78,11 +77,8 @@ def get_path(folder: str, name: str) -> Path:
     return Path(folder) / (name + SUFFIX)
 
 
-def _digest(*parts: bytes) -> bytes:
-    found = hashlib.blake2b(digest_size=_DIGEST)
-    for part in parts:
-        found.update(part)
-    return found.digest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
 # Saving --------------------------------------------------------------------------------------------
@@ -121,7 +117,7 @@ def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: s
         entry = reference()
         if entry is None:
             continue
-        tenant, tokens = entry.tenant.encode(), _little_endian(entry.tokens).tobytes()
+        tenant, tokens = entry.tenant.encode(), entry.tokens.tobytes()
         checksum = hashlib.blake2b(last, digest_size=_DIGEST)
         for piece in (_ENTRY.pack(len(tenant), len(entry.tokens), len(entry.state)), tenant, tokens):
             checksum.update(piece)
@@ -173,8 +169,7 @@ def restore(host: HostKVCache, path: Path, fingerprint: str) -> Work:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             reader = _Reader(file, fingerprint)
             for _ in range(reader.entries):
-                yield from reader.check()
-            reader.expect_end()
+                yield from reader.read(max_bytes=0)
             reader.rewind()
             moved = Moved()
             for _ in range(reader.entries):
@@ -213,22 +208,14 @@ class _Reader:
         self._last = self._owner
 
     def rewind(self) -> None:
+        """Back to the first entry. The last one must have been read, with nothing behind it."""
+        if self._left:
+            raise StateFileError(f"the state file is corrupt: {self._left} bytes follow its last entry")
         self._file.seek(_HEAD.size + _DIGEST)
         self._left, self._last = self._body, self._owner
 
-    def expect_end(self) -> None:
-        if self._left:
-            raise StateFileError(f"the state file is corrupt: {self._left} bytes follow its last entry")
-
-    def check(self) -> Generator[bool, None, None]:
-        """Go past the next entry, comparing its checksum; keeps a slice of it at a time."""
-        yield from self._next(keep=False)
-
     def read(self, max_bytes: int) -> Generator[bool, None, Entry | None]:
-        """The next entry; None if it would take more than `max_bytes` bytes."""
-        return (yield from self._next(keep=True, max_bytes=max_bytes))
-
-    def _next(self, *, keep: bool, max_bytes: int = 0) -> Generator[bool, None, Entry | None]:
+        """Check the next entry and return it; one of more than `max_bytes` is only checked, in slices."""
         lengths = self._take(_ENTRY.size)
         name_bytes, token_count, state_bytes = _ENTRY.unpack(lengths)
         if name_bytes + token_count * TOKEN_BYTES + state_bytes + _DIGEST > self._left:
@@ -236,7 +223,7 @@ class _Reader:
         if not token_count or not state_bytes:
             raise StateFileError("the state file is corrupt: an entry is empty")
         checksum = hashlib.blake2b(self._last + lengths, digest_size=_DIGEST)
-        keep = keep and state_bytes + token_count * TOKEN_BYTES <= max_bytes
+        keep = state_bytes + token_count * TOKEN_BYTES <= max_bytes
         name = self._take(name_bytes)
         tokens = self._take(token_count * TOKEN_BYTES)
         checksum.update(name + tokens)
@@ -254,7 +241,7 @@ class _Reader:
             tenant = name.decode()
         except UnicodeDecodeError:
             raise StateFileError("the state file is corrupt: a tenant's name is not text") from None
-        return Entry(tenant, _little_endian(array("i", tokens)), bytes(state)) if keep else None
+        return Entry(tenant, array("i", tokens), bytes(state)) if keep else None
 
     def _take(self, count: int) -> bytes:
         data = self._file.read(count)
@@ -262,14 +249,6 @@ class _Reader:
             raise StateFileError("the state file is truncated")
         self._left -= count
         return data
-
-
-def _little_endian(tokens: array[int]) -> array[int]:
-    """To or from the file's order of bytes."""
-    if sys.byteorder == "big":
-        tokens = array("i", tokens)
-        tokens.byteswap()
-    return tokens
 
 
 def _reason(error: OSError) -> str:

@@ -1,32 +1,87 @@
-"""What a client may send, typed and bounded. Unknown fields are ignored; known ones are never guessed at."""
+"""What all routes share: strict request bodies, typed responses, and how a route is documented."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
+from starlette.responses import Response
 
-from cllm.types import ConstraintKind, ConstraintSpec, SamplingParams
+from cllm.errors import InvalidRequest
+from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_DEPTH = 64
 MAX_BIASES = 1024
-SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
+
+JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
+DOCUMENTED = "x-documented"  # what `documented` says, on its way to the OpenAPI page
+_encoder = msgspec.json.Encoder()
+
+
+class StructResponse(Response):
+    """A struct (or a list of structs) as a JSON response."""
+
+    media_type = JSON
+
+    def render(self, content: Any) -> bytes:
+        return _encoder.encode(content)
+
+
+def documented(
+    response: Any,
+    *,
+    events: Sequence[bytes] = (),
+    computes: bool = False,
+    errors: Mapping[int, tuple[str, str, str]] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for a route's decorator: what the OpenAPI page says of its responses.
+
+    `response` is an example: a struct, a list of structs, or plain text; None where the route only streams.
+    A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream. `computes`:
+    the request goes through the queue. `errors` are responses that other routes do not have: status → code,
+    message, when it happens.
+    """
+    content: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    example = getattr(response, "EXAMPLE", response)
+    if isinstance(example, str):
+        content[PLAIN] = {"schema": {"type": "string"}, "example": example}
+    elif example is not None:
+        kind: Any = list[type(example[0])] if isinstance(example, list) else type(example)  # type: ignore[misc]
+        (schema,), schemas = msgspec.json.schema_components(
+            (kind,), ref_template="#/components/schemas/{name}"
+        )
+        content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
+    if events:
+        content[EVENTS] = {"schema": {"type": "string"}, "example": b"".join(events).decode()}
+    # As text: FastAPI drops every null on the way, in examples too.
+    about = {"content": content, "schemas": schemas, "computes": computes, "errors": errors or {}}
+    return {"response_model": None, "openapi_extra": {DOCUMENTED: _encoder.encode(about).decode()}}
 
 
 def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode: it holds a lone surrogate") from None
+        raise ValueError("must be valid Unicode: it contains a lone surrogate") from None
     return value
 
 
 def _source(value: str) -> str:
     if "\0" in value:
-        raise ValueError("may not hold NUL")
+        raise ValueError("must not contain NUL")
     return _text(value)
 
 
@@ -41,167 +96,153 @@ def _object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_object)]
-"""Anything, as long as it can be written as text."""
+"""Any JSON object that can be written as text."""
 
 
 TokenId = Annotated[int, Field(ge=0)]
-# The first wrong one ends it: a million of them would be a million errors, seconds and gigabytes.
+# Checking stops at the first wrong id: a million errors would cost seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
-    return value
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
-
-
 class Body(BaseModel):
-    """Strict: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
+    """A strict request body: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    drops_nulls: ClassVar[bool] = False  # null at the top stands for a field that was left out
+    meant_nulls: ClassVar[frozenset[str]] = frozenset()  # but for these, where null has a meaning
 
     @model_validator(mode="before")
     @classmethod
-    def _shallow(cls, value: Any) -> Any:
-        level, depth = [value], 0
-        while level := [item for outer in level for item in _inside(outer) if isinstance(item, dict | list)]:
+    def _check_depth(cls, value: Any) -> Any:
+        level, depth = [value] if isinstance(value, dict | list) else [], 0
+        while level := [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]:
             depth += 1
             if depth >= MAX_DEPTH:
-                raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+                raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if cls.drops_nulls and isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
         return value
 
 
+class NullableBody(Body):
+    """A body in which null stands for a field that was left out."""
+
+    drops_nulls = True
+
+
 class SchedulingBody(Body):
-    """When a request is computed, shared by every route that generates."""
+    """How a request is scheduled, shared by every route that generates."""
 
     timeout: float | None = Field(
         None,
         gt=0,
         le=86400,
-        description="Seconds from acceptance to the last token, at most the server's own limit; then 504",
+        description="Seconds from acceptance to the last token, then 504; the server's own limit applies too",
         examples=[30],
     )
-    priority: int = Field(0, ge=-100, le=100, description="Higher goes first; who waits long goes too")
-    cache_prompt: bool = Field(
-        True, description="May reuse, and leave behind, computed beginnings of prompts"
+    priority: int = Field(
+        0, ge=-100, le=100, description="Higher goes first; waiting raises it by one a second"
     )
-    speculate: bool = Field(True, description="May guess tokens ahead; the text is the same either way")
-
-    def scheduling(self) -> dict[str, Any]:
-        """These fields as those of `Request`."""
-        return {
-            "timeout_s": self.timeout,
-            "priority": self.priority,
-            "reuse": self.cache_prompt,
-            "speculate": self.speculate,
-        }
+    cache_prompt: bool = Field(True, description="Use the prefix cache: match from it and store to it")
+    speculate: bool = Field(True, description="Allow speculative decoding; the text is the same either way")
 
 
-class SamplingBody(SchedulingBody):
-    """The sampling fields, shared by every route that generates. Defaults: see `SamplingParams`."""
+_SAMPLING = get_type_hints(SamplingParams, include_extras=True)
 
-    temperature: float = Field(0.8, ge=0, le=10, description="0 is greedy")
-    top_k: int = Field(40, ge=-1, le=2**31 - 1, description="Keep the k likeliest; 0 or -1: off")
-    top_p: float = Field(0.95, ge=0, le=1, description="Keep the likeliest up to this mass; 1: off")
-    min_p: float = Field(0.05, ge=0, le=1, description="Drop what is less likely than this × the likeliest")
-    typical_p: float = Field(1.0, gt=0, le=1, description="Locally typical sampling; 1: off")
-    top_n_sigma: float = Field(-1.0, ge=-1, le=100, description="Keep logits within n sigma of the best")
-    repetition_penalty: float = Field(1.0, gt=0, le=10, description="Above 1 discourages repeats; 1: off")
-    frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken off a token's logit for each time it occurred; 0: off"
+
+def sampling_field(name: str, **options: Any) -> Any:
+    """The body's field of a sampling parameter, with the default, bounds and description it has there."""
+    parameter = next(field for field in msgspec.structs.fields(SamplingParams) if field.name == name)
+    (meta,) = _SAMPLING[name].__metadata__
+    bounds = {key: getattr(meta, key) for key in ("gt", "ge", "lt", "le", "max_length", "description")}
+    return Field(**{"default": parameter.default, **bounds, **options})
+
+
+def _count_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
+    return value
+
+
+if TYPE_CHECKING:
+    _SamplingFields = SchedulingBody
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=SchedulingBody,
+        **{name: (_SAMPLING[name].__origin__, sampling_field(name)) for name in _SAMPLING},
     )
-    presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="Taken off the logit of every token that occurred; 0: off"
+
+
+class SamplingBody(_SamplingFields):
+    """The fields of `SamplingParams`, shared by every route that generates; those that differ over HTTP."""
+
+    top_k: int = sampling_field("top_k", ge=-1, description="Keep the k most likely tokens; 0 or -1: off")
+    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = sampling_field(
+        "dry_sequence_breakers", default=["\n", ":", '"', "*"]
     )
-    penalty_last_n: int = Field(64, ge=-1, le=2**31 - 1, description="Tokens penalties look back; -1: all")
-    dry_multiplier: float = Field(0.0, ge=0, le=100, description="DRY repetition penalty; 0: off")
-    dry_base: float = Field(1.75, ge=1, le=100, description="DRY: grows the penalty by this with each token")
-    dry_allowed_length: int = Field(
-        2, ge=0, le=2**31 - 1, description="DRY: repeats up to this many tokens cost nothing"
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_count_biases)
+    ] = sampling_field("logit_bias", default={}, examples=[{"42": -100}])
+    seed: int | None = sampling_field(
+        "seed",
+        default=None,
+        ge=-1,
+        le=2**63 - 1,
+        description="The same seed gives the same text; none or -1: random",
+        examples=[7],
     )
-    dry_penalty_last_n: int = Field(
-        -1, ge=-1, le=2**31 - 1, description="DRY: how many tokens it looks back on; -1: all, 0: none"
-    )
-    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = Field(
-        default=["\n", ":", '"', "*"], max_length=8, description="DRY: texts that no repeat reaches across"
-    )
-    xtc_probability: float = Field(0.0, ge=0, le=1, description="Exclude top choices sampling; 0: off")
-    xtc_threshold: float = Field(
-        0.1, ge=0, le=1, description="XTC: of the tokens above this, all but the least likely are excluded"
-    )
-    mirostat: int = Field(0, ge=0, le=2, description="0: off, 1 or 2: that version")
-    mirostat_tau: float = Field(5.0, ge=0, le=100, description="Mirostat: the surprise it aims at")
-    mirostat_eta: float = Field(0.1, ge=0, le=1, description="Mirostat: how fast it corrects itself")
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)] = Field(
-        default={},
-        max_length=MAX_BIASES,
-        description="Token id (as text) → added to its logit",
-        examples=[{"42": -100}],
-    )
-    seed: int | None = Field(
-        None, ge=-1, le=2**63 - 1, description="Same seed, same text; none or -1: random", examples=[7]
-    )
-    ignore_eos: bool = Field(False, description="Go on to max_tokens: never choose an end token")
 
     def sampling(self, vocabulary_size: int) -> SamplingParams:
-        """The engine's own parameters; raises ValueError for token ids outside the vocabulary."""
+        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
+        biases = []
+        for key, bias in self.logit_bias.items():
+            if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
+                message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
+                raise InvalidRequest(message, field="logit_bias")
+            biases.append((int(key), bias))
         drawn = self.seed is None or self.seed == -1
-        values: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in SamplingParams.__struct_fields__
-            if name not in ("seed", "logit_bias", "dry_sequence_breakers", "top_k")
+        differing = {
+            "top_k": max(0, self.top_k),
+            "dry_sequence_breakers": tuple(self.dry_sequence_breakers),
+            "logit_bias": tuple(biases),
+            "seed": secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
         }
-        return SamplingParams(
-            **values,
-            top_k=max(0, self.top_k),
-            dry_sequence_breakers=tuple(self.dry_sequence_breakers),
-            logit_bias=tuple((_token(key, vocabulary_size), bias) for key, bias in self.logit_bias.items()),
-            seed=secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
-        )
-
-
-def _token(key: str, vocabulary_size: int) -> int:
-    if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
-        raise ValueError(f"logit_bias: {key[:20]!r} is no token id (0 to {vocabulary_size - 1})")
-    return int(key)
+        return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing)
 
 
 class ConstrainedBody(SamplingBody):
-    """Fields that say what an answer must look like; at most one of them, and of the API's own.
-
-    `form` is what the API calls its own: a field, or a part of one.
-    """
+    """Structured output: at most one of these fields, or of the API's own field named by `form`."""
 
     form: ClassVar[str] = ""
 
     grammar: SourceText | None = Field(
         None,
         min_length=1,
-        description="GBNF or Lark grammar of the answer",
+        description="The answer follows this GBNF or Lark grammar",
         examples=['root ::= "yes" | "no"'],
     )
     regex: SourceText | None = Field(
         None,
         min_length=1,
-        description="Regular expression the whole answer matches",
+        description="The whole answer matches this regular expression",
         examples=["[0-9]{4}-[0-9]{2}"],
     )
     choice: list[StopText] | None = Field(
         None,
         min_length=1,
         max_length=256,
-        description="The answer is one of these",
+        description="The answer is one of these texts",
         examples=[["red", "blue"]],
     )
     json_schema: dict[str, Any] | None = Field(
         None,
-        description="JSON schema of the answer",
+        description="The answer is JSON that validates against this schema",
         examples=[{"type": "array", "items": {"type": "integer"}}],
     )
 
@@ -210,94 +251,41 @@ class ConstrainedBody(SamplingBody):
         return None
 
     def constraint(self) -> ConstraintSpec | None:
-        """The one that is given; raises ValueError when there are several."""
-        given = (
-            (ConstraintKind.GRAMMAR, self.grammar),
-            (ConstraintKind.REGEX, self.regex),
-            (ConstraintKind.CHOICE, _json(self.choice)),
-            (ConstraintKind.JSON_SCHEMA, _json(self.json_schema)),
-            (ConstraintKind.JSON_SCHEMA, _json(self.form_schema())),
-        )
-        specs = [ConstraintSpec(kind, source) for kind, source in given if source is not None]
-        if len(specs) > 1:
+        """The constraint on the answer; raises InvalidRequest when there are several."""
+        given = [
+            (kind, value)
+            for kind, value in (
+                (ConstraintKind.GRAMMAR, self.grammar),
+                (ConstraintKind.REGEX, self.regex),
+                (ConstraintKind.CHOICE, self.choice),
+                (ConstraintKind.JSON_SCHEMA, self.json_schema),
+                (ConstraintKind.JSON_SCHEMA, self.form_schema()),
+            )
+            if value is not None
+        ]
+        if not given:
+            return None
+        if len(given) > 1:
             own = f", {self.form}" if self.form else ""
-            raise ValueError(f"give only one of grammar, regex, choice, json_schema{own}")
-        return specs[0] if specs else None
+            message = f"give only one of grammar, regex, choice, json_schema{own}"
+            raise InvalidRequest(message, self.form_field)
+        kind, value = given[0]
+        return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value))
 
     @property
     def form_field(self) -> str:
-        """The field that a schema came in, or would."""
+        """The field that holds the schema, for errors."""
         given = self.json_schema is not None or not self.form
         return "json_schema" if given else self.form.partition(".")[0]
 
 
-def _json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value)
-
-
-class GenerateBody(ConstrainedBody):
-    """`POST /generate` and `/generate_stream`."""
-
-    prompt: Text = Field(
-        min_length=1, description="Raw text: no chat template is applied", examples=["Once upon a time"]
-    )
-    max_tokens: int = Field(256, ge=1, description="Most tokens to generate; clamped to what fits")
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(
-        default=[], description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
-    )
-    stream: bool = Field(False, description="Answer as server-sent events")
-
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
-    )
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-class EncodeBody(Body):
-    """`POST /encode`."""
-
-    text: Text = Field(
-        description="Text to tokenise; nothing in it is taken for a control token",
-        examples=["Once upon a time"],
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"text": "Once upon a time"}})
-
-
-class DecodeBody(Body):
-    """`POST /decode`."""
-
-    tokens: TokenIds = Field(
-        max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [403, 253]}})
-
-
-class NullableBody(Body):
-    """Nulls at the top are dropped before anything is checked, but for those that mean something."""
-
-    meant_nulls: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
-
-
-UNSUPPORTED_MEDIA = "only text is read: the model has no eyes or ears"
+UNSUPPORTED_MEDIA = "this model accepts text only"
 
 
 def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None = None) -> BeforeValidator:
-    """Before a union told apart by `type`: one that is not `known` is refused by name.
+    """Before a union discriminated by `type`: refuses a type that is not `known`.
 
-    Where none is given it is the `default`. `why` gives reasons for types that others serve; the reason of
-    `""` stands for all that are not listed.
+    A missing type is the `default`. `why` gives reasons by type; that of `""` stands for all not listed.
     """
     reasons = why or {}
 
@@ -310,9 +298,9 @@ def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None
         if isinstance(kind, str) and kind in known:
             return {**value, "type": kind}
         if kind is None:
-            raise ValueError(f"'type' is missing in it; it may be {', '.join(known)}")
-        reason = reasons.get(str(kind), reasons.get("", f"it may be {', '.join(known)}"))
-        raise ValueError(f"type {str(kind)[:64]!r} is not served: {reason}")
+            raise ValueError(f"'type' is missing; it must be {', '.join(known)}")
+        reason = reasons.get(str(kind), reasons.get("", f"it must be {', '.join(known)}"))
+        raise ValueError(f"type {str(kind)[:64]!r} is not supported: {reason}")
 
     return BeforeValidator(check)
 
@@ -321,21 +309,7 @@ ToolDescription = Annotated[
     Text | None,
     Field(
         max_length=1 << 14,
-        description="What it does and when, for the model",
+        description="What the tool does and when to call it, for the model",
         examples=["The weather in a city, now"],
     ),
 ]
-
-
-def check_tools(names: Sequence[str], chosen: Iterable[str], *, demanded: str = "") -> None:
-    """Raises ValueError for names that are taken twice, and for a choice that is not there.
-
-    `demanded` is the word by which some call is demanded, whichever it is.
-    """
-    if len(set(names)) < len(names):
-        raise ValueError("tools: two of them have the same name")
-    for name in chosen:
-        if name not in names:
-            raise ValueError(f"tool_choice: {name!r} is not among the tools")
-    if demanded and not names:
-        raise ValueError(f"tool_choice: {demanded} needs tools")

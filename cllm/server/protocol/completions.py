@@ -1,14 +1,24 @@
-"""The body of `/v1/completions`, and what it shares with that of `/v1/chat/completions`."""
+"""Request and response of `/v1/completions` and `/v1/models`, and the fields that OpenAI's routes share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.protocol.base import Body, ConstrainedBody, NullableBody, StopText, Text, TokenIds
-from cllm.types import RequestOutput, TokenLogprob, Usage
+from cllm.server.protocol.base import (
+    Body,
+    ConstrainedBody,
+    NullableBody,
+    StopText,
+    Text,
+    TokenIds,
+    sampling_field,
+)
+from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 256
@@ -17,58 +27,54 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the answer."""
+    """What a stream sends besides the answer."""
 
-    include_usage: bool = Field(False, description="A last chunk with the usage")
+    include_usage: bool = Field(False, description="Send a last chunk with the usage")
 
 
 class SchemaFormat(Body):
     """A JSON schema with a name."""
 
-    name: Name = Field("answer", description="Ignored: for the client's own order")
+    name: Name = Field("answer", description="Ignored")
     schema_: dict[str, Any] = Field(
         alias="schema",
-        description="What the answer validates against",
+        description="The JSON schema that the answer validates against",
         examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
     )
-    strict: bool | None = Field(None, description="Ignored: it always is", examples=[True])
+    strict: bool | None = Field(None, description="Ignored: the answer always validates", examples=[True])
 
 
 class ResponseFormat(Body):
-    """What the answer must look like."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
-        description="`text`: anything; `json_object`: some JSON object; `json_schema`: what the schema says"
+        description="`text`, `json_object` (any JSON object), or `json_schema` (validates against the schema)"
     )
     json_schema: SchemaFormat | None = Field(
         None,
-        description="For the type `json_schema`, and needed there",
+        description="The schema; required by the type `json_schema`",
         examples=[{"name": "answer", "schema": {"type": "object"}}],
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+            raise ValueError("json_schema is required by the type json_schema, and allowed there only")
         return self
 
 
 class OpenAIFields(NullableBody, ConstrainedBody):
-    """What `/v1/responses` shares with them, too."""
+    """Fields that `/v1/responses` shares with `OpenAIBody`."""
 
     model: Name | None = Field(
-        None, description="Any plain name is served by the loaded model", examples=["any"]
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
-        None, description="Text that ends the answer; it is not part of it", examples=[["\n\n"]]
+        None, description="Texts that end the answer and are not part of it", examples=[["\n\n"]]
     )
-    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
-    repetition_penalty: float = Field(
-        1.0,
-        gt=0,
-        le=10,
-        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
-        description="Above 1 discourages repeats (also `repeat_penalty`); 1: off",
+    user: Name | None = Field(None, description="Ignored", examples=["ann"])
+    repetition_penalty: float = sampling_field(
+        "repetition_penalty", validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
 
     @property
@@ -79,17 +85,19 @@ class OpenAIFields(NullableBody, ConstrainedBody):
 
 
 class OpenAIBody(OpenAIFields):
-    """What both routes share."""
+    """Fields that `/v1/completions` and `/v1/chat/completions` share."""
 
     form = "response_format"
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="How many answers; the prompt is computed once")
+    n: int = Field(
+        1, ge=1, le=MAX_CHOICES, description="How many answers to generate; the prompt is computed once"
+    )
     response_format: ResponseFormat | None = Field(
         None, description="Text, any JSON object, or a schema", examples=[{"type": "json_object"}]
     )
-    stream: bool = Field(False, description="Answer as server-sent events, `data: [DONE]` at the end")
+    stream: bool = Field(False, description="Send server-sent events, with `data: [DONE]` at the end")
     stream_options: StreamOptions | None = Field(
-        None, description="What a stream tells besides the answer", examples=[{"include_usage": True}]
+        None, description="What a stream sends besides the answer", examples=[{"include_usage": True}]
     )
 
     def form_schema(self) -> dict[str, Any] | None:
@@ -113,20 +121,33 @@ class CompletionBody(OpenAIBody):
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-    ) = Field(description="Text, texts, tokens, or lists of tokens", examples=["Once upon a time", [1, 2, 3]])
+    ) = Field(
+        description="A text, texts, token ids, or lists of token ids",
+        examples=["Once upon a time", [1, 2, 3]],
+    )
     suffix: Text | None = Field(
         None,
-        description="What comes after the answer; for models with fill-in-the-middle tokens",
+        description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: int | None = Field(16, ge=1, description="Most tokens to generate; null: as many as fit")
+    max_tokens: int | None = Field(
+        16, ge=1, description="Maximum number of tokens to generate; null: as many as fit"
+    )
     best_of: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Generate this many, answer the best n", examples=[4]
+        None,
+        ge=1,
+        le=MAX_CHOICES,
+        description="Generate this many answers and return the best n",
+        examples=[4],
     )
     logprobs: int | None = Field(
-        None, ge=0, le=20, description="Log-probabilities of this many likeliest tokens", examples=[2]
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of the sampled token and of this many most likely ones",
+        examples=[2],
     )
-    echo: bool = Field(False, description="Put the prompt before the answer")
+    echo: bool = Field(False, description="Repeat the prompt before the answer")
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -137,14 +158,14 @@ class CompletionBody(OpenAIBody):
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of must be at least n ({self.n})")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ValueError("best_of above n cannot be streamed: the best is known at the end")
+            raise ValueError("best_of above n cannot be streamed: the best answers are known only at the end")
         if (self.best_of or self.n) * len(self.prompts) > MAX_PROMPTS:
             raise ValueError(f"n (or best_of) times prompts must be at most {MAX_PROMPTS}")
         return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Always several: texts, or lists of tokens."""
+        """The prompts as a list: of texts, or of lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -152,73 +173,105 @@ class CompletionBody(OpenAIBody):
         return self.prompt
 
 
-def usage(usages: Sequence[Usage | None], prompt_tokens: int) -> dict[str, Any]:
-    """Of all choices together; a prompt counts once however many answers it got."""
-    ended = [one for one in usages if one is not None]
-    generated = sum(one.completion_tokens for one in ended)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": generated,
-        "total_tokens": prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": _cached(ended)},
-    }
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int  # whose KV the prefix cache held
 
 
-def _cached(ended: Sequence[Usage]) -> int:
-    return min((one.cached_tokens for one in ended), default=0)
+class CompletionUsage(msgspec.Struct, frozen=True):
+    """The tokens of a call, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
-def text_of(piece: bytes) -> str:
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities as parallel lists, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One answer, or a piece of it; a finished one has a reason."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/completions`, whole or one chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage | msgspec.UnsetType = msgspec.UNSET
+
+
+COMPLETION_EXAMPLE = Completion(
+    id="cmpl-1",
+    created=1767225600,
+    model="SmolLM2-135M-Instruct",
+    choices=[CompletionChoice(0, " there was a", finish_reason=FinishReason.STOP)],
+    usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+)
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "cllm"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> CompletionUsage:
+    """The usage of all choices together; a prompt counts once, however many answers it got."""
+    ended = [usage for usage in usages if usage is not None]
+    generated = sum(usage.completion_tokens for usage in ended)
+    cached = min((usage.cached_tokens for usage in ended), default=0)
+    total = prompt_tokens + generated
+    return CompletionUsage(prompt_tokens, generated, total, PromptTokensDetails(cached))
+
+
+def make_choice(
+    index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
+) -> CompletionChoice:
+    """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    entries = [entry for output in outputs for entry in output.logprobs]
+    return CompletionChoice(
+        index,
+        echo + "".join(output.text for output in outputs),
+        make_logprobs(entries, offset) if logprobs else None,
+        outputs[-1].finish_reason,
+    )
+
+
+def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def completion_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """The legacy shape: parallel lists."""
-    tokens = [text_of(entry.pieces[0]) for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [
-            {text_of(piece): logprob for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)}
-            for entry in entries
-        ],
-        "text_offset": offsets,
-    }
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob], count: int) -> dict[str, Any]:
-    """The chat shape: one object a token."""
-
-    def one(piece: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": text_of(piece), "logprob": logprob, "bytes": list(piece)}
-
-    return {
-        "content": [
-            {
-                **one(entry.pieces[0], entry.logprob),
-                "top_logprobs": [
-                    one(piece, logprob)
-                    for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
-                ][:count],
-            }
-            for entry in entries
-        ]
-    }
-
-
-def joined_logprobs(deltas: Sequence[RequestOutput]) -> list[TokenLogprob]:
-    return [entry for delta in deltas for entry in delta.logprobs]
-
-
-def joined_text(deltas: Sequence[RequestOutput]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-def mean_logprob(deltas: Sequence[RequestOutput]) -> float:
-    """How likely an answer is, per token: what `best_of` ranks by."""
-    entries = joined_logprobs(deltas)
-    return sum(entry.logprob for entry in entries) / len(entries) if entries else float("-inf")
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+    tokens = [decode_piece(entry.pieces[0]) for entry in entries]
+    top = [
+        {
+            decode_piece(piece): logprob
+            for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
+        }
+        for entry in entries
+    ]
+    ends = accumulate(map(len, tokens), initial=offset)
+    return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])

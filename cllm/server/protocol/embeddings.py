@@ -1,10 +1,11 @@
-"""Bodies of `/v1/embeddings`, `/v1/rerank` and llama-server's `/embedding`."""
+"""Requests and responses of `/v1/embeddings`, `/v1/rerank`, `/v1/score` and llama-server's `/embedding`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field
+import msgspec
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.protocol.base import Body, Text, TokenIds
 from cllm.server.protocol.completions import Name
@@ -22,7 +23,7 @@ Input = (
 
 
 def as_list(value: Input) -> list[str] | list[list[int]]:
-    """Always several: texts, or lists of tokens."""
+    """The inputs as a list: of texts, or of lists of token ids."""
     if isinstance(value, str):
         return [value]
     return [value] if isinstance(value[0], int) else value
@@ -32,22 +33,22 @@ class EmbeddingsBody(Body):
     """`POST /v1/embeddings`."""
 
     input: Input = Field(
-        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MAX_INPUTS}",
+        description=f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
         examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
     )
     model: Name | None = Field(
-        None, description="Any plain name is served by the loaded model", examples=["any"]
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
     )
     encoding_format: Literal["float", "base64"] = Field(
-        "float", description="Numbers, or base64 of little-endian 32-bit floats"
+        "float", description="`float`: numbers; `base64`: little-endian 32-bit floats"
     )
     dimensions: int | None = Field(
         None,
         ge=1,
-        description="Keep only the first so many of a vector (scaled to length 1 again)",
+        description="Keep only the first dimensions of an embedding, scaled to length 1 again",
         examples=[64],
     )
-    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
+    user: Name | None = Field(None, description="Ignored", examples=["ann"])
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}}
@@ -59,41 +60,43 @@ class LlamaEmbeddingBody(Body):
 
     content: Input = Field(
         validation_alias=AliasChoices("content", "input"),
-        description=f"A text, texts, the tokens of a text, or lists of tokens; at most {MAX_INPUTS}",
+        description=f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
         examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
     )
     embd_normalize: int = Field(
         2,
         ge=-1,
         le=64,
-        description="-1: as it is, 0: largest is 32760, 1: taxicab, 2: Euclidean, above: p-norm",
+        description="Norm: -1 none, 0 largest element is 32760, 1 taxicab, 2 Euclidean, above p-norm",
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"content": "The cat sat."}})
 
 
 class DocumentBody(Body):
-    text: InputText = Field(description="What is ranked", examples=["It is a bear."])
+    text: InputText = Field(description="The text to rank", examples=["It is a bear."])
 
 
 class RerankBody(Body):
     """`POST /v1/rerank`."""
 
     query: InputText = Field(
-        description="What the documents are compared with", examples=["What is a panda?"]
+        description="The query that documents are ranked for", examples=["What is a panda?"]
     )
     documents: list[InputText | DocumentBody] = Field(
         min_length=1,
         max_length=MAX_INPUTS,
-        description='Texts, or objects with a "text"; at most ' + str(MAX_INPUTS),
+        description=f'Texts, or objects with a "text"; at most {MAX_INPUTS}',
         examples=[["It is a bear.", {"text": "hi"}]],
     )
-    top_n: int | None = Field(None, ge=1, description="Answer only the best so many; none: all", examples=[1])
-    return_documents: bool = Field(False, description="Repeat each document beside its score")
-    model: Name | None = Field(
-        None, description="Any plain name is served by the loaded model", examples=["any"]
+    top_n: int | None = Field(
+        None, ge=1, description="Return only the best documents; none: all", examples=[1]
     )
-    user: Name | None = Field(None, description="Ignored", examples=["somebody"])
+    return_documents: bool = Field(False, description="Return each document beside its score")
+    model: Name | None = Field(
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["ann"])
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -104,3 +107,106 @@ class RerankBody(Body):
     @property
     def texts(self) -> tuple[str, ...]:
         return tuple(one if isinstance(one, str) else one.text for one in self.documents)
+
+
+class ScoreBody(Body):
+    """`POST /v1/score`."""
+
+    text_1: InputText | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
+        description="One text, or as many as `text_2` has", examples=["What is a panda?"]
+    )
+    text_2: InputText | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
+        description=f"The texts to score against `text_1`; at most {MAX_INPUTS}",
+        examples=[["It is a bear.", "hi"]],
+    )
+    model: Name | None = Field(
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
+    )
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"text_1": "What is a panda?", "text_2": ["It is a bear.", "hi"]}}
+    )
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ScoreBody:
+        queries, documents = self.queries, self.documents
+        if len(queries) not in (1, len(documents)):
+            raise ValueError(
+                f"text_1: it has {len(queries)} texts and text_2 has {len(documents)}; give one, or as many"
+            )
+        return self
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        return (self.text_1,) if isinstance(self.text_1, str) else tuple(self.text_1)
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        return (self.text_2,) if isinstance(self.text_2, str) else tuple(self.text_2)
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The embedding of one input: numbers, or base64 of them."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: EmbeddingUsage
+    data: list[Embedding]
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True):
+    """The embedding of one input in llama-server's shape."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class RankedText(msgspec.Struct, frozen=True):
+    text: str
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """The score of one document, and the document itself where it was asked for."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The documents of `/v1/rerank`, best first."""
+
+    object: Literal["list"] = "list"
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The scores of `/v1/score`, in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage

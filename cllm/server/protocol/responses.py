@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`."""
+"""Request of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from cllm.chat.conversation import Conversation, Turns
+from cllm.chat.conversation import Conversation, MessageBuilder, ToolChoice, make_template_options
 from cllm.errors import InvalidRequest
-from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, check_tools, kinds
+from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, kinds
 from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, FunctionBody, FunctionName
 from cllm.server.protocol.completions import Name, OpenAIFields
 
 LOGPROBS = "message.output_text.logprobs"
-_FUNCTIONS_ONLY = {"": "this server runs no tools of its own, it only asks for calls of type 'function'"}
+_FUNCTIONS_ONLY = {"": "this server executes no tools, it only returns calls of type 'function'"}
 
 
 class FunctionTool(FunctionBody):
@@ -27,7 +27,7 @@ class NamedFunction(Body):
 
 class AllowedTools(Body):
     type: Literal["allowed_tools"] = Field(description="Only these may be called")
-    mode: Literal["auto", "required"] = Field(description="Whether one must be")
+    mode: Literal["auto", "required"] = Field(description="Whether one must be called")
     tools: Annotated[
         list[Annotated[NamedFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
         Field(min_length=1, max_length=MAX_TOOLS),
@@ -42,23 +42,23 @@ Chosen = Annotated[
 
 
 class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"] = Field(description="What the answer is")
+    type: Literal["text", "json_object", "json_schema"] = Field(description="The format of the answer")
     name: Name | None = Field(None, description="Of the schema; ignored", examples=["answer"])
     description: Text | None = Field(
-        None, max_length=1 << 14, description="Of the schema; ignored", examples=["Somebody's age"]
+        None, max_length=1 << 14, description="Of the schema; ignored", examples=["The age of a person"]
     )
     schema_: JsonObject | None = Field(
         None,
         alias="schema",
-        description="What the answer validates against",
+        description="The schema that the answer matches",
         examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
     )
-    strict: bool | None = Field(None, description="Ignored: the schema is always kept", examples=[True])
+    strict: bool | None = Field(None, description="Ignored: the schema always applies", examples=[True])
 
     @model_validator(mode="after")
     def _consistent(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema belongs to the format json_schema, and is needed there")
+            raise ValueError("schema is required with format json_schema, and with no other")
         return self
 
 
@@ -72,11 +72,11 @@ class TextBody(Body):
 class ReasoningBody(Body):
     effort: Annotated[str, Field(max_length=32)] | None = Field(
         None,
-        description="A variable for the chat template; `none` also switches thinking off",
+        description="A variable for the chat template; `none` also switches reasoning off",
         examples=["none", "low"],
     )
     summary: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="Ignored: thoughts are given as they are, not summarised", examples=["auto"]
+        None, description="Ignored: reasoning is returned in full, not summarised", examples=["auto"]
     )
 
 
@@ -104,26 +104,26 @@ class ResponsesBody(OpenAIFields):
     )
     tool_choice: Literal["none", "auto", "required"] | Chosen = Field(
         "auto",
-        description="Whether one may or must be called, or which; forced calls always fit their schema",
+        description="Whether a tool may or must be called, or which; forced calls always match their schema",
     )
-    parallel_tool_calls: bool = Field(True, description="Several calls in one answer are fine")
+    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
     text: TextBody | None = Field(
-        None, description="What form the answer has", examples=[{"format": {"type": "json_object"}}]
+        None, description="The format of the answer", examples=[{"format": {"type": "json_object"}}]
     )
     reasoning: ReasoningBody | None = Field(
-        None, description="How much to think", examples=[{"effort": "none"}]
+        None, description="How much to reason", examples=[{"effort": "none"}]
     )
     max_output_tokens: int | None = Field(
         None,
         ge=1,
-        description="Most tokens to generate, thoughts included; null: as many as fit",
+        description="Maximum tokens to generate, reasoning included; null: as many as fit",
         examples=[64],
     )
     top_logprobs: int | None = Field(
         None,
         ge=0,
         le=20,
-        description="Log-probabilities of the chosen tokens and this many likeliest",
+        description="Return log-probabilities of the sampled and of this many most likely tokens",
         examples=[2],
     )
     include: Annotated[list[Name], Field(max_length=32)] | None = Field(
@@ -137,10 +137,10 @@ class ResponsesBody(OpenAIFields):
             Field(max_length=16),
         ]
         | None
-    ) = Field(None, description="Given back as it is: up to 16 texts", examples=[{"order": "17"}])
+    ) = Field(None, description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}])
     truncation: Literal["auto", "disabled"] | None = Field(
         None,
-        description="Nothing is ever cut off: an input that does not fit is a 400",
+        description="Input is never truncated: one that does not fit is an error 400",
         examples=["disabled"],
     )
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
@@ -154,12 +154,8 @@ class ResponsesBody(OpenAIFields):
     conversation: Name | dict[str, Any] | None = Field(
         None, description="Refused: this server is stateless", examples=[None]
     )
-    prompt: dict[str, Any] | None = Field(
-        None, description="Refused: no prompts are stored here", examples=[None]
-    )
-    background: bool | None = Field(
-        None, description="Refused if true: nothing is stored here", examples=[False]
-    )
+    prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored", examples=[None])
+    background: bool | None = Field(None, description="Refused if true: nothing is stored", examples=[False])
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -175,31 +171,24 @@ class ResponsesBody(OpenAIFields):
         return value
 
     @model_validator(mode="after")
-    def _tools_are_named(self) -> ResponsesBody:
-        demanded = "required" if self.must_call else ""
-        check_tools([tool.name for tool in self.tools], self.chosen, demanded=demanded)
+    def _check_tools(self) -> ResponsesBody:
+        self._choice.check([tool.name for tool in self.tools])
         return self
 
     @property
-    def chosen(self) -> list[str]:
-        """The names that tool_choice gives; empty where it gives none."""
+    def _choice(self) -> ToolChoice:
+        parallel = self.parallel_tool_calls
         match self.tool_choice:
             case NamedFunction(name=name):
-                return [name]
-            case AllowedTools(tools=tools):
-                return [tool.name for tool in tools]
-        return []
-
-    @property
-    def must_call(self) -> bool:
-        wanted = self.tool_choice
-        if isinstance(wanted, AllowedTools):
-            return wanted.mode == "required"
-        return wanted == "required" or isinstance(wanted, NamedFunction)
+                return ToolChoice(mode="required", names=(name,), parallel=False)
+            case AllowedTools(mode=mode, tools=tools):
+                return ToolChoice(mode=mode, names=tuple(tool.name for tool in tools), parallel=parallel)
+            case mode:
+                return ToolChoice(mode=mode, parallel=parallel)
 
     @property
     def top(self) -> int | None:
-        """How many likeliest tokens are told; None: no log-probabilities at all."""
+        """How many most likely tokens are returned; None: no log-probabilities."""
         wanted = LOGPROBS in (self.include or ()) or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None
 
@@ -210,37 +199,28 @@ class ResponsesBody(OpenAIFields):
         return wanted.schema_ or {"type": "object"}
 
     def to_conversation(self) -> Conversation:
-        """In neutral words. Raises InvalidRequest."""
-        turns = Turns()
+        """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
+        builder = MessageBuilder()
         if self.instructions:
-            turns.say("system", self.instructions)
+            builder.add_text("system", self.instructions)
         if isinstance(self.input, str):
-            turns.say("user", self.input)
+            builder.add_text("user", self.input)
         else:
             for item in self.input:
-                item.add_to(turns)
-        if not turns.messages:
-            raise InvalidRequest("input: there is nothing to answer in it", "input")
-        tools = [] if self.tool_choice == "none" else [tool.tool() for tool in self.tools]
-        if self.chosen:
-            tools = [tool for tool in tools if tool.name in self.chosen]
-        options = dict(self.chat_template_kwargs or {})
+                item.add_to(builder)
+        if not builder.messages:
+            raise InvalidRequest("input: it has no content", "input")
         effort = self.reasoning.effort if self.reasoning is not None else None
-        if effort is not None:
-            options.setdefault("reasoning_effort", effort)
-            options.setdefault("enable_thinking", effort != "none")
         return Conversation(
-            messages=tuple(turns.messages),
-            tools=tuple(tools),
-            forced=self.must_call,
-            parallel=self.parallel_tool_calls and not isinstance(self.tool_choice, NamedFunction),
-            options=options,
+            messages=tuple(builder.messages),
+            options=make_template_options(self.chat_template_kwargs, effort),
             think=effort != "none",
+            **self._choice.apply([tool.tool() for tool in self.tools]),
         )
 
 
-_STATELESS = "nothing is stored here, so nothing can be referred to; send the items themselves"
-_EYELESS = {
+_STATELESS = "nothing is stored, so there is nothing to refer to: send the items themselves"
+_MEDIA = {
     "input_image": UNSUPPORTED_MEDIA,
     "input_file": UNSUPPORTED_MEDIA,
     "input_audio": UNSUPPORTED_MEDIA,
@@ -248,12 +228,12 @@ _EYELESS = {
 
 
 class ItemText(Body):
-    type: Literal["input_text", "output_text", "text"] = Field(description="Who wrote it does not matter")
+    type: Literal["input_text", "output_text", "text"] = Field(description="All three are read alike")
     text: Text = Field(description="The text of this part", examples=["What is AI?"])
 
 
 class RefusalPart(Body):
-    type: Literal["refusal"] = Field(description="What the assistant refused with")
+    type: Literal["refusal"] = Field(description="A refusal of the assistant")
     refusal: Text = Field(description="The text of this part", examples=["I would rather not."])
 
     @property
@@ -264,75 +244,75 @@ class RefusalPart(Body):
 Part = Annotated[
     ItemText | RefusalPart,
     Field(discriminator="type"),
-    kinds("input_text", "output_text", "text", "refusal", why=_EYELESS),
+    kinds("input_text", "output_text", "text", "refusal", why=_MEDIA),
 ]
 Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
 
 
-def text_of(content: str | list[ItemText | RefusalPart]) -> str:
+def join_text(content: str | list[ItemText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class MessageItem(Body):
-    """Somebody's words."""
+    """A message."""
 
     type: Literal["message"] = Field("message", description="May be left out")
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="Who speaks")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="The author")
     content: Text | Parts = Field(
-        description="Text, or parts of text; control tokens spelled in it stay plain text",
+        description="Text, or parts of text; the text of control tokens stays plain text",
         examples=["What is AI?", [{"type": "input_text", "text": "What is AI?"}]],
     )
 
-    def add_to(self, turns: Turns) -> None:
-        turns.say("system" if self.role == "developer" else self.role, text_of(self.content))
+    def add_to(self, builder: MessageBuilder) -> None:
+        builder.add_text("system" if self.role == "developer" else self.role, join_text(self.content))
 
 
 class FunctionCallItem(Body):
-    """A call the assistant made earlier."""
+    """An earlier tool call of the assistant."""
 
     type: Literal["function_call"] = Field(description="Always `function_call`")
-    call_id: Name = Field(description="As the answer that made it gave it", examples=["call_1"])
+    call_id: Name = Field(description="The id from the response", examples=["call_1"])
     name: FunctionName = Field(description="The tool that was called", examples=["get_weather"])
     arguments: Text = Field("{}", description="Its arguments as JSON text")
 
-    def add_to(self, turns: Turns) -> None:
-        turns.call(self.call_id, self.name, self.arguments)
+    def add_to(self, builder: MessageBuilder) -> None:
+        builder.add_tool_call(self.call_id, self.name, self.arguments)
 
 
 class FunctionOutputItem(Body):
-    """What such a call returned."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"] = Field(description="Always `function_call_output`")
-    call_id: Name = Field(description="Which call this answers", examples=["call_1"])
+    call_id: Name = Field(description="The call that this answers", examples=["call_1"])
     output: Text | Parts = Field(description="Text, or parts of text", examples=["12 degrees, rain"])
 
-    def add_to(self, turns: Turns) -> None:
-        turns.result(self.call_id, text_of(self.output))
+    def add_to(self, builder: MessageBuilder) -> None:
+        builder.add_tool_result(self.call_id, join_text(self.output))
 
 
-class Thought(Body):
-    type: Literal["reasoning_text", "summary_text"] = Field(description="What kind of text it is")
+class ReasoningPart(Body):
+    type: Literal["reasoning_text", "summary_text"] = Field(description="The reasoning or its summary")
     text: Text = Field(description="The text of this part", examples=["The user wants to know what AI is."])
 
 
 class ReasoningItem(Body):
-    """What the assistant thought earlier, for templates that repeat it."""
+    """Earlier reasoning of the assistant, for templates that repeat it."""
 
     type: Literal["reasoning"] = Field(description="Always `reasoning`")
-    content: Annotated[list[Thought], Field(max_length=MAX_MESSAGES)] | None = Field(
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
-        description="The thoughts",
+        description="The reasoning",
         examples=[[{"type": "reasoning_text", "text": "A short answer will do."}]],
     )
-    summary: Annotated[list[Thought], Field(max_length=MAX_MESSAGES)] | None = Field(
+    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Used where there is no `content`",
         examples=[[{"type": "summary_text", "text": "A short answer will do."}]],
     )
 
-    def add_to(self, turns: Turns) -> None:
-        if text := "".join(thought.text for thought in self.content or self.summary or ()):
-            turns.think(text)
+    def add_to(self, builder: MessageBuilder) -> None:
+        if text := "".join(part.text for part in self.content or self.summary or ()):
+            builder.add_reasoning(text)
 
 
 Item = Annotated[

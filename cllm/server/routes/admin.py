@@ -1,154 +1,133 @@
-"""For operators: is it alive, does it admit, what does it do."""
+"""Routes for operators: health, readiness, metrics, KV and request tables, state files, reload."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from concurrent.futures import Future
 
-import msgspec
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
-from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
+from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import Health
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.base import Body, Text
-from cllm.server.submit import loaded
+from cllm.server.protocol import admin as api
+from cllm.server.protocol.base import StructResponse, documented
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
+_METRICS = (
+    "# HELP cllm_requests_running Requests being computed\n"
+    "# TYPE cllm_requests_running gauge\n"
+    "cllm_requests_running 3.0\n"
+)
+_REQUEST = api.RequestInfo(
+    id="8f0c2d7e", place="running", age_s=0.31, prompt_tokens=42, generated_tokens=16, max_tokens=256
+)
+_STATE_FILE = api.StateFileResponse(12, 9216, 212860928, 0)
+_RELOADED = api.ReloadResponse("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
+_NOT_WRITTEN = (
+    "storage_failed",
+    "the state file could not be written: No space left on device",
+    "The disk is full or fails; the old file stays",
+)
+_NOT_RESTORED = {
+    404: ("not_found", "there is no state file of this name", "No such file"),
+    507: (
+        "storage_failed",
+        "the state file could not be read: Input/output error",
+        "The disk fails; nothing has changed",
+    ),
+}
+_NOT_RELOADED = (
+    "reload_failed",
+    "another model is being loaded already; try again when it serves",
+    "The model could not be changed; the old one serves on",
+)
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["operation"])
 
-    @router.get("/health")
-    async def health() -> dict[str, str]:
+    @router.get("/health", **documented(api.HealthResponse("ok", "ready")))
+    async def health() -> Response:
         """Alive: 200 as long as this process answers."""
-        return {"status": "ok", "engine": registry.current.health.value}
+        return StructResponse(api.HealthResponse("ok", registry.current.health.value))
 
-    @router.get("/ready")
-    async def ready() -> JSONResponse:
-        """Admitting: 200 when a request sent now would be computed."""
+    @router.get("/ready", **documented(api.HealthResponse("ready")))
+    async def ready() -> Response:
+        """Ready: 200 when a request sent now would be computed."""
         health = registry.current.health
-        return JSONResponse({"status": health.value}, 200 if health is Health.READY else 503)
+        return StructResponse(api.HealthResponse(health.value), 200 if health is Health.READY else 503)
 
-    @router.get("/metrics")
+    @router.get("/metrics", **documented(_METRICS))
     async def metrics() -> Response:
-        """Prometheus."""
+        """Metrics in Prometheus' text format."""
         metrics = registry.current.metrics
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.get("/debug/kv")
-    async def debug_kv() -> dict[str, Any]:
-        """The pool and every lease, taken between two steps."""
+    @router.get("/debug/kv", **documented(api.KV_EXAMPLE))
+    async def debug_kv() -> Response:
+        """Show the slots, the KV cells and every lease, taken between two steps."""
         try:
             async with asyncio.timeout(INSPECT_LIMIT_S):
                 snapshot = await asyncio.wrap_future(registry.current.inspect())
         except TimeoutError:
             raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
-        leased = len(snapshot.leases)
-        return {
-            "sequences": {
-                "total": snapshot.sequences_total,
-                "leased": leased,
-                "free": snapshot.sequences_total - leased,
-            },
-            "cells": {"total": snapshot.cells_total, "used": snapshot.cells_used},
-            "leases": msgspec.to_builtins(snapshot.leases),
-            "counters": {
-                "leased_total": snapshot.leased_total,
-                "released_total": snapshot.released_total,
-                "cleared_cells_total": snapshot.cleared_cells_total,
-                "integrity_failures": snapshot.integrity_failures,
-            },
-        }
+        total, leased = snapshot.sequences_total, len(snapshot.leases)
+        response = api.KVResponse(
+            sequences=api.SlotCounts(total, leased, total - leased),
+            cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used),
+            leases=snapshot.leases,
+            counters=api.LeaseCounters(
+                snapshot.leased_total,
+                snapshot.released_total,
+                snapshot.cleared_cells_total,
+                snapshot.integrity_failures,
+            ),
+        )
+        return StructResponse(response)
 
-    @router.get("/debug/requests")
-    async def debug_requests() -> dict[str, Any]:
-        """Every accepted request: its stage, its age, its progress. Never its text."""
+    @router.get("/debug/requests", **documented(api.RequestsResponse([_REQUEST])))
+    async def debug_requests() -> Response:
+        """List the accepted requests: stage, age, progress. Never their text."""
         now = time.monotonic()
-        return {
-            "requests": [
-                {
-                    "id": state.request.id,
-                    "place": state.stage.value,
-                    "age_s": round(now - state.arrived, 3),
-                    "prompt_tokens": state.request.input_tokens,
-                    "generated_tokens": state.generated,
-                    "max_tokens": state.request.max_tokens,
-                }
-                for state in registry.requests
-            ]
-        }
+        requests = [
+            api.RequestInfo(
+                id=state.request.id,
+                place=state.stage.value,
+                age_s=round(now - state.arrived, 3),
+                prompt_tokens=state.request.input_tokens,
+                generated_tokens=state.generated,
+                max_tokens=state.request.max_tokens,
+            )
+            for state in registry.requests
+        ]
+        return StructResponse(api.RequestsResponse(requests))
 
-    return router
+    async def answer(asked: Future[StateFileDone]) -> Response:
+        # A large file takes its time: streams go on meanwhile.
+        done = await asyncio.wrap_future(asked)
+        return StructResponse(api.StateFileResponse(done.entries, done.tokens, done.size, done.skipped))
 
+    @router.post("/admin/prefixes/save", **documented(_STATE_FILE, errors={507: _NOT_WRITTEN}))
+    async def save(body: api.StateFileBody) -> Response:
+        """Write the prefix cache in RAM to a file."""
+        return await answer(registry.current.save_prefixes(body.name))
 
-class StateFileBody(Body):
-    """`POST /admin/prefixes/save` and `/admin/prefixes/restore`."""
+    @router.post("/admin/prefixes/restore", **documented(_STATE_FILE, errors=_NOT_RESTORED))
+    async def restore(body: api.StateFileBody) -> Response:
+        """Load a file into the prefix cache in RAM, as far as it fits."""
+        return await answer(registry.current.restore_prefixes(body.name))
 
-    name: Text = Field(
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$",
-        description="Name of the file in --state-dir: letters, digits, '-' and '_'",
-        examples=["warm"],
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
-
-
-def cache_routes(registry: EngineRegistry) -> APIRouter:
-    """The router of state files. A large file takes its time: streams go on meanwhile."""
-    router = APIRouter(tags=["operation"], prefix="/admin/prefixes")
-
-    @router.post("/save")
-    async def save(body: StateFileBody) -> dict[str, int]:
-        """Write the computed prefixes in RAM to a file."""
-        return _told(await asyncio.wrap_future(registry.current.save_prefixes(body.name)))
-
-    @router.post("/restore")
-    async def restore(body: StateFileBody) -> dict[str, int]:
-        """Put the computed prefixes of a file back into RAM, as far as there is room."""
-        return _told(await asyncio.wrap_future(registry.current.restore_prefixes(body.name)))
-
-    return router
-
-
-def _told(done: StateFileDone) -> dict[str, int]:
-    return {"entries": done.entries, "tokens": done.tokens, "bytes": done.size, "skipped": done.skipped}
-
-
-class ReloadBody(Body):
-    """`POST /admin/reload`."""
-
-    model: Text = Field(
-        default="",
-        max_length=1024,
-        description="GGUF file in --model-dir; empty: the file that is served, read again",
-        examples=["SmolLM2-360M-Instruct-Q8_0.gguf"],
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
-
-
-def reload_routes(registry: EngineRegistry) -> APIRouter:
-    router = APIRouter(tags=["operation"])
-
-    @router.post("/admin/reload")
-    async def reload(body: ReloadBody) -> dict[str, Any]:
+    @router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))
+    async def reload(body: api.ReloadBody) -> Response:
         """Load a model beside the one that serves, then change over; running streams end on the old one."""
         info, limits = loaded(await registry.reload(body.model))
-        return {
-            "model": info.name,
-            "description": info.description,
-            "sequences": limits.sequences,
-            "request_tokens": limits.request_tokens,
-        }
+        answer = api.ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
+        return StructResponse(answer)
 
     return router

@@ -5,33 +5,42 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm import __version__
+from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
-from cllm.server.protocol import completions as render
+from cllm.server.protocol import llama as api
+from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
-from cllm.server.protocol.llama import InfillBody, LlamaCompletionBody, LlamaDetokenizeBody, LlamaTokenizeBody
 from cllm.server.sse import GONE, EventStream, collect, encode
-from cllm.server.submit import checked_tokens, constraint_of, loaded, request_of, run_tokenizer, to_tokens
+from cllm.server.submit import check_tokens, make_request
 from cllm.text.tool_formats import get_tool_format
-from cllm.types import FinishReason, Request, RequestOutput
-from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText
+from cllm.types import FinishReason, RequestOutput
+from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText, Tokens
 
 ROUTE = "/completion"
+_COMPLETION = documented(
+    api.COMPLETION_EXAMPLE,
+    events=(encode(api.LlamaEvent(content="2", tokens=(34,))), encode(api.COMPLETION_EXAMPLE)),
+    computes=True,
+)
 
 
 class TimedStream(AsyncOutputStream):
-    """Remembers when its first token came, however it is read."""
+    """Notes when it was made and when its first token came, however it is read."""
 
-    first: float | None = None
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.started = time.perf_counter()
+        self.first: float | None = None
 
     def push(self, delta: RequestOutput) -> None:
         if self.first is None and delta.tokens:
@@ -39,116 +48,89 @@ class TimedStream(AsyncOutputStream):
         super().push(delta)
 
 
-class LlamaJob:
-    """One `/completion`, submitted: its stream and the clock for its timings."""
-
-    def __init__(self, engine: EngineClient, request: Request) -> None:
-        self.engine = engine
-        self.started = time.perf_counter()
-        self.stream = engine.submit(request, TimedStream)
-
-    def event(self, delta: RequestOutput) -> dict[str, Any]:
-        """A piece of the answer, as a stream tells it."""
-        piece: dict[str, Any] = {"content": delta.text, "tokens": list(delta.tokens), "stop": False}
-        if delta.logprobs:
-            piece["completion_probabilities"] = probabilities(delta.logprobs)
-        return piece
-
-    def result(self, last: RequestOutput) -> dict[str, Any]:
-        """What the final event or the whole answer says about how it ended and what it took."""
-        assert last.usage is not None
-        now = time.perf_counter()
-        first = self.stream.first or now
-        prompt_s, predict_s = first - self.started, now - first
-        usage = last.usage
-        info, _ = loaded(self.engine)
-        kind = "limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos"
-        return {
-            "stop": True,
-            "model": info.name,
-            "tokens_predicted": usage.completion_tokens,
-            "tokens_evaluated": usage.prompt_tokens,
-            "tokens_cached": usage.cached_tokens,
-            "truncated": False,
-            "stop_type": kind,
-            "stopping_word": last.stop or "",
-            "timings": {
-                "cache_n": usage.cached_tokens,
-                "prompt_n": usage.prompt_tokens - usage.cached_tokens,
-                "prompt_ms": prompt_s * 1000,
-                "predicted_n": usage.completion_tokens,
-                "predicted_ms": predict_s * 1000,
-                "predicted_per_second": usage.completion_tokens / predict_s if predict_s > 0 else 0.0,
-            },
-        }
+def make_completion(
+    model: str, stream: TimedStream, outputs: Sequence[RequestOutput], *, logprobs: bool
+) -> api.LlamaCompletion:
+    """A finished answer, or its last event: how it ended and what it took."""
+    last = outputs[-1]
+    assert last.usage is not None
+    usage, now = last.usage, time.perf_counter()
+    first = stream.first or now
+    seconds = now - first
+    return api.LlamaCompletion(
+        content="".join(output.text for output in outputs),
+        tokens=tuple(token for output in outputs for token in output.tokens),
+        completion_probabilities=api.make_probabilities(
+            entry for output in outputs for entry in output.logprobs
+        )
+        if logprobs
+        else UNSET,
+        model=model,
+        tokens_predicted=usage.completion_tokens,
+        tokens_evaluated=usage.prompt_tokens,
+        tokens_cached=usage.cached_tokens,
+        stop_type="limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos",
+        stopping_word=last.stop or "",
+        timings=api.LlamaTimings(
+            cache_n=usage.cached_tokens,
+            prompt_n=usage.prompt_tokens - usage.cached_tokens,
+            prompt_ms=1000 * (first - stream.started),
+            predicted_n=usage.completion_tokens,
+            predicted_ms=1000 * seconds,
+            predicted_per_second=usage.completion_tokens / seconds if seconds > 0 else 0.0,
+        ),
+    )
 
 
-def probabilities(entries: Sequence[Any]) -> list[dict[str, Any]]:
-    """llama-server's shape of log-probabilities."""
-    return [
-        {
-            "id": entry.token,
-            "token": render.text_of(entry.pieces[0]),
-            "bytes": list(entry.pieces[0]),
-            "logprob": entry.logprob,
-            "top_logprobs": [
-                {"id": token, "token": render.text_of(piece), "bytes": list(piece), "logprob": logprob}
-                for (token, logprob), piece in zip(entry.top, entry.pieces[1:], strict=True)
-            ],
-        }
-        for entry in entries
-    ]
-
-
-async def prompt_of(engine: EngineClient, body: LlamaCompletionBody) -> tuple[int, ...]:
-    """The tokens of a prompt, which may spell control tokens."""
-    engine.check_capacity()
-    if not isinstance(body.prompt, str):
-        return checked_tokens(engine, body.prompt, "prompt")
-    most = loaded(engine)[1].request_tokens
-    return await to_tokens(engine, TokenizeText(body.prompt, most, parse_special=True))
-
-
-async def infill_of(engine: EngineClient, body: InfillBody) -> tuple[int, ...]:
-    """The tokens of a text with a gap; cut at its far ends so that the answer has room."""
-    engine.check_capacity()
-    most = loaded(engine)[1].request_tokens
-    answer = min(body.n_predict, most // 2) if body.n_predict > 0 else most // 4
-    return await to_tokens(engine, TokenizeInfill(body.gap(), most, most - answer))
-
-
-async def events(job: LlamaJob) -> AsyncIterator[bytes]:
-    async for delta in job.stream:
-        if delta.error is not None:
-            yield encode(failure_body(ROUTE, delta.error))
-            return
-        piece = job.event(delta)
-        if delta.finish_reason is not None:
-            piece |= job.result(delta)
-        yield encode(piece)
+async def events(model: str, stream: TimedStream) -> AsyncIterator[bytes]:
+    """The events of a stream: pieces, then the last one with the summary; or an error, and the end."""
+    async for output in stream:
+        if output.error is not None:
+            yield encode(failure_body(ROUTE, output.error))
+        elif output.finish_reason is not None:
+            yield encode(make_completion(model, stream, [output], logprobs=bool(output.logprobs)))
+        else:
+            probabilities = api.make_probabilities(output.logprobs) if output.logprobs else UNSET
+            yield encode(
+                api.LlamaEvent(
+                    content=output.text, tokens=output.tokens, completion_probabilities=probabilities
+                )
+            )
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["llama-server"])
 
-    @router.post(ROUTE, response_model=None)
+    @router.post(ROUTE, **_COMPLETION)
     @router.post("/completions", response_model=None, include_in_schema=False)
-    async def completion(body: LlamaCompletionBody, http: HttpRequest) -> Response | dict[str, Any]:
+    async def completion(body: api.LlamaCompletionBody, http: HttpRequest) -> Response:
         """Complete a prompt."""
         engine = registry.current
-        return await answer(engine, body, http, await prompt_of(engine, body))
+        engine.check_capacity()
+        if isinstance(body.prompt, str):
+            limit = loaded(engine)[1].request_tokens
+            task = TokenizeText(body.prompt, limit, parse_special=True)
+            prompt = (await run_tokenizer(engine, task, Tokens)).tokens
+        else:
+            prompt = check_tokens(engine, body.prompt, "prompt")
+        return await answer(engine, body, http, prompt)
 
-    @router.post("/infill", response_model=None)
-    async def infill(body: InfillBody, http: HttpRequest) -> Response | dict[str, Any]:
-        """Fill the gap in a text, with models that were taught it."""
+    @router.post("/infill", **_COMPLETION)
+    async def infill(body: api.InfillBody, http: HttpRequest) -> Response:
+        """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
         engine = registry.current
-        return await answer(engine, body, http, await infill_of(engine, body))
+        engine.check_capacity()
+        limit = loaded(engine)[1].request_tokens
+        # The text is cut at its far ends so that the answer fits.
+        reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4
+        task = TokenizeInfill(body.gap(), limit, limit - reserved)
+        return await answer(engine, body, http, (await run_tokenizer(engine, task, Tokens)).tokens)
 
     async def answer(
-        engine: EngineClient, body: LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
-    ) -> Response | dict[str, Any]:
-        request = request_of(
+        engine: EngineClient, body: api.LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
+    ) -> Response:
+        request = await make_request(
             engine,
             http,
             body,
@@ -157,71 +139,64 @@ def routes(registry: EngineRegistry) -> APIRouter:
             max_tokens=None if body.n_predict < 0 else max(1, body.n_predict),
             stop=tuple(body.stop),
             logprobs=body.n_probs,
-            constraint=await constraint_of(engine, body),
         )
-        job = LlamaJob(engine, request)
+        model = loaded(engine)[0].name
+        stream = engine.submit(request, TimedStream)
         if body.stream:
-            return EventStream(engine, [job.stream], events(job))
-        collected = await collect(engine, [job.stream], http.receive)
+            return EventStream(engine, [stream], events(model, stream))
+        collected = await collect(engine, [stream], http)
         if collected is None:
             return Response(status_code=GONE)
-        (deltas,) = collected
-        whole = {
-            "content": render.joined_text(deltas),
-            "tokens": [token for delta in deltas for token in delta.tokens],
-            **job.result(deltas[-1]),
-        }
-        if body.n_probs:
-            whole["completion_probabilities"] = probabilities(render.joined_logprobs(deltas))
-        return whole
+        return StructResponse(make_completion(model, stream, collected[0], logprobs=body.n_probs > 0))
 
-    @router.post("/tokenize")
-    async def tokenize(body: LlamaTokenizeBody) -> dict[str, Any]:
-        """Text to token ids."""
+    @router.post("/tokenize", **documented(api.LlamaTokens((33, 27, 33, 45))))
+    async def tokenize(body: api.LlamaTokenizeBody) -> Response:
+        """Convert text to token ids."""
         task = TokenizeText(body.content, 0, add_special=body.add_special, parse_special=body.parse_special)
-        return {"tokens": list(await to_tokens(registry.current, task))}
+        return StructResponse(api.LlamaTokens((await run_tokenizer(registry.current, task, Tokens)).tokens))
 
-    @router.post("/detokenize")
-    async def detokenize(body: LlamaDetokenizeBody) -> dict[str, str]:
-        """Token ids to text."""
+    @router.post("/detokenize", **documented(api.LlamaContent("1+1=")))
+    async def detokenize(body: api.LlamaDetokenizeBody) -> Response:
+        """Convert token ids to text."""
         engine = registry.current
-        text = await run_tokenizer(engine, Detokenize(checked_tokens(engine, body.tokens, "tokens")))
-        assert isinstance(text, Text)
-        return {"content": text.text}
+        task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
+        return StructResponse(api.LlamaContent((await run_tokenizer(engine, task, Text)).text))
 
-    @router.post("/apply-template")
-    async def apply_template(body: ConversationBody) -> dict[str, str]:
-        """What the chat template makes of a conversation."""
+    @router.post(
+        "/apply-template", **documented(api.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n"))
+    )
+    async def apply_template(body: ConversationBody) -> Response:
+        """Render a conversation with the model's chat template."""
         engine = registry.current
         conversation = body.conversation()
         template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-        rendered = await run_tokenizer(
-            engine, RenderChat(conversation.for_template(get_tool_format(template)))
-        )
-        assert isinstance(rendered, Text)
-        return {"prompt": rendered.text}
+        task = RenderChat(conversation.for_template(get_tool_format(template)))
+        return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
 
-    @router.get("/props")
-    async def props() -> dict[str, Any]:
-        """The model and the defaults."""
+    @router.get("/props", **documented(api.PROPS_EXAMPLE))
+    async def props() -> Response:
+        """Describe the model and the defaults."""
         info, limits = loaded(registry.current)
-        return {
-            "default_generation_settings": {"n_ctx": limits.request_tokens},
-            "total_slots": limits.sequences,
-            "model_alias": info.name,
-            "chat_template": info.chat_template or "",
-            **({"chat_template_tool_use": info.tool_template} if info.tool_template else {}),
-            "build_info": f"cllm {__version__}",
-        }
+        answer = api.LlamaProps(
+            default_generation_settings=api.LlamaSettings(limits.request_tokens),
+            total_slots=limits.sequences,
+            model_alias=info.name,
+            chat_template=info.chat_template or "",
+            chat_template_tool_use=info.tool_template or UNSET,
+            build_info=f"cllm {__version__}",
+        )
+        return StructResponse(answer)
 
-    @router.get("/slots")
-    async def slots() -> list[dict[str, Any]]:
-        """Every sequence id and whether it computes."""
-        _, limits = loaded(registry.current)
+    @router.get("/slots", **documented([api.LlamaSlot(0, 4096, is_processing=True)]))
+    async def slots() -> Response:
+        """List the slots, and whether each computes."""
+        limits = loaded(registry.current)[1]
         running = sum(state.dispatched is not None for state in registry.requests)
-        return [
-            {"id": number, "n_ctx": limits.request_tokens, "is_processing": number < running}
-            for number in range(limits.sequences)
-        ]
+        return StructResponse(
+            [
+                api.LlamaSlot(number, limits.request_tokens, is_processing=number < running)
+                for number in range(limits.sequences)
+            ]
+        )
 
     return router

@@ -2,47 +2,165 @@
 
 from __future__ import annotations
 
+import json
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.chat.conversation import count_tokens, open_chat
+from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
+from cllm.chat.session import count_tokens, open_chat
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.messages import CountBody, MessageAnswer, MessagesBody
-from cllm.server.submit import check_model, constraint_of, model_name, request_of
+from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
+from cllm.server.errors import failure_body
+from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.messages import (
+    Content,
+    ContentDelta,
+    CountBody,
+    MessageEnding,
+    MessageEvent,
+    MessageResponse,
+    MessagesBody,
+    MessageUsage,
+    TextContent,
+    ThinkingContent,
+    TokenCount,
+    ToolUseContent,
+)
+from cllm.server.submit import check_constraint, check_model, make_request, model_name
+from cllm.text.output_parser import OutputEvent
+from cllm.types import FinishReason, RequestOutput
+
+ROUTE = "/v1/messages"
+EXAMPLE_EVENTS = encode_events(
+    [
+        MessageEvent("message_start", message=MessageResponse.EXAMPLE),
+        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
+        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
+        MessageEvent("message_stop"),
+    ]
+)
+_DELTAS = {  # type and field
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.TOOL_CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageRenderer(BlockRenderer):
+    """Renders one message, whole or as events."""
+
+    def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
+        super().__init__()
+        self._id = message_id
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+
+    def start(self) -> list[StreamEvent]:
+        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
+
+    def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
+        rendered = [_render(event) for event in self._reply.add(events, output)]
+        if output.error is not None:
+            rendered.append(MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
+        elif output.finish_reason is not None:
+            ending = MessageEnding(self._stop_reason, self._reply.stop)
+            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(MessageEvent("message_stop"))
+        return [*rendered]
+
+    def body(self) -> MessageResponse:
+        return MessageResponse(
+            id=self._id,
+            model=self._model,
+            content=[_make_content(block) for block in self._reply.blocks],
+            stop_reason=self._stop_reason,
+            stop_sequence=self._reply.stop,
+            usage=self._usage(),
+        )
+
+    @property
+    def _stop_reason(self) -> str | None:
+        reason = self._reply.finish_reason
+        if reason is None:
+            return None
+        if reason is not FinishReason.STOP:
+            return "max_tokens"
+        if self._reply.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if self._reply.tool_calls else "end_turn"
+
+    def _usage(self) -> MessageUsage:
+        usage = self._reply.usage
+        if usage is None:
+            return MessageUsage(self._prompt_tokens, 0)
+        cached = usage.cached_tokens
+        return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+def _make_content(block: Block) -> Content:
+    match block.kind:
+        case BlockKind.REASONING:
+            return ThinkingContent(block.text)
+        case BlockKind.TEXT:
+            return TextContent(block.text)
+        case BlockKind.TOOL_CALL:
+            return ToolUseContent(f"toolu_{block.id}", block.name, _parse_arguments(block.text))
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    """Arguments as an object; empty where they are none, as when the length limit cut them."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _render(event: BlockEvent) -> MessageEvent:
+    block = event.block
+    if isinstance(event, BlockStart):
+        empty = _make_content(Block(block.index, block.kind, block.id, block.name))
+        return MessageEvent("content_block_start", index=block.index, content_block=empty)
+    if isinstance(event, BlockDelta):
+        kind, field = _DELTAS[block.kind]
+        delta = ContentDelta(kind, **{field: event.text})
+        return MessageEvent("content_block_delta", index=block.index, delta=delta)
+    return MessageEvent("content_block_stop", index=block.index)
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["Anthropic"])
 
-    @router.post("/v1/messages", response_model=None)
-    async def messages(body: MessagesBody, http: HttpRequest) -> Response | dict[str, Any]:
-        """Answer a conversation; with tools, maybe by calling them."""
+    @router.post(ROUTE, **documented(MessageResponse, events=[EXAMPLE_EVENTS], computes=True))
+    async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+        """Answer a conversation, possibly with tool calls."""
         engine = registry.current
         check_model(body.model)
-        request = request_of(
+        request = await make_request(
             engine,
             http,
             body,
             request_id=f"msg_{uuid.uuid4().hex}",
             max_tokens=body.max_tokens,
             stop=tuple(body.stop_sequences or ()),
-            constraint=await constraint_of(engine, body),
         )
-        job = await open_chat(engine, body.conversation(), request)
-        answer = MessageAnswer(request.id, model_name(engine, body.model), job.prompt_tokens)
-        return await answer.to(http, job, stream=body.stream)
+        session = await open_chat(engine, body.conversation(), request)
+        renderer = MessageRenderer(request.id, model_name(engine, body.model), session.prompt_tokens)
+        return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post("/v1/messages/count_tokens")
-    async def count(body: CountBody) -> dict[str, int]:
-        """How many tokens a conversation has, as the model's template writes it."""
+    @router.post(f"{ROUTE}/count_tokens", **documented(TokenCount(14)))
+    async def count(body: CountBody) -> Response:
+        """Count the tokens of a conversation, as the chat template renders it."""
         engine = registry.current
         check_model(body.model)
-        constrained = await constraint_of(engine, body) is not None
-        return {"input_tokens": await count_tokens(engine, body.conversation(), constrained=constrained)}
+        constrained = await check_constraint(engine, body) is not None
+        tokens = await count_tokens(engine, body.conversation(), constrained=constrained)
+        return StructResponse(TokenCount(tokens))
 
     return router

@@ -1,4 +1,4 @@
-"""Tool calls as the families of models write them: one file each, chosen by the chat template."""
+"""Tool-call formats of model families; the chat template decides which one applies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Tool", "ToolFormat", "get_tool_format"]
 
 
 def get_tool_format(template: str | None) -> ToolFormat:
-    """The first tool_format that the template was written for; the generic one suits any."""
+    """The format that the chat template was written for; templates without tools get the generic one."""
     template = template or ""
-    tool_formats: tuple[ToolFormat, ...] = (Mistral(), Hermes(), Llama3(), Generic(template))
-    return next(tool_format for tool_format in tool_formats if tool_format.suits(template))
+    formats: tuple[ToolFormat, ...] = (Mistral(), Hermes(), Llama3(), Generic(template))
+    return next(tool_format for tool_format in formats if tool_format.matches(template))

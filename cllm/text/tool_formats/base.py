@@ -1,4 +1,4 @@
-"""How a family of models writes tool calls: what every tool_format says about itself, and what they share."""
+"""Base of the tool-call formats: what each declares, the grammar of forced calls, message preparation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function the model may call; `parameters` is a JSON schema."""
+    """A tool: a function the model may call; `parameters` is a JSON schema."""
 
     name: str
     description: str = ""
@@ -27,48 +27,48 @@ class Tool(msgspec.Struct, frozen=True):
         return self.parameters or NO_PARAMETERS
 
     def for_template(self) -> dict[str, Any]:
-        """As published chat templates expect it."""
+        """The shape that published chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.schema}
         return {"type": "function", "function": function}
 
 
 class ToolFormat:
-    """One family's way. Stateless; the subclasses differ in what they declare.
+    """Tool-call format of one model family. Stateless; subclasses differ in what they declare.
 
-    A call is a JSON object between `opening` and `closing`. Where `bare` is set, an answer that begins with
-    such an object is a call without any opening. `forced_opening` is put at the end of the prompt when a
-    call is demanded: the grammar takes over behind it.
+    A call is a JSON object between `opening` and `closing`. With `bare`, an answer that starts with such an
+    object is a call without any opening. `forced_opening` ends the prompt when a call is required; the
+    grammar applies from there.
     """
 
     name: ClassVar[str]
     opening: ClassVar[str] = ""
     closing: ClassVar[str] = ""
     bare: ClassVar[bool] = False
-    named_opening: ClassVar[str] = ""  # stands between a name and its arguments, where no object holds both
+    named_opening: ClassVar[str] = ""  # between a name and its arguments, where no object holds both
     argument_key: ClassVar[str] = "arguments"
     forced_opening: ClassVar[str] = ""
-    before: ClassVar[str] = ""  # forced calls: before the first, between two, after the last
+    before: ClassVar[str] = ""  # of forced calls: before the first, between two, after the last
     between: ClassVar[str] = "\n"
     after: ClassVar[str] = ""
-    separators: ClassVar[tuple[str, ...]] = ()  # may stand around calls, and mean nothing
-    markers: ClassVar[tuple[str, ...]] = ()  # may be control tokens, which have no text of their own
+    separators: ClassVar[tuple[str, ...]] = ()  # allowed around calls, without a meaning
+    markers: ClassVar[tuple[str, ...]] = ()  # possibly control tokens, which have no text
     template_takes_tools: ClassVar[bool] = True
 
-    def suits(self, template: str) -> bool:
-        """Was this chat template written for it?"""
+    def matches(self, template: str) -> bool:
+        """Whether the chat template was written for this format."""
         raise NotImplementedError
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """The conversation as the template wants it: arguments as objects, results with their tool's name."""
+        """Messages for the template: call arguments as objects, results with the name of their tool."""
         names = {
             call["id"]: call["function"]["name"]
             for message in messages
             for call in message.get("tool_calls") or ()
         }
-        return [_prepared(message, names) for message in messages]
+        return [_prepare(message, names) for message in messages]
 
-    def forced(self, tools: Sequence[Tool], *, parallel: bool) -> ConstraintSpec:
-        """A grammar of nothing but calls of these tools, each with arguments that fit its schema."""
+    def make_call_grammar(self, tools: Sequence[Tool], *, parallel: bool) -> ConstraintSpec:
+        """Grammar of forced calls: only calls of these tools, with arguments valid by their schemas."""
         schema = json.dumps(self._schema(tools))
         more = f"(BETWEEN call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         parts = [
@@ -87,8 +87,8 @@ class ToolFormat:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.name},
-                    self.argument_key: _moved(
-                        _closed(tool.schema), f"#{place}/properties/{self.argument_key}"
+                    self.argument_key: _relocate(
+                        _forbid_extra_arguments(tool.schema), f"#{place}/properties/{self.argument_key}"
                     ),
                 },
                 "required": ["name", self.argument_key],
@@ -96,30 +96,30 @@ class ToolFormat:
             }
             for tool, place in zip(tools, places, strict=True)
         ]
-        # Blanks as models were trained to write them, and no others: they could go on for ever.
+        # Only the blanks that models were trained to write: free whitespace could go on without end.
         style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "x-guidance": style}
 
 
-def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments of a tool that takes none are `{}`: without this, any object fits, of any length."""
+def _forbid_extra_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Close the schema of a tool without parameters: otherwise any object of any length is valid."""
     empty = not schema.get("properties") and schema.keys() <= {"type", "properties", "required", "title"}
     return {**schema, "additionalProperties": False} if empty else schema
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that now lies at `place` in another: what it refers to moves along."""
+def _relocate(schema: Any, place: str) -> Any:
+    """Embed a schema at `place` of another one: its local references are adjusted."""
     if isinstance(schema, Mapping):
         return {
             key: place + value[1:]
             if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, place)
+            else _relocate(value, place)
             for key, value in schema.items()
         }
-    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
+    return [_relocate(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
-def _prepared(message: Message, names: Mapping[str, str]) -> Message:
+def _prepare(message: Message, names: Mapping[str, str]) -> Message:
     prepared = {**message, "content": message.get("content") or ""}
     if calls := message.get("tool_calls"):
         prepared["tool_calls"] = [
@@ -128,7 +128,7 @@ def _prepared(message: Message, names: Mapping[str, str]) -> Message:
                 "type": "function",
                 "function": {
                     "name": call["function"]["name"],
-                    "arguments": arguments_of(call["function"]["arguments"]),
+                    "arguments": _parse_arguments(call["function"]["arguments"]),
                 },
             }
             for call in calls
@@ -138,8 +138,8 @@ def _prepared(message: Message, names: Mapping[str, str]) -> Message:
     return prepared
 
 
-def arguments_of(text: str) -> Any:
-    """Arguments as an object, if they are one; the text itself otherwise."""
+def _parse_arguments(text: str) -> Any:
+    """Arguments as an object; text that is no JSON object stays text."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

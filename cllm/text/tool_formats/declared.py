@@ -1,4 +1,4 @@
-"""Hermes, Qwen and many who follow them: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
+"""Tool-call formats that chat templates declare themselves: Hermes (and Qwen), Llama 3, Mistral."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from cllm.text.tool_formats.base import Message, Tool, ToolFormat
 
 
 class Hermes(ToolFormat):
+    """Hermes, Qwen and others: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
+
     name = "hermes"
     opening = "<tool_call>"
     closing = "</tool_call>"
@@ -17,11 +19,13 @@ class Hermes(ToolFormat):
     after = "\n</tool_call>"
     markers = ("<tool_call>", "</tool_call>")
 
-    def suits(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return "<tool_call>" in template
 
 
 class Llama3(ToolFormat):
+    """Llama 3: `{"name": …, "parameters": …}`, with or without `<|python_tag|>` before it."""
+
     name = "llama3"
     opening = "<|python_tag|>"
     bare = True
@@ -30,28 +34,30 @@ class Llama3(ToolFormat):
     separators = ("[", "]", ",", ";")
     markers = ("<|python_tag|>",)
 
-    def suits(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template)
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """Its template takes one call a message: several become turns of their own, each with its result."""
+        """Split messages of several calls: the template takes one call a message, followed by its result."""
         prepared = super().prepare(messages, tools)
         results = {message.get("tool_call_id"): message for message in prepared if message["role"] == "tool"}
-        turns: list[Message] = []
+        split: list[Message] = []
         for message in prepared:
             calls = message.get("tool_calls") or []
             if len(calls) < 2:
                 if message["role"] != "tool" or message.get("tool_call_id") in results:
-                    turns.append(message)
+                    split.append(message)
                 continue
             for call in calls:
-                turns.append({**message, "tool_calls": [call]})
+                split.append({**message, "tool_calls": [call]})
                 if (result := results.pop(call["id"], None)) is not None:
-                    turns.append(result)
-        return turns
+                    split.append(result)
+        return split
 
 
 class Mistral(ToolFormat):
+    """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
+
     name = "mistral"
     opening = "[TOOL_CALLS]"
     named_opening = "[ARGS]"
@@ -62,21 +68,21 @@ class Mistral(ToolFormat):
     separators = ("[", "]", ",")
     markers = ("[TOOL_CALLS]", "[ARGS]")
 
-    def suits(self, template: str) -> bool:
+    def matches(self, template: str) -> bool:
         return "[TOOL_CALLS]" in template
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """Its templates refuse ids that are not nine letters or digits."""
+        """The templates accept only call ids of nine letters or digits."""
         prepared = super().prepare(messages, tools)
         for message in prepared:
             for call in message.get("tool_calls") or []:
-                call["id"] = _short(call["id"])
+                call["id"] = _shorten(call["id"])
             if "tool_call_id" in message:
-                message["tool_call_id"] = _short(message["tool_call_id"])
+                message["tool_call_id"] = _shorten(message["tool_call_id"])
         return prepared
 
 
-def _short(call_id: str) -> str:
+def _shorten(call_id: str) -> str:
     if len(call_id) == 9 and call_id.isalnum() and call_id.isascii():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -5,33 +5,36 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from hypothesis import given, settings
 from pydantic import TypeAdapter
 
-from cllm.chat.conversation import Step
-from cllm.server.protocol.messages import MessageAnswer
+from cllm.chat.reply import ParsedOutput
+from cllm.server.routes.messages import MessageRenderer
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.server.answers import answers, failed, step
+from tests.unit.chat.replies import answers, failed, step
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
-def rendered(steps: list[Step]) -> list[dict[str, Any]]:
-    answer = MessageAnswer("msg_1", "m", 12)
-    return [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+def rendered(steps: list[ParsedOutput]) -> list[dict[str, Any]]:
+    answer = MessageRenderer("msg_1", "m", 12)
+    events = [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+    return [msgspec.to_builtins(event) for event in events]
 
 
-def whole(steps: list[Step]) -> dict[str, Any]:
-    return MessageAnswer("msg_1", "m", 12).whole(steps)
+def whole(steps: list[ParsedOutput]) -> dict[str, Any]:
+    message: dict[str, Any] = msgspec.to_builtins(MessageRenderer("msg_1", "m", 12).whole(steps))
+    return message
 
 
 @settings(deadline=None)
 @given(answers())
-def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
+def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
     start, ping, *events, delta, stop = rendered(steps)
     assert start["message"]["content"] == [] and ping == {"type": "ping"}
     assert delta["type"] == "message_delta" and stop == {"type": "message_stop"}
@@ -103,7 +106,7 @@ def test_the_events_of_an_answer_in_order() -> None:
         (step(ToolCallStart(0, "look"), end=FinishReason.LENGTH), "max_tokens"),
     ],
 )
-def test_why_it_stopped(last: Step, reason: str) -> None:
+def test_why_it_stopped(last: ParsedOutput, reason: str) -> None:
     message = whole([last])
     assert message["stop_reason"] == reason
     assert message["stop_sequence"] == ("END" if reason == "stop_sequence" else None)

@@ -45,7 +45,25 @@ each_route = pytest.mark.parametrize(
 )
 
 
-each_schema = pytest.mark.parametrize("name", sorted(SCHEMAS))
+def referred(schema: Any) -> set[str]:
+    """The names of all schemas that one refers to, whatever stands in between."""
+    found: set[str] = set()
+    todo = [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            name = str(value.get("$ref", "")).rpartition("/")[2]
+            if name and name not in found:
+                found.add(name)
+                todo.append(SCHEMAS[name])
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return found
+
+
+SENT = referred([route.get("requestBody") for _, _, route in ROUTES])
+each_schema = pytest.mark.parametrize("name", sorted(SENT))
 
 
 def body_of(route: dict[str, Any]) -> dict[str, Any] | None:
@@ -86,7 +104,7 @@ def test_every_route_has_a_summary_and_an_example_of_each_answer(
     assert "422" not in route["responses"], "what is wrong with a body is told with 400"
     for status, answer in route["responses"].items():
         assert answer["description"]
-        assert answer["content"], f"no example of {status}: add it to cllm/server/answers.py"
+        assert answer["content"], f"no example of {status}: the route needs **documented(...)"
         for content in answer["content"].values():
             assert content["example"]
     if method == "POST":
@@ -99,6 +117,17 @@ def test_every_route_has_a_summary_and_an_example_of_each_answer(
 def test_every_body_has_an_example_that_is_valid(method: str, path: str, route: dict[str, Any]) -> None:
     if (body := body_of(route)) is not None:
         jsonschema.validate(body["example"], {**body, "components": DESCRIPTION["components"]})
+
+
+@each_route
+def test_the_example_of_an_answer_fits_its_schema(method: str, path: str, route: dict[str, Any]) -> None:
+    told = route["responses"]["200"]["content"].get("application/json")
+    if told is not None:
+        jsonschema.validate(told["example"], {**told["schema"], "components": DESCRIPTION["components"]})
+
+
+def test_every_schema_is_used() -> None:
+    assert SCHEMAS.keys() == referred([route for _, _, route in ROUTES])
 
 
 @each_route
@@ -115,11 +144,11 @@ def test_errors_are_shown_in_the_shape_of_their_route(method: str, path: str, ro
 
 
 def test_what_goes_through_the_queue_can_be_refused_there() -> None:
-    """Every body with a `timeout`, and every call for vectors."""
+    """Every body with a `timeout`, and every call for embeddings."""
     for method, path, route in ROUTES:
         body = body_of(route) or {}
         counts = path.endswith(("/count_tokens", "/input_tokens"))
-        queued = ("timeout" in body.get("properties", ()) and not counts) or "vectors" in route["tags"]
+        queued = ("timeout" in body.get("properties", ()) and not counts) or "embeddings" in route["tags"]
         assert ({"429", "504"} <= route["responses"].keys()) == queued, f"{method} {path}"
         assert ("headers" in route["responses"]["200"]) == queued
 

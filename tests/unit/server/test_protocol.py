@@ -281,11 +281,11 @@ def test_nothing_cannot_be_answered(content: list[Any]) -> None:
 def test_only_one_form_of_the_answer_can_be_asked_for() -> None:
     schema = {"type": "object"}
     body = responses(text={"format": {"type": "json_schema", "name": "x", "schema": schema}}, regex="x")
-    with pytest.raises(ValueError, match="only one"):
+    with pytest.raises(InvalidRequest, match="only one"):
         body.constraint()
     plain: Any = {"messages": [{"role": "user", "content": "x"}], "choice": ["a"]}
     output = {"format": {"type": "json_schema", "schema": schema}}
-    with pytest.raises(ValueError, match="only one"):
+    with pytest.raises(InvalidRequest, match="only one"):
         CountBody.model_validate({**plain, "output_config": output}).constraint()
 
 
@@ -298,7 +298,7 @@ def test_only_one_form_of_the_answer_can_be_asked_for() -> None:
             "tool_choice: 'x' is not among the tools",
             "tool_choice",
         ),
-        ({"input": [{"type": "message"}]}, "input: 'role' is missing in it", "input"),
+        ({"input": [{"type": "message"}]}, "input: 'role' is missing", "input"),
         ({"stop": [5]}, "stop: Input should be a valid string", "stop"),
     ],
 )

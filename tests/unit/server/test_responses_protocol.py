@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cllm.chat.conversation import Step
+from cllm.chat.reply import ParsedOutput
 from cllm.server.protocol.responses import ResponsesBody
-from cllm.server.protocol.responses_output import ResponseAnswer, echo
+from cllm.server.protocol.responses_output import echo
+from cllm.server.routes.responses import ResponseRenderer
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
-from tests.unit.server.answers import answers, failed, logprob, step
+from tests.unit.chat.replies import answers, failed, logprob, step
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 BODY = ResponsesBody.model_validate({"input": "x", "tools": [TOOL], "metadata": {"a": "b"}})
 
 
-def rendered(steps: list[Step], top: int | None = None) -> list[dict[str, Any]]:
-    answer = ResponseAnswer("resp_1", echo(BODY, "m"), top)
-    return [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+def rendered(steps: list[ParsedOutput], top: int | None = None) -> list[dict[str, Any]]:
+    answer = ResponseRenderer("resp_1", echo(BODY, "m"), top)
+    events = [*answer.start(), *(event for step in steps for event in answer.add(*step))]
+    return [msgspec.to_builtins(event) for event in events]
 
 
-def whole(steps: list[Step], top: int | None = None) -> dict[str, Any]:
-    return ResponseAnswer("resp_1", echo(BODY, "m"), top).whole(steps)
+def whole(steps: list[ParsedOutput], top: int | None = None) -> dict[str, Any]:
+    renderer = ResponseRenderer("resp_1", echo(BODY, "m"), top)
+    response: dict[str, Any] = msgspec.to_builtins(renderer.whole(steps))
+    return response
 
 
 def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,7 +41,7 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @settings(deadline=None)
 @given(answers())
-def test_any_answer_is_a_well_formed_stream(steps: list[Step]) -> None:
+def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
     events = rendered(steps)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items: list[dict[str, Any]] = []

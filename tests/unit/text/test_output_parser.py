@@ -24,13 +24,13 @@ from cllm.text.tool_formats.generic import Generic
 from tests.profiles import examples
 
 NAMES = ("look", "get.weather", "add-2", "f_")
-DIALECTS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
+FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
 
 
 class Parts(NamedTuple):
     """An answer, taken apart."""
 
-    thoughts: str = ""
+    reasoning: str = ""
     text: str = ""
     calls: tuple[tuple[str, Any], ...] = ()
 
@@ -41,12 +41,12 @@ def events_of(reader: OutputParser, pieces: Sequence[str]) -> list[OutputEvent]:
 
 def joined(events: Sequence[OutputEvent]) -> Parts:
     """The events put together; arguments are parsed where they can be."""
-    thoughts = text = ""
+    reasoning = text = ""
     calls: list[list[str]] = []
     for event in events:
         match event:
             case ReasoningText(piece):
-                thoughts += piece
+                reasoning += piece
             case ContentText(piece):
                 text += piece
             case ToolCallStart(index, name):
@@ -55,7 +55,7 @@ def joined(events: Sequence[OutputEvent]) -> Parts:
             case ToolCallArguments(index, piece):
                 assert index == len(calls) - 1, "arguments belong to the last call"
                 calls[index][1] += piece
-    return Parts(thoughts, text, tuple((name, _parsed(arguments)) for name, arguments in calls))
+    return Parts(reasoning, text, tuple((name, _parsed(arguments)) for name, arguments in calls))
 
 
 def _parsed(arguments: str) -> Any:
@@ -88,7 +88,7 @@ def spelled(tool_format: ToolFormat, parts: Parts, *, new_style: bool) -> str:
         json.dumps({"name": name, tool_format.argument_key: arguments}, ensure_ascii=False)
         for name, arguments in parts.calls
     ]
-    text = f"<think>\n{parts.thoughts}\n</think>\n\n" if parts.thoughts else ""
+    text = f"<think>\n{parts.reasoning}\n</think>\n\n" if parts.reasoning else ""
     text += parts.text
     if not objects:
         return text
@@ -108,32 +108,36 @@ def spelled(tool_format: ToolFormat, parts: Parts, *, new_style: bool) -> str:
 
 @settings(deadline=None)
 @given(
-    data=st.data(), thoughts=PLAIN.map(str.strip), text=PLAIN.map(str.strip), calls=CALLS, style=st.booleans()
+    data=st.data(),
+    reasoning=PLAIN.map(str.strip),
+    text=PLAIN.map(str.strip),
+    calls=CALLS,
+    style=st.booleans(),
 )
-@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
 def test_the_parts_come_back(
     tool_format: ToolFormat,
     data: st.DataObject,
-    thoughts: str,
+    reasoning: str,
     text: str,
     calls: list[tuple[str, dict[str, Any]]],
     style: bool,
 ) -> None:
     if tool_format.name == "generic" and calls:
         text = ""  # its calls are whole answers
-    parts = Parts(thoughts, text, tuple(calls))
+    parts = Parts(reasoning, text, tuple(calls))
     answer = spelled(tool_format, parts, new_style=style)
     reader = OutputParser(tool_format, NAMES)
     assert joined(events_of(reader, cut(data, answer))) == parts
 
 
 @settings(deadline=None)
-@given(data=st.data(), thoughts=PLAIN.map(str.strip), text=PLAIN.map(str.strip))
-def test_thoughts_that_the_prompt_opened_and_thoughts_nobody_wants_apart(
-    data: st.DataObject, thoughts: str, text: str
+@given(data=st.data(), reasoning=PLAIN.map(str.strip), text=PLAIN.map(str.strip))
+def test_reasoning_that_the_prompt_opened_and_reasoning_that_stays_in_the_text(
+    data: st.DataObject, reasoning: str, text: str
 ) -> None:
-    answer = f"{thoughts}\n</think>\n\n{text}"
-    assert joined(events_of(OutputParser(thinking=True), cut(data, answer))) == Parts(thoughts, text)
+    answer = f"{reasoning}\n</think>\n\n{text}"
+    assert joined(events_of(OutputParser(thinking=True), cut(data, answer))) == Parts(reasoning, text)
     plain = f"<think>{answer}"
     assert joined(events_of(OutputParser(reasoning=False), cut(data, plain))) == Parts("", plain)
 
@@ -147,7 +151,7 @@ SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(data=st.data(), soup=SOUP, tool_format=st.sampled_from([None, *DIALECTS]), flags=st.integers(0, 7))
+@given(data=st.data(), soup=SOUP, tool_format=st.sampled_from([None, *FORMATS]), flags=st.integers(0, 7))
 def test_pieces_never_matter(
     data: st.DataObject, soup: str, tool_format: ToolFormat | None, flags: int
 ) -> None:
@@ -164,10 +168,10 @@ def test_pieces_never_matter(
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(soup=SOUP.filter(lambda soup: "<think>" not in soup), tool_format=st.sampled_from([None, *DIALECTS]))
-@example(soup='  <tool_call>\n{"nam', tool_format=DIALECTS[0])
-@example(soup="text [TOOL_CALLS][", tool_format=DIALECTS[1])
-@example(soup="<|python_tag|>", tool_format=DIALECTS[2])
+@given(soup=SOUP.filter(lambda soup: "<think>" not in soup), tool_format=st.sampled_from([None, *FORMATS]))
+@example(soup='  <tool_call>\n{"nam', tool_format=FORMATS[0])
+@example(soup="text [TOOL_CALLS][", tool_format=FORMATS[1])
+@example(soup="<|python_tag|>", tool_format=FORMATS[2])
 def test_an_answer_without_a_call_is_all_text(soup: str, tool_format: ToolFormat | None) -> None:
     parts = joined(events_of(OutputParser(tool_format, NAMES), list(soup)))
     if not parts.calls:
@@ -177,18 +181,18 @@ def test_an_answer_without_a_call_is_all_text(soup: str, tool_format: ToolFormat
 @settings(deadline=None, max_examples=examples(300))
 @given(
     fragments=st.lists(st.sampled_from([*FRAGMENTS, "WORD"]), max_size=14),
-    tool_format=st.sampled_from(DIALECTS),
+    tool_format=st.sampled_from(FORMATS),
 )
 def test_no_word_is_lost(fragments: list[str], tool_format: ToolFormat) -> None:
     words = [f"w{index}w" for index, fragment in enumerate(fragments) if fragment == "WORD"]
     names = iter(words)
     soup = "".join(next(names) if fragment == "WORD" else fragment for fragment in fragments)
     parts = joined(events_of(OutputParser(tool_format, NAMES), [soup]))
-    told = f"{parts.thoughts} {parts.text} {parts.calls}"
-    assert [word for word in words if word not in told] == []
+    found = f"{parts.reasoning} {parts.text} {parts.calls}"
+    assert [word for word in words if word not in found] == []
 
 
-@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
 def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(tool_format: ToolFormat) -> None:
     answer = f" [ [{json.dumps({'name': 'look', tool_format.argument_key: {'n': 1}})}]]"
     reader = OutputParser(tool_format, NAMES)
@@ -197,7 +201,7 @@ def test_a_list_of_bare_calls_may_be_nested_and_come_in_pieces(tool_format: Tool
     )
 
 
-@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
 def test_one_call_is_kept_where_only_one_is_wanted(tool_format: ToolFormat) -> None:
     parts = Parts("", "", (("look", {"n": 1}), ("f_", {"n": 2}), ("f_", {"n": 3})))
     answer = spelled(tool_format, parts, new_style=False)
@@ -207,7 +211,7 @@ def test_one_call_is_kept_where_only_one_is_wanted(tool_format: ToolFormat) -> N
         )
 
 
-@pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
 def test_forced_calls_begin_where_the_prompt_ended(tool_format: ToolFormat) -> None:
     objects = [json.dumps({"name": name, tool_format.argument_key: {"n": 1}}) for name in NAMES]
     answer = tool_format.before + tool_format.between.join(objects) + tool_format.after
@@ -230,4 +234,4 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
     reader = OutputParser(Generic(), NAMES)
     assert reader.feed('{"answer": ') == [ContentText('{"answer": ')]
     reader = OutputParser(Generic(), NAMES)
-    assert reader.feed('{"name": "somebody", ') == [ContentText('{"name": "somebody", ')], "not a tool"
+    assert reader.feed('{"name": "someone", ') == [ContentText('{"name": "someone", ')], "not a tool"

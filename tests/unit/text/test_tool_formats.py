@@ -23,8 +23,8 @@ from tests.unit.text.test_output_parser import Parts, events_of, joined
 from tests.unit.text.test_structured_output import answer, text
 
 COMPILER = GrammarCompiler(FakeVocabulary())
-DIALECTS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
-each_dialect = pytest.mark.parametrize("tool_format", DIALECTS, ids=lambda tool_format: tool_format.name)
+FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
+each_dialect = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda tool_format: tool_format.name)
 
 WEATHER = Tool(
     "weather",
@@ -94,7 +94,7 @@ def test_what_was_sent_is_not_changed_and_nothing_of_it_is_lost(tool_format: Too
     assert all(isinstance(message["content"], str) for message in prepared), "templates add texts up"
 
 
-@pytest.mark.parametrize("tool_format", DIALECTS[:3], ids=lambda tool_format: tool_format.name)
+@pytest.mark.parametrize("tool_format", FORMATS[:3], ids=lambda tool_format: tool_format.name)
 def test_templates_get_objects_and_names(tool_format: ToolFormat) -> None:
     prepared = tool_format.prepare(TALK, [])
     calls = [call for message in prepared for call in message.get("tool_calls") or []]
@@ -118,7 +118,7 @@ def test_llama_gets_one_call_a_turn_each_with_its_result() -> None:
         *("user", "assistant", "tool", "assistant", "tool", "assistant"),
     ]
     assert all(len(message.get("tool_calls") or [1]) == 1 for message in prepared)
-    stray = {"role": "tool", "content": "x", "tool_call_id": "nobody's"}
+    stray = {"role": "tool", "content": "x", "tool_call_id": "unknown"}
     assert stray["content"] in json.dumps(Llama3().prepare([*TALK, stray], []))
 
 
@@ -150,7 +150,7 @@ def test_arguments_that_are_no_object_stay_text(tool_format: ToolFormat, argumen
 
 def accepts(tool_format: ToolFormat, tools: list[Tool], written: str, *, parallel: bool = True) -> bool:
     """True when the grammar lets this be written and may end after it."""
-    constraint = COMPILER.compile(tool_format.forced(tools, parallel=parallel))
+    constraint = COMPILER.compile(tool_format.make_call_grammar(tools, parallel=parallel))
     for token in written.encode():
         if constraint.complete or not constraint.mask()[token]:
             return False
@@ -201,7 +201,7 @@ def test_whatever_the_model_wants_its_calls_parse_and_fit(
     tool_format: ToolFormat, seed: int, single: bool, parallel: bool
 ) -> None:
     tools = [WEATHER] if single else [WEATHER, NOTHING]
-    (deltas,) = answer(tool_format.forced(tools, parallel=parallel), seed=seed, max_tokens=500)
+    (deltas,) = answer(tool_format.make_call_grammar(tools, parallel=parallel), seed=seed, max_tokens=500)
     reader = OutputParser(tool_format, [tool.name for tool in tools], calling=True, parallel=parallel)
     parts = joined(events_of(reader, [delta.text for delta in deltas]))
     assert parts.calls and (len(parts.calls) == 1 or parallel)
@@ -226,7 +226,9 @@ def test_a_hundred_tools(tool_format: ToolFormat) -> None:
 @each_dialect
 def test_parameters_that_cannot_be_honoured_are_refused(tool_format: ToolFormat) -> None:
     with pytest.raises(InvalidRequest, match="tools"):
-        COMPILER.compile(tool_format.forced([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True))
+        COMPILER.compile(
+            tool_format.make_call_grammar([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True)
+        )
 
 
 @each_dialect

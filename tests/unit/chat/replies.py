@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from cllm.chat.conversation import Step
+from cllm.chat.reply import ParsedOutput
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob, Usage
 
@@ -19,7 +19,7 @@ def step(
     stop: str | None = None,
     tokens: int = 1,
     logprobs: tuple[TokenLogprob, ...] = (),
-) -> Step:
+) -> ParsedOutput:
     usage = USAGE if end is not None else None
     delta = RequestOutput(
         request_id="x",
@@ -32,7 +32,7 @@ def step(
     return list(events), delta
 
 
-def failed(code: str, message: str) -> Step:
+def failed(code: str, message: str) -> ParsedOutput:
     failure = Failure(code, message)
     return [], RequestOutput(request_id="x", finish_reason=FinishReason.ERROR, error=failure)
 
@@ -46,7 +46,7 @@ _names = st.sampled_from(["look", "add"])
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> list[Step]:
+def answers(draw: st.DrawFn) -> list[ParsedOutput]:
     """The steps of one finished answer."""
     events: list[OutputEvent] = []
     calls = 0
@@ -60,7 +60,7 @@ def answers(draw: st.DrawFn) -> list[Step]:
             events.append(ToolCallStart(calls, draw(_names)))
             events += [ToolCallArguments(calls, text) for text in texts[1:]]
             calls += 1
-    steps: list[Step] = []
+    steps: list[ParsedOutput] = []
     while events:
         taken = draw(st.integers(1, len(events)))
         steps.append(step(*events[:taken], logprobs=(logprob("t"),)))
@@ -75,7 +75,7 @@ def answers(draw: st.DrawFn) -> list[Step]:
     return [*steps, step(end=end)]
 
 
-def said(steps: list[Step]) -> str:
+def said(steps: list[ParsedOutput]) -> str:
     """Every text of an answer, in order."""
     return "".join(
         event.text

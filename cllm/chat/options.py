@@ -1,0 +1,153 @@
+"""Options of `LLM.chat` and `AsyncLLM.chat`: the fields of `/v1/chat/completions`, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
+
+import msgspec
+
+from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
+from cllm.errors import InvalidRequest
+from cllm.text.tool_formats import Tool
+from cllm.types import ConstraintKind, ConstraintSpec
+
+Kind = TypeVar("Kind")
+MAX_TOP_LOGPROBS = 20
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How much is generated."""
+
+    max_tokens: int  # 256 unless given
+    stop: Sequence[str]  # stop strings; they are not part of the answer
+    timeout: float | None  # seconds; then DeadlineExceeded
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """The options of a chat, named and shaped as in `/v1/chat/completions`."""
+
+    n: int  # choices; the prompt is computed once
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]  # "auto", "none", "required" or {"type": "function", …}
+    parallel_tool_calls: bool
+    response_format: Mapping[str, Any]  # {"type": "json_object"} or {"type": "json_schema", …}
+    logprobs: bool
+    top_logprobs: int  # most likely tokens reported with each token; needs logprobs
+    chat_template_kwargs: Mapping[str, Any]  # variables of the chat template
+    reasoning_effort: str | None
+    reasoning_format: Literal["auto", "none"]  # none: reasoning stays in the text
+
+
+class _Part(msgspec.Struct):
+    text: str
+    type: Literal["text"] = "text"
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = "{}"
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _CalledFunction
+
+
+class _Message(msgspec.Struct):
+    """The fields of a message that must have a type; others pass to the template as they are."""
+
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _ChosenTool(msgspec.Struct):
+    function: _Named
+    type: Literal["function"]
+
+
+class _Schema(msgspec.Struct):
+    schema: dict[str, Any]
+
+
+class _ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+
+def _convert(value: object, kind: type[Kind], field: str) -> Kind:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{field}: {error}", field) from None
+
+
+def parse_conversation(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Conversation:
+    """The conversation of a call. Raises InvalidRequest."""
+    if not messages:
+        raise InvalidRequest("messages: there are none", "messages")
+    _convert(list(messages), list[_Message], "messages")
+    functions = [tool.function for tool in _convert(options.get("tools") or [], list[_Tool], "tools")]
+    choice = _parse_choice(options)
+    try:
+        choice.check([function.name for function in functions])
+    except ValueError as error:
+        raise InvalidRequest(str(error), str(error).partition(":")[0]) from None
+    tools = [Tool(each.name, each.description or "", each.parameters or {}) for each in functions]
+    given = dict(options.get("chat_template_kwargs") or {})
+    return Conversation(
+        messages=tuple(normalize_message(dict(message)) for message in messages),
+        options=make_template_options(given, options.get("reasoning_effort")),
+        reasoning=options.get("reasoning_format") != "none",
+        **choice.apply(tools),
+    )
+
+
+def _parse_choice(options: ChatOptions) -> ToolChoice:
+    wanted: Any = options.get("tool_choice", "auto")
+    if wanted in ("none", "auto", "required"):
+        return ToolChoice(mode=wanted, parallel=options.get("parallel_tool_calls", True))
+    name = _convert(wanted, _ChosenTool, "tool_choice").function.name
+    return ToolChoice(mode="required", names=(name,), parallel=False)
+
+
+def parse_response_format(options: ChatOptions) -> ConstraintSpec | None:
+    """The constraint that a response format sets. Raises InvalidRequest."""
+    if (given := options.get("response_format")) is None:
+        return None
+    wanted = _convert(given, _ResponseFormat, "response_format")
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        message = "response_format: json_schema is required with type json_schema, and with no other"
+        raise InvalidRequest(message, "response_format")
+    if wanted.type == "text":
+        return None
+    schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema
+    return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def parse_logprobs(options: ChatOptions) -> int:
+    """How many most likely tokens the engine reports; 0: no log-probabilities. Raises InvalidRequest."""
+    top = options.get("top_logprobs")
+    if top is not None and not options.get("logprobs"):
+        raise InvalidRequest("top_logprobs needs logprobs=True", "top_logprobs")
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs is {top}: it must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
+    return max(1, top or 0) if options.get("logprobs") else 0

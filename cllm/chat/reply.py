@@ -1,0 +1,224 @@
+"""Reply to a conversation: blocks of reasoning, text and tool calls, built while the output arrives."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+
+import msgspec
+
+from cllm.errors import from_code
+from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
+
+ParsedOutput = tuple[list[OutputEvent], RequestOutput]  # a step's output and the events parsed from it
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call of a reply; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished reply. With `n` choices it is the first of them."""
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # of every token, where they were asked for
+    finish_reason: FinishReason
+    usage: Usage
+    others: tuple[ChatReply, ...] = ()
+
+    @property
+    def choices(self) -> tuple[ChatReply, ...]:
+        """All `n` choices, this one included."""
+        return (self, *self.others)
+
+
+class BlockKind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    TOOL_CALL = "tool call"
+
+
+class Block(msgspec.Struct):
+    """One block of a reply. Its text is reasoning, content, or the arguments of a call (JSON text)."""
+
+    index: int
+    kind: BlockKind
+    id: str  # hexadecimal digits; each API adds its own prefix
+    name: str = ""  # of the called tool
+    pieces: list[str] = []
+    logprobs: list[TokenLogprob] = []  # of content, where they were asked for
+    cut: bool = False  # ended by the length limit
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def as_tool_call(self, arguments: str | None = None) -> ToolCall:
+        return ToolCall(f"call_{self.id}", self.name, self.text if arguments is None else arguments)
+
+
+class BlockStart(msgspec.Struct, frozen=True):
+    block: Block
+
+
+class BlockDelta(msgspec.Struct, frozen=True):
+    block: Block
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class BlockEnd(msgspec.Struct, frozen=True):
+    block: Block
+
+
+BlockEvent = BlockStart | BlockDelta | BlockEnd
+
+
+class ReplyBuilder:
+    """Accumulates one reply. At most one block is open, and each block that starts also ends.
+
+    A finished reply has at least one block: an empty one has an empty text.
+    """
+
+    def __init__(self, steps: Iterable[ParsedOutput] = ()) -> None:
+        self.blocks: list[Block] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop: str | None = None
+        self.usage: Usage | None = None
+        self.reasoning_tokens = 0  # all tokens of a step count as the block that the step ends in
+        self._open: Block | None = None
+        self._held: list[TokenLogprob] = []  # of tokens whose text the parser holds back
+        for events, output in steps:
+            self.add(events, output)
+
+    def join(self, kind: BlockKind) -> str:
+        """The text of all blocks of one kind."""
+        return "".join(block.text for block in self.blocks if block.kind is kind)
+
+    @property
+    def tool_calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind is BlockKind.TOOL_CALL]
+
+    def reply(self, others: Sequence[ChatReply] = ()) -> ChatReply:
+        """The finished reply."""
+        assert self.finish_reason is not None and self.usage is not None
+        return ChatReply(
+            text=self.join(BlockKind.TEXT),
+            reasoning=self.join(BlockKind.REASONING),
+            tool_calls=tuple(block.as_tool_call() for block in self.tool_calls),
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            usage=self.usage,
+            others=tuple(others),
+        )
+
+    def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[BlockEvent]:
+        """Add a step; the last one ends the open block."""
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self._held += output.logprobs
+        contents = [place for place, event in enumerate(events) if isinstance(event, ContentText)]
+        changes: list[BlockEvent] = []
+        for place, event in enumerate(events):
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if contents and place == contents[-1]:
+                logprobs, self._held = tuple(self._held), []
+            changes += self._add_event(event, logprobs)
+        if self._open is not None and self._open.kind is not BlockKind.TEXT:
+            self._held = []  # blocks have log-probabilities of content only
+            if self._open.kind is BlockKind.REASONING:
+                self.reasoning_tokens += len(output.tokens)
+        if output.finish_reason is not None:
+            changes += self._finish(output)
+        return changes
+
+    def _add_event(self, event: OutputEvent, logprobs: tuple[TokenLogprob, ...]) -> list[BlockEvent]:
+        match event:
+            case ReasoningText(text):
+                return [*self._switch_to(BlockKind.REASONING), self._append(text)]
+            case ContentText(text):
+                return [*self._switch_to(BlockKind.TEXT), self._append(text, logprobs)]
+            case ToolCallStart(_, name):
+                return [*self._end(), self._start(BlockKind.TOOL_CALL, name)]
+            case ToolCallArguments(_, text):
+                assert self._open is not None and self._open.kind is BlockKind.TOOL_CALL
+                return [self._append(text)]
+
+    def _finish(self, output: RequestOutput) -> list[BlockEvent]:
+        self.finish_reason, self.stop, self.usage = output.finish_reason, output.stop, output.usage
+        if output.error is not None:
+            return []  # the reply failed: an open block stays open
+        changes: list[BlockEvent] = [] if self.blocks else [self._start(BlockKind.TEXT)]
+        if self._open is not None:
+            self._open.cut = output.finish_reason is not FinishReason.STOP
+            self._open.logprobs += self._held
+        return changes + self._end()
+
+    def _switch_to(self, kind: BlockKind) -> list[BlockEvent]:
+        """Open a block of this kind, unless the open one is."""
+        if self._open is not None and self._open.kind is kind:
+            return []
+        return [*self._end(), self._start(kind)]
+
+    def _start(self, kind: BlockKind, name: str = "") -> BlockEvent:
+        self._open = Block(len(self.blocks), kind, secrets.token_hex(12), name)
+        self.blocks.append(self._open)
+        return BlockStart(self._open)
+
+    def _append(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> BlockEvent:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        self._open.logprobs += logprobs
+        return BlockDelta(self._open, text, logprobs)
+
+    def _end(self) -> list[BlockEvent]:
+        ended, self._open = self._open, None
+        return [] if ended is None else [BlockEnd(ended)]
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a streamed reply: of its text, reasoning or a tool call. The last one has the `reply`."""
+
+    choice: int = 0  # which of the n choices
+    text: str = ""
+    reasoning: str = ""
+    tool_call: ToolCall | None = None  # id and name of the call, and only the new part of its arguments
+    reply: ChatReply | None = None
+
+
+class ChunkBuilder:
+    """Turns the events of n choices into chunks."""
+
+    def __init__(self, n: int) -> None:
+        self._replies = [ReplyBuilder() for _ in range(n)]
+
+    def add(self, choice: int, events: Sequence[OutputEvent], output: RequestOutput) -> Iterator[ChatChunk]:
+        """The chunks of a step. Raises the error that a choice ended with."""
+        if output.error is not None:
+            raise from_code(output.error.code, output.error.message)
+        for change in self._replies[choice].add(events, output):
+            block, text = change.block, change.text if isinstance(change, BlockDelta) else ""
+            if block.kind is BlockKind.TOOL_CALL:
+                if not isinstance(change, BlockEnd):
+                    yield ChatChunk(choice=choice, tool_call=block.as_tool_call(text))
+            elif text and block.kind is BlockKind.TEXT:
+                yield ChatChunk(choice=choice, text=text)
+            elif text:
+                yield ChatChunk(choice=choice, reasoning=text)
+
+    def last(self) -> ChatChunk:
+        """The chunk that ends the stream, after all choices have finished."""
+        first, *others = self._replies
+        return ChatChunk(reply=first.reply([other.reply() for other in others]))

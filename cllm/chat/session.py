@@ -1,0 +1,186 @@
+"""Chat session: a conversation opened on an engine, its outputs read as events of an output parser.
+
+`open_chat` serves asyncio (HTTP routes, `AsyncLLM`), `open_chat_blocking` threads (`LLM`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Generic
+
+import msgspec
+
+from cllm.chat.conversation import Conversation
+from cllm.chat.reply import ParsedOutput
+from cllm.errors import InvalidRequest
+from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, merged, run_tokenizer, submit_all
+from cllm.frontend.engine_client import EngineClient, StreamKind
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.text.output_parser import OutputEvent, OutputParser
+from cllm.text.tool_formats import ToolFormat, get_tool_format
+from cllm.types import Request, RequestOutput
+from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, Tokens
+
+ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
+
+
+class ChatPlan(msgspec.Struct, frozen=True):
+    """How a conversation is opened: by which tool-call format, prompt task and request."""
+
+    conversation: Conversation
+    tool_format: ToolFormat
+    request: Request  # complete but for the prompt
+    prompt: TokenizeChat
+    check: CheckConstraint | None  # of the grammar of forced calls
+
+
+def plan_chat(engine: EngineClient, conversation: Conversation, request: Request) -> ChatPlan:
+    """Plan a chat. `request` gives everything but the prompt (and the grammar of forced calls)."""
+    info, limits = loaded(engine)
+    tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
+    constraint, check = request.constraint, None
+    if conversation.forced:
+        if constraint is not None:
+            raise InvalidRequest(
+                "tool_choice requires a call and the answer has a required format: give only one",
+                "tool_choice",
+            )
+        constraint = tool_format.make_call_grammar(conversation.tools, parallel=conversation.parallel)
+        check = CheckConstraint(constraint)
+    markers = tool_format.markers if conversation.tools and constraint is None else ()
+    request = msgspec.structs.replace(request, constraint=constraint, markers=markers)
+    prompt = _prompt_task(
+        conversation, tool_format, constrained=constraint is not None, max_tokens=limits.request_tokens
+    )
+    return ChatPlan(conversation, tool_format, request, prompt, check)
+
+
+def _prompt_task(
+    conversation: Conversation, tool_format: ToolFormat, *, constrained: bool, max_tokens: int
+) -> TokenizeChat:
+    if constrained or conversation.prefill:  # neither may start inside reasoning
+        conversation = msgspec.structs.replace(conversation, think=False)
+    return TokenizeChat(conversation.for_template(tool_format), max_tokens)
+
+
+class ChatSession(Generic[StreamKind]):
+    """A conversation with n choices on their way, each with an output parser of its own."""
+
+    def __init__(
+        self, engine: EngineClient, plan: ChatPlan, prompt: Tokens, streams: list[StreamKind]
+    ) -> None:
+        self.engine = engine
+        self.prompt_tokens = len(prompt.tokens)
+        self.streams = streams
+        self._plan = plan
+        self._thinking = prompt.thinking
+
+    async def events(self: ChatSession[AsyncOutputStream]) -> AsyncIterator[ChoiceEvents]:
+        """The events of all choices as they arrive."""
+        parsers = [self._make_parser() for _ in self.streams]
+        if len(self.streams) == 1:  # the usual case, without a generator in between
+            stream, parser = self.streams[0], parsers[0]
+            while True:
+                output = await stream.next()
+                yield 0, _parse(parser, output), output
+                if output.finish_reason is not None:
+                    return
+        async for index, output in merged(self.streams):
+            yield index, _parse(parsers[index], output), output
+
+    def events_blocking(self: ChatSession[BlockingOutputStream]) -> Iterator[ChoiceEvents]:
+        """`events` for threads."""
+        parsers = [self._make_parser() for _ in self.streams]
+        for index, output in _merge_blocking(self.streams):
+            yield index, _parse(parsers[index], output), output
+
+    def parse(self, outputs: Sequence[RequestOutput]) -> list[ParsedOutput]:
+        """All outputs of one finished choice with their events."""
+        parser = self._make_parser()
+        return [(_parse(parser, output), output) for output in outputs]
+
+    def cancel(self) -> None:
+        """End the choices that still run."""
+        for stream in self.streams:
+            self.engine.cancel(stream.request_id)
+
+    def _make_parser(self) -> OutputParser:
+        conversation, tool_format = self._plan.conversation, self._plan.tool_format
+        names = [tool.name for tool in conversation.tools]
+        if conversation.forced:
+            return OutputParser(tool_format, names, calling=True, parallel=conversation.parallel)
+        if self._plan.request.constraint is not None:
+            return OutputParser(reasoning=False)
+        return OutputParser(
+            tool_format if names else None,
+            names,
+            thinking=self._thinking,
+            parallel=conversation.parallel,
+            reasoning=conversation.reasoning,
+        )
+
+
+def _parse(parser: OutputParser, output: RequestOutput) -> list[OutputEvent]:
+    events = parser.feed(output.text) if output.text else []
+    return events if output.finish_reason is None else events + parser.finish()
+
+
+def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[int, RequestOutput]]:
+    """The outputs of several streams as they arrive, each with the index of its stream.
+
+    One thread a stream; it ends with its stream. To leave early, cancel the requests.
+    """
+    if len(streams) == 1:
+        yield from ((0, output) for output in streams[0])
+        return
+    outputs: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
+
+    def pump(index: int, stream: BlockingOutputStream) -> None:
+        for output in stream:
+            outputs.put((index, output))
+
+    for index, stream in enumerate(streams):
+        threading.Thread(target=pump, args=(index, stream), name="cllm-choice", daemon=True).start()
+    running = len(streams)
+    while running:
+        index, output = outputs.get()
+        running -= output.finish_reason is not None
+        yield index, output
+
+
+async def open_chat(
+    engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
+) -> ChatSession[AsyncOutputStream]:
+    """Submit n choices. Raises InvalidRequest for what the template or the grammar refuses, and the
+    errors of `EngineClient.submit`."""
+    engine.check_capacity()
+    plan = plan_chat(engine, conversation, request)
+    if plan.check is not None:
+        await run_tokenizer(engine, plan.check, Text, GRAMMAR_LIMIT_S)
+    prompt = await run_tokenizer(engine, plan.prompt, Tokens)
+    streams = submit_all(engine, plan.request, [prompt.tokens], n, AsyncOutputStream)
+    return ChatSession(engine, plan, prompt, streams)
+
+
+def open_chat_blocking(
+    engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
+) -> ChatSession[BlockingOutputStream]:
+    """`open_chat` for threads, without time limits on tokenizer tasks."""
+    engine.check_capacity()
+    plan = plan_chat(engine, conversation, request)
+    if plan.check is not None:
+        engine.tokenizer.submit(plan.check).result()
+    prompt = engine.tokenizer.submit(plan.prompt).result()
+    assert isinstance(prompt, Tokens)
+    streams = submit_all(engine, plan.request, [prompt.tokens], n, BlockingOutputStream)
+    return ChatSession(engine, plan, prompt, streams)
+
+
+async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
+    """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
+    tool_format = get_tool_format(loaded(engine)[0].template_for(tools=bool(conversation.tools)))
+    constrained = constrained or conversation.forced
+    task = _prompt_task(conversation, tool_format, constrained=constrained, max_tokens=0)
+    return len((await run_tokenizer(engine, task, Tokens)).tokens)

@@ -1,0 +1,104 @@
+"""Async calls on an engine: text tasks, requests submitted together, and their outputs as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from cllm.errors import CllmError, EngineNotReady, InvalidRequest
+from cllm.frontend.engine_client import EngineClient, StreamKind
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
+from cllm.workers.messages import TokenizerAnswer, TokenizerTask
+
+GRAMMAR_LIMIT_S = 5.0  # the first grammar also builds the compiler
+TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
+AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)
+_replace = msgspec.structs.replace
+
+
+def loaded(engine: EngineClient) -> tuple[ModelInfo, Limits]:
+    """The model and its limits; raises EngineNotReady before the model is loaded."""
+    if engine.info is None or engine.limits is None:
+        raise EngineNotReady("the model is still loading")
+    return engine.info, engine.limits
+
+
+async def run_tokenizer(
+    engine: EngineClient, task: TokenizerTask, kind: type[AnswerKind], limit_s: float = TEXT_LIMIT_S
+) -> AnswerKind:
+    """The tokenizer's answer to a task, of the kind that the task's docstring names.
+
+    A task over its time limit is aborted, with its process. Raises InvalidRequest, EngineDied.
+    """
+    future = engine.tokenizer.submit(task)
+    try:
+        async with asyncio.timeout(limit_s):
+            answer = await asyncio.wrap_future(future)
+    except TimeoutError:
+        engine.tokenizer.abort(future)
+        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s: shorten it") from None
+    except CllmError as error:
+        engine.metrics.refused.labels(error.code).inc()
+        raise
+    assert isinstance(answer, kind)
+    return answer
+
+
+def submit_all(
+    engine: EngineClient,
+    request: Request,
+    prompts: Sequence[tuple[int, ...]],
+    count: int,
+    kind: type[StreamKind],
+) -> list[StreamKind]:
+    """The streams of `count` choices for each prompt; all are accepted, or none and the refusal is raised.
+
+    `request` gives everything but the prompt. Each choice draws with a seed of its own, so that the same call
+    again draws the same.
+    """
+    streams: list[StreamKind] = []
+    try:
+        for number, prompt in enumerate(prompts):
+            for index in range(count):
+                sampling = request.sampling
+                if index:
+                    sampling = _replace(sampling, seed=(sampling.seed + index) % SEED_SPACE)
+                choice = _replace(
+                    request, id=f"{request.id}-{number}-{index}", prompt=prompt, sampling=sampling
+                )
+                streams.append(engine.submit(choice, kind))
+    except CllmError:
+        for stream in streams:
+            engine.cancel(stream.request_id)
+        raise
+    return streams
+
+
+async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of several streams as they come, each with its stream's index."""
+    if len(streams) == 1:
+        while True:
+            output = await streams[0].next()
+            yield 0, output
+            if output.finish_reason is not None:
+                return
+    queue: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue(len(streams))
+
+    async def pump(index: int, stream: AsyncOutputStream) -> None:
+        async for output in stream:
+            await queue.put((index, output))
+
+    pumps = [asyncio.ensure_future(pump(index, stream)) for index, stream in enumerate(streams)]
+    left = len(streams)
+    try:
+        while left:
+            index, output = await queue.get()
+            left -= output.finish_reason is not None
+            yield index, output
+    finally:
+        for task in pumps:
+            task.cancel()

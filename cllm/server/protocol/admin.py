@@ -1,0 +1,109 @@
+"""Requests and responses of the routes for operators."""
+
+from __future__ import annotations
+
+import msgspec
+from pydantic import ConfigDict, Field
+
+from cllm.server.protocol.base import Body, Text
+from cllm.types import SlotInfo
+
+
+class StateFileBody(Body):
+    """`POST /admin/prefixes/save` and `/admin/prefixes/restore`."""
+
+    name: Text = Field(
+        min_length=1,
+        max_length=64,
+        pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$",
+        description="Name of the file in --state-dir: letters, digits, '-' and '_'",
+        examples=["warm"],
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
+
+
+class StateFileResponse(msgspec.Struct, frozen=True):
+    """The prefixes that were written to a state file, or read from one."""
+
+    entries: int
+    tokens: int
+    bytes: int
+    skipped: int
+
+
+class ReloadBody(Body):
+    """`POST /admin/reload`."""
+
+    model: Text = Field(
+        default="",
+        max_length=1024,
+        description="GGUF file in --model-dir; empty: read the served file again",
+        examples=["SmolLM2-360M-Instruct-Q8_0.gguf"],
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
+
+
+class ReloadResponse(msgspec.Struct, frozen=True):
+    """The model that serves now."""
+
+    model: str
+    description: str
+    sequences: int
+    request_tokens: int
+
+
+class HealthResponse(msgspec.Struct, frozen=True):
+    status: str
+    engine: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class SlotCounts(msgspec.Struct, frozen=True):
+    total: int
+    leased: int
+    free: int
+
+
+class CellCounts(msgspec.Struct, frozen=True):
+    total: int
+    used: int
+
+
+class LeaseCounters(msgspec.Struct, frozen=True):
+    leased_total: int
+    released_total: int
+    cleared_cells_total: int
+    integrity_failures: int
+
+
+class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The slots and KV cells, and every lease, between two steps."""
+
+    sequences: SlotCounts
+    cells: CellCounts
+    leases: tuple[SlotInfo, ...]
+    counters: LeaseCounters
+
+
+KV_EXAMPLE = KVResponse(
+    sequences=SlotCounts(8, 1, 7),
+    cells=CellCounts(32768, 57),
+    leases=(SlotInfo(seq_id=0, request_id="8f0c2d7e", tokens=58, position=57, state="running", age_s=0.31),),
+    counters=LeaseCounters(12, 11, 913, 0),
+)
+
+
+class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An accepted request: its stage, its age, its progress. Never its text."""
+
+    id: str
+    place: str
+    age_s: float
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+
+
+class RequestsResponse(msgspec.Struct, frozen=True):
+    requests: list[RequestInfo]

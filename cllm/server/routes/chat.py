@@ -1,0 +1,176 @@
+"""OpenAI's /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from cllm.chat.reply import ChatReply, ReplyBuilder
+from cllm.chat.session import ChatSession, open_chat
+from cllm.frontend.engine_registry import EngineRegistry
+from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.server.errors import failure_body
+from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.chat import (
+    CalledFunctionResult,
+    ChatBody,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChunkChoice,
+    ChunkDelta,
+    ReplyMessage,
+    ToolCallResult,
+    get_finish_reason,
+    make_logprobs,
+)
+from cllm.server.protocol.completions import make_usage
+from cllm.server.sse import DONE, GONE, EventStream, collect, encode
+from cllm.server.submit import check_model, make_request, model_name
+from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from cllm.types import RequestOutput, TokenLogprob
+
+ROUTE = "/v1/chat/completions"
+EXAMPLE_EVENTS = (*map(encode, ChatCompletionChunk.EXAMPLE), DONE)
+_json = msgspec.json.Encoder()
+_CONTENT = b',"delta":{"content":'
+_CLOSING = b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+class ChatRenderer:
+    """Renders one call, whole or as chunks. `top` is None where no log-probabilities are wanted."""
+
+    def __init__(self, head: dict[str, Any], top: int | None, *, include_usage: bool = False) -> None:
+        self._head = head
+        self._top = top
+        self._include_usage = include_usage
+        # All chunks start alike: that part is encoded once.
+        self._prefix = b"data: " + _json.encode(ChatCompletionChunk(**head))[:-2]
+        self._opening = self._prefix + b'{"index":'
+
+    def whole(self, replies: Sequence[ChatReply], prompt_tokens: int) -> ChatCompletion:
+        """The response to a call that does not stream."""
+        choices = [
+            ChatChoice(
+                index,
+                ReplyMessage.from_reply(reply),
+                self._logprobs(reply.logprobs),
+                get_finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
+            )
+            for index, reply in enumerate(replies)
+        ]
+        usage = make_usage((reply.usage for reply in replies), prompt_tokens)
+        return ChatCompletion(**self._head, choices=choices, usage=usage)
+
+    async def chunks(self, session: ChatSession[AsyncOutputStream]) -> AsyncIterator[bytes]:
+        """Chunks as they arrive, the usage if it was asked for, `[DONE]`; or an error, and the end."""
+        n = len(session.streams)
+        for index in range(n):
+            yield self._encode(index, ChunkDelta(role="assistant", content=""))
+        called = [False] * n
+        usages = []
+        async for index, events, output in session.events():
+            if output.error is not None:
+                yield encode(failure_body(ROUTE, output.error))
+                return
+            if output.finish_reason is None and not output.logprobs and len(events) == 1:
+                event = events[0]
+                if type(event) is ContentText:  # nearly all of them: put together as bytes
+                    yield b"%b%d%b%b%b" % (self._opening, index, _CONTENT, _json.encode(event.text), _CLOSING)
+                    continue
+            called[index] = called[index] or any(isinstance(event, ToolCallStart) for event in events)
+            if chunks := self._encode_step(index, events, output, called=called[index]):
+                yield chunks
+            if output.finish_reason is not None:
+                usages.append(output.usage)
+        if self._include_usage:
+            usage = make_usage(usages, session.prompt_tokens)
+            yield encode(ChatCompletionChunk(**self._head, usage=usage))
+        yield DONE
+
+    def _encode_step(
+        self, index: int, events: Sequence[OutputEvent], output: RequestOutput, *, called: bool
+    ) -> bytes:
+        """The chunks of a step. Its log-probabilities go with the last one that has content."""
+        deltas = [_make_delta(event) for event in events]
+        last_content = max(0, len(deltas) - 1)
+        if output.finish_reason is not None or (output.logprobs and not deltas):
+            deltas.append(ChunkDelta())
+        finish = get_finish_reason(output.finish_reason, called=called)
+        last = len(deltas) - 1
+        return b"".join(
+            self._encode(
+                index,
+                delta,
+                output.logprobs if place == last_content else (),
+                finish if place == last else None,
+            )
+            for place, delta in enumerate(deltas)
+        )
+
+    def _encode(
+        self,
+        index: int,
+        delta: ChunkDelta,
+        logprobs: Sequence[TokenLogprob] = (),
+        finish: str | None = None,
+    ) -> bytes:
+        choice = ChunkChoice(index, delta, self._logprobs(logprobs) if logprobs else None, finish)
+        return self._prefix + _json.encode(choice) + b"]}\n\n"
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        return None if self._top is None else ChatLogprobs(make_logprobs(entries, self._top))
+
+
+def _make_delta(event: OutputEvent) -> ChunkDelta:
+    match event:
+        case ContentText(text):
+            return ChunkDelta(content=text)
+        case ReasoningText(text):
+            return ChunkDelta(reasoning_content=text)
+        case ToolCallStart(index, name):
+            call_id, function = f"call_{secrets.token_hex(12)}", CalledFunctionResult("", name)
+            return ChunkDelta(tool_calls=[ToolCallResult(function, call_id, "function", index)])
+        case ToolCallArguments(index, text):
+            return ChunkDelta(tool_calls=[ToolCallResult(CalledFunctionResult(text), index=index)])
+
+
+def routes(registry: EngineRegistry) -> APIRouter:
+    """The router. Each handler asks the registry once for the engine that serves its request."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(ROUTE, **documented(ChatCompletion, events=EXAMPLE_EVENTS, computes=True))
+    async def chat(body: ChatBody, http: HttpRequest) -> Response:
+        """Answer a conversation, possibly with tool calls."""
+        engine = registry.current
+        check_model(body.model)
+        request = await make_request(
+            engine,
+            http,
+            body,
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            max_tokens=body.max_tokens,
+            stop=body.stops,
+            logprobs=max(1, body.top) if body.top is not None else 0,
+        )
+        session = await open_chat(engine, body.conversation(), request, body.n)
+        head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
+        renderer = ChatRenderer(head, body.top, include_usage=body.include_usage)
+        if body.stream:
+            return EventStream(engine, session.streams, renderer.chunks(session))
+        outputs = await collect(engine, session.streams, http)
+        if outputs is None:
+            return Response(status_code=GONE)
+        replies = [ReplyBuilder(session.parse(choice)).reply() for choice in outputs]
+        return StructResponse(renderer.whole(replies, session.prompt_tokens))
+
+    return router

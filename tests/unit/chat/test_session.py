@@ -1,0 +1,92 @@
+"""Chat sessions through `LLM` and `AsyncLLM`, on a runner that answers by script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cllm.chat.reply import ChatReply, ToolCall
+from cllm.config import EngineConfig
+from cllm.errors import BadBatch, InvalidRequest
+from cllm.llm import LLM, AsyncLLM
+from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
+from cllm.types import FinishReason
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
+SCRIPT = f"<think>hm, two</think>So: {CALL}{CALL}"
+
+
+def make_runner(config: EngineConfig) -> ScriptedRunner:
+    return ScriptedRunner(sequences=4, cells=8192, chat_template=CHAT_TEMPLATE)
+
+
+def ask(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": say(text)}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(make_runner=make_runner) as opened:
+        yield opened
+
+
+def check_parts(reply: ChatReply) -> None:
+    assert (reply.reasoning, reply.text.strip()) == ("hm, two", "So:")
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", '{"a": 2, "b": 40}')] * 2
+    assert reply.finish_reason is FinishReason.STOP and reply.usage.completion_tokens >= len(SCRIPT)
+
+
+def test_a_reply_is_split_into_its_parts(llm: LLM) -> None:
+    check_parts(llm.chat(ask(SCRIPT), tools=[ADD], max_tokens=400))
+
+
+def test_without_tools_a_call_is_text_and_reasoning_can_stay_there(llm: LLM) -> None:
+    assert CALL in llm.chat(ask(SCRIPT), max_tokens=400).text
+    raw = llm.chat(ask(SCRIPT), reasoning_format="none", max_tokens=400)
+    assert raw.text == SCRIPT and raw.reasoning == ""
+    assert "".join(llm.stream(ask(SCRIPT), max_tokens=400)) == SCRIPT
+
+
+def test_chunks_name_their_choice_and_add_up(llm: LLM) -> None:
+    *chunks, last = llm.chat(ask(SCRIPT), tools=[ADD], n=3, max_tokens=400, stream=True)
+    assert last.reply is not None and len(last.reply.choices) == 3
+    for index, reply in enumerate(last.reply.choices):
+        check_parts(reply)
+        own = [chunk for chunk in chunks if chunk.choice == index]
+        assert "".join(chunk.reasoning for chunk in own) == reply.reasoning
+        assert "".join(chunk.text for chunk in own) == reply.text
+        calls: dict[str, ToolCall] = {}
+        for piece in (chunk.tool_call for chunk in own if chunk.tool_call is not None):
+            before = calls[piece.id].arguments if piece.id in calls else ""
+            calls[piece.id] = ToolCall(piece.id, piece.name, before + piece.arguments)
+        assert tuple(calls.values()) == reply.tool_calls
+
+
+def test_one_call_where_several_are_not_allowed(llm: LLM) -> None:
+    reply = llm.chat(ask(SCRIPT), tools=[ADD], parallel_tool_calls=False, max_tokens=400)
+    assert len(reply.tool_calls) == 1
+
+
+def test_a_failing_request_raises_its_error(llm: LLM) -> None:
+    with pytest.raises(BadBatch):
+        llm.chat([{"role": "user", "content": say("a", fails=True)}], max_tokens=4)
+
+
+def test_async_chats_are_the_same() -> None:
+    async def use() -> None:
+        async with AsyncLLM(make_runner=make_runner) as model:
+            check_parts(await model.chat(ask(SCRIPT), tools=[ADD], max_tokens=400))
+            chunks = [chunk async for chunk in model.chat(ask(SCRIPT), n=2, max_tokens=400, stream=True)]
+            assert chunks[-1].reply is not None and len(chunks[-1].reply.choices) == 2
+            assert {chunk.choice for chunk in chunks} == {0, 1}
+            with pytest.raises(InvalidRequest, match="tool_choice"):
+                await model.chat(ask("x"), tool_choice="required")
+            async for _ in model.stream(ask("x" * 300), max_tokens=400):
+                break
+            assert await model.generate("x", max_tokens=1)
+
+    asyncio.run(use())
