@@ -39,7 +39,7 @@ from cllm.errors import EngineNotReady, InvalidRequest, from_code
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.embeddings import to_vector
-from cllm.tune.session import with_remembered
+from cllm.tune.search import with_remembered
 from cllm.types import (
     SEED_SPACE,
     FinishReason,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cllm.build.source import BINDINGS_VERSION
-from cllm.build.toolchain import Compiler
+from cllm.build.toolchain import BINDINGS_VERSION, Compiler
 
 # libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
 # low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
@@ -38,15 +37,8 @@ CMAKE_OPTIONS = (
 )
 SERVER_PROGRAMS = ("llama-server", "llama-bench")
 
-# ggml's switches for a CPU that is not this one, and what /proc/cpuinfo calls them.
-_INSTRUCTION_SETS = {
-    "SSE42": "sse4_2",
-    "AVX": "avx",
-    "AVX2": "avx2",
-    "BMI2": "bmi2",
-    "FMA": "fma",
-    "F16C": "f16c",
-}
+# What ggml has switches for, where the build is not for this very CPU; as /proc/cpuinfo calls them.
+_INSTRUCTION_SETS = ("sse4_2", "avx", "avx2", "bmi2", "fma", "f16c")
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,8 @@ class BuildOptions:
             arguments.append(f"-DLLAMA_BUILD_{part}={_switch(with_server)}")
         arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
         if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
-            for option, name in _INSTRUCTION_SETS.items():
-                arguments.append(f"-DGGML_{option}={_switch(name in features())}")
+            for name in _INSTRUCTION_SETS:
+                arguments.append(f"-DGGML_{name.upper().replace('_', '')}={_switch(name in features())}")
         return arguments
 
     def __str__(self) -> str:

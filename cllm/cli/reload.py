@@ -14,7 +14,7 @@ from cllm.backend.llama.probe import find_working
 from cllm.config import Config, EngineConfig
 from cllm.errors import Forbidden, NotEnoughMemory, ReloadFailed, SetupError
 from cllm.frontend.engine_client import EngineClient
-from cllm.tune.session import with_remembered
+from cllm.tune.search import with_remembered
 
 log = logging.getLogger(__name__)
 

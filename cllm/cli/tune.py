@@ -1,7 +1,8 @@
-"""`cllm tune`, and the same measurement at the first start with a model."""
+"""`cllm tune`, the same measurement at the first start with a model, and the report of its record."""
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.bar import Bar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
@@ -20,11 +24,13 @@ from cllm.cli.options import fail, with_options
 from cllm.config import Config, EngineConfig
 from cllm.errors import CllmError
 from cllm.logs import configure_logging
-from cllm.tune.record import TuneRecord
-from cllm.tune.report import bars, figures, headline, options_table, page
-from cllm.tune.session import TRIAL, Tuning
+from cllm.tune.record import MAX_PERPLEXITY_CHANGE, TuneRecord
+from cllm.tune.search import TRIAL, Tuning
+from cllm.tune.trial import CASES, mix_seconds
 
 log = logging.getLogger(__name__)
+BAR_WIDTH = 40
+PAGE_WIDTH = 140
 
 
 def cores_used_by_others(window_s: float = 0.4) -> float | None:
@@ -150,10 +156,97 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
+def headline(record: TuneRecord) -> str:
+    """One line: the settings that differ from the defaults, and their gain."""
+    chosen = ", ".join(
+        f"{name} {('off', 'on')[value] if isinstance(value, bool) else value}"
+        for name, value in record.settings.items()
+    )
+    if not chosen:
+        text = "tuned: the settings as they are were the fastest"
+    else:
+        text = f"tuned: {chosen} ({record.speedup:.2f} × as fast in the serving mix)"
+    for option in record.options:
+        if option.chosen and option.perplexity_change is not None:
+            text += f"; perplexity with {option.label}: {option.perplexity_change:+.3%}, so harmless"
+    return text + (f"; provisional, {record.provisional}" if record.provisional else "")
+
+
+def options_table(record: TuneRecord) -> Table:
+    """Table of all alternatives: their cost relative to the chosen one, in the mix and in each case."""
+    cases = [case for case in CASES if case.name in record.seconds]
+    table = Table(
+        *("", "setting", "value"),
+        title="cost relative to the chosen setting (● chosen; 1.10 is 10 % slower)",
+        box=None,
+    )
+    judged = any(option.perplexity_change is not None for option in record.options)
+    for title in ("mix", *(case.title for case in cases), *(["perplexity"] if judged else [])):
+        table.add_column(title, justify="right")
+    for option in record.options:
+        cells = ["●" if option.chosen else "", option.dimension, option.label]
+        if option.ratio is None:
+            table.add_row(*cells, Text(option.problem, style="yellow"))
+            continue
+        cells.append(f"{option.ratio:.2f}")
+        cells += [f"{option.cases[case.name]:.2f}" if case.name in option.cases else "" for case in cases]
+        if option.perplexity_change is not None:
+            cells.append(f"{option.perplexity_change:+.3%}")
+        table.add_row(*cells, style="bold" if option.chosen else None)
+    return table
+
+
+def bars(record: TuneRecord) -> Table:
+    """A bar for each alternative: its cost in the mix, beside the chosen one's."""
+    measured = [(option, option.ratio) for option in record.options if option.ratio is not None]
+    longest = max((ratio for _, ratio in measured), default=1.0)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for option, ratio in measured:
+        name = f"{'●' if option.chosen else ' '} {option.dimension} {option.label}"
+        table.add_row(name, Bar(longest, 0, ratio, width=BAR_WIDTH), f"{ratio:.2f}")
+    return table
+
+
+def figures(record: TuneRecord) -> str:
+    """Speeds with the chosen settings, and how they were measured."""
+    parts = []
+    for case in CASES:
+        if (seconds := record.seconds.get(case.name)) is not None:
+            speed = f"{1 / seconds:.0f} tokens/s" if case.name == "prefill" else f"{seconds * 1000:.1f} ms"
+            parts.append(f"{case.title} {speed}")
+    contexts = f"contexts of {record.short} tokens only, no time for long ones"
+    if record.long:
+        contexts = (
+            f"contexts of {record.short} (short) and {record.long} tokens (long; ragged: one among short)"
+        )
+    lines = [
+        f"with the chosen settings: {', '.join(parts)}; the mix {mix_seconds(record.seconds):.1f} s",
+        f"{contexts}; all: {record.requests} requests; "
+        f"the same setting differed from itself by {record.noise:.1%}; "
+        f"measured in {record.took_s:.0f} s on {record.created}",
+    ]
+    if record.perplexity_tokens:
+        lines.append(
+            f"perplexity over {record.perplexity_tokens} tokens of cllm's own text; types are chosen only "
+            f"where it changes by less than {MAX_PERPLEXITY_CHANGE:.1%}"
+        )
+    if record.left_out:
+        lines.append(f"left out: {', '.join(record.left_out)}")
+    if record.provisional:
+        lines.append(f"provisional ({record.provisional}): measured again when the machine is quiet")
+    return "\n".join(lines)
+
+
 def show(record: TuneRecord, console: Console) -> None:
     """Print the table, the bars and the figures."""
-    console.print(options_table(record))
-    console.print()
-    console.print(bars(record))
-    console.print()
-    console.print(figures(record), soft_wrap=True)
+    for part in (options_table(record), bars(record), figures(record)):
+        console.print(part, soft_wrap=isinstance(part, str))
+        console.print()
+
+
+def page(record: TuneRecord) -> str:
+    """The same report as a web page."""
+    console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO(), highlight=False)
+    console.print(headline(record), end="\n\n")
+    show(record, console)
+    return console.export_html(inline_styles=True)
