@@ -112,15 +112,10 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
 
     Raises BuildError if the named one is missing or cannot run.
     """
-    pairs: list[tuple[str, str]] = []
+    known = {"gcc": "g++", "cc": "c++", "clang": "clang++"}
+    pairs = [(c, cxx) for c, cxx in known.items() if name in (None, c)]
     if name is None and ("CC" in os.environ or "CXX" in os.environ):
-        pairs.append((os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")))
-    if name in (None, "gcc"):
-        pairs.append(("gcc", "g++"))
-    if name is None:
-        pairs.append(("cc", "c++"))
-    if name in (None, "clang"):
-        pairs.append(("clang", "clang++"))
+        pairs.insert(0, (os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")))
     for c, cxx in pairs:
         compiler = _identify(tuple(shlex.split(c)), tuple(shlex.split(cxx)))
         if compiler is not None:

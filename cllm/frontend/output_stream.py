@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
+
 from cllm.types import Failure, RequestOutput
 
 
@@ -51,17 +53,11 @@ class OutputStream:
             self._unread = [unread.pop()]
         if len(unread) == 1:
             return unread[0]
-        last = unread[-1]
-        return RequestOutput(
-            request_id=self.request_id,
+        return msgspec.structs.replace(
+            unread[-1],
             text="".join(output.text for output in unread),
             tokens=tuple(token for output in unread for token in output.tokens),
             logprobs=tuple(entry for output in unread for entry in output.logprobs),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            error=last.error,
-            stop=last.stop,
-            embeddings=last.embeddings,
         )
 
     def _wake(self) -> None:

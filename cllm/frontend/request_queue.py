@@ -54,6 +54,8 @@ class RequestState(Attempt):
 class RequestQueue:
     """A queue in front of the engine, bounded by requests and prompt tokens. `FairQueue` gives the order.
 
+    Tokens that may be generated are not counted: few of them are, and one "as much as fits" would fill it.
+
     While one tenant is alone, the engine is given a few more requests than it can run, so that a freed slot
     has a successor in the very next step. With several, it is given as many as it can run, because order
     cannot change in the engine. Of those places a tenant keeps, for some seconds after its last request, as
@@ -240,13 +242,10 @@ class FairQueue:
     """Waiting requests, in the order in which they go to the engine. The rule, outermost first:
 
     1. **Priority with ageing.** The class with the highest rank goes first: its priority, plus one for each
-       `AGEING_S` seconds in which no request of it was let in. So a class that is n points below a
-       busy one still lets one in every n × AGEING_S seconds: none starves. The class ages, not the
-       request: else the long line of one tenant would, by its age alone, pass those of all others.
+       `AGEING_S` seconds in which no request of it was let in, so that none starves. The class ages, not
+       the request: else the long line of one tenant would, by its age alone, pass those of all others.
     2. **Fair shares.** Within a class, the tenant with the least virtual time (tokens had, prompt and
-       generated, divided by its weight). Tokens are charged as they become known: the prompt when it
-       goes to the engine, generated ones as they come. An idle tenant starts at the present virtual time,
-       without credit.
+       generated, divided by its weight). An idle tenant starts at the present virtual time, without credit.
     3. **First come, first served** within a tenant and between tenants that are even.
 
     Requests replayed after a crash of the engine stand before all of this, in their old order.

@@ -93,7 +93,6 @@ class LlamaContext(Owned):
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
-        self._last_position = api.llama_memory_seq_pos_max
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
         self._logits_at = (0, 0)  # address and number of outputs of
@@ -126,8 +125,7 @@ class LlamaContext(Owned):
         return self._logits
 
     def next_position(self, seq_id: int) -> int:
-        last: int = self._last_position(self.memory, seq_id)
-        return last + 1
+        return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
 
     def remove(self, seq_id: int) -> None:
         """Remove a whole sequence; llama.cpp never refuses that.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,13 +66,13 @@ def run_probe(config: EngineConfig) -> ProbeResult:
     return ProbeResult(True, tokens_per_second=float(done.stdout))
 
 
-def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: bool = False) -> EngineConfig:
+def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
     """The first settings that pass the probe; remembered, so the next start does not probe again.
 
     Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
     """
     record = _record_path(config)
-    if not fresh and record.is_file():
+    if record.is_file():
         chosen: int = json.loads(record.read_text())["chosen"]
         return settings_to_try(config)[chosen][1]
     failures: list[str] = []
@@ -106,9 +108,6 @@ def _record_path(config: EngineConfig) -> Path:
 
 def _main() -> int:
     """Run the probe: prints tokens per second, or one line on standard error."""
-    import os
-    import time
-
     from cllm.backend.base import Batch, BatchKind, Row, StepStatus
     from cllm.backend.llama.runner import LlamaRunner
     from cllm.types import SamplingParams

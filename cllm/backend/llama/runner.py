@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from cllm.backend.base import (
     Batch,
@@ -36,12 +35,6 @@ from cllm.config import EngineConfig
 from cllm.types import Limits, SamplingParams
 
 MAX_SAMPLER_THREADS = 8
-_NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-
-
-def _with_padding(batch: Batch) -> tuple[Row, ...]:
-    padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
-    return tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
 
 
 class LlamaRunner(ModelRunner):
@@ -124,7 +117,10 @@ class LlamaRunner(ModelRunner):
         self._submitted = batch
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
-        self._rows = _with_padding(batch) if batch.padding else batch.rows
+        self._rows = batch.rows
+        if batch.padding:
+            padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
+            self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
         self._batch.fill(self._rows)
         self._submitted_at = time.perf_counter()
         self._code = self._context.decode(self._batch.struct)
@@ -165,15 +161,10 @@ class LlamaRunner(ModelRunner):
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
         if not params.greedy:
-            pointer = build_chain(
-                self._api,
-                params,
-                dry=self._dry,
-                vocabulary_size=self.vocabulary.size,
-                context=self.limits.sequence_cells,
-            )
+            size, context = self.vocabulary.size, self.limits.sequence_cells
+            pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
-        excluded = self._ends if params.ignore_eos else _NOTHING_EXCLUDED
+        excluded = self._ends if params.ignore_eos else self._ends[:0]
         return LlamaSampler(self._api, params, chain, self._deferred_frees, excluded)
 
     def next_position(self, seq_id: int) -> int:

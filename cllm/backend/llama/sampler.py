@@ -108,15 +108,9 @@ def build_chain(
         biases = (api.llama_logit_bias * len(params.logit_bias))(*params.logit_bias)
         add(api.llama_sampler_init_logit_bias(vocabulary_size, len(biases), biases))
     if params.penalises:
-        add(
-            api.llama_sampler_init_penalties(
-                vocabulary_size,
-                get_lookback(params.penalty_last_n, context),
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-            )
-        )
+        lookback = get_lookback(params.penalty_last_n, context)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        add(api.llama_sampler_init_penalties(vocabulary_size, lookback, *penalties))
     if params.dry_multiplier > 0:
         add(dry.clone(params))
     if params.temperature <= 0:

@@ -122,16 +122,6 @@ class ThreadGovernor:
             self.threads, self._looks = wanted, 0
 
 
-def cores_used_by_others(window_s: float = 0.4) -> float | None:
-    """Cores that other programs keep busy now, over a short window; None where that is unknown."""
-    before = read_cpu_times()
-    if before is None:
-        return None
-    time.sleep(window_s)
-    after = read_cpu_times()
-    return None if after is None else after.others_since(before)
-
-
 class Workers:
     """ggml's thread pools, which compute for one context at a time. Close them after every such context.
 
