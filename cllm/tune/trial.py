@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -83,27 +83,13 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False  # the problem is that it takes too long
 
 
-class Case(NamedTuple):
-    """A part of the serving mix. `weight`: its tokens (of a prefill) or steps in the mix."""
-
-    name: str
-    title: str
-    weight: int
-
-
-CASES = (
-    Case("prefill", "prefill", 2000),
-    Case("one_short", "1 short", 60),
-    Case("one_long", "1 long", 40),
-    Case("all_short", "all short", 60),
-    Case("ragged", "ragged", 60),
-    Case("all_long", "all long", 40),
-)
+# The serving mix: tokens of prefill, and steps of one request or of all, after short or long contexts.
+MIX = {"prefill": 2000, "one_short": 60, "one_long": 40, "all_short": 60, "ragged": 60, "all_long": 40}
 
 
 def mix_seconds(seconds: Mapping[str, float]) -> float:
     """Seconds for the mix, from seconds per token (prefill) or per step (the rest)."""
-    return sum(case.weight * seconds[case.name] for case in CASES if case.name in seconds)
+    return sum(amount * seconds[case] for case, amount in MIX.items() if case in seconds)
 
 
 def sample_text() -> str:
@@ -330,9 +316,9 @@ class Trial:
 
     def _load(self, config: EngineConfig) -> LlamaModel:
         wanted = (config.model, config.extra_buffers, config.gpu_layers)
-        if self._model is not None and self._loaded == wanted:
-            return self._model
         if self._model is not None:
+            if self._loaded == wanted:
+                return self._model
             self._model.close()
             self._model = None
         self._model = LlamaModel(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import find
 from cllm.build.build import cache_directory
 from cllm.config import EngineConfig
@@ -94,15 +95,10 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
 def _record_path(config: EngineConfig) -> Path:
     """One record for each combination of machine, library, model and settings."""
     model, library = Path(config.model), find()
-    fingerprint = [
-        platform.node(),
-        str(library),
-        *(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(library.glob("libggml*"))),
-        str(model),
-        f"{model.stat().st_size}:{model.stat().st_mtime_ns}",
-        f"{config.extra_buffers}:{config.flash_attention}:{config.threads}:{config.gpu_layers}",
-    ]
-    digest = hashlib.sha256("\n".join(fingerprint).encode()).hexdigest()[:24]
+    settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
+    file = (model, model.stat().st_size, model.stat().st_mtime_ns)
+    fingerprint = (platform.node(), library, library_digest(library), *file, *settings)
+    digest = hashlib.sha256("\n".join(map(str, fingerprint)).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
 
 
