@@ -86,7 +86,7 @@ def tune_at_start(
     if not asked.tune:
         return ready
     try:
-        tuning = Tuning(asked, ready, given, trial=trial)
+        tuning = Tuning(asked, ready, given, trial)
         if tuning.record is None or tuning.record.provisional:
             others = look()
             if tuning.is_due(others):

@@ -8,7 +8,6 @@ lines, unless a setting needs it loaded again.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from cllm.backend.base import Row
 from cllm.backend.llama.context import CELL_BLOCK, LlamaContext, NativeBatch
 from cllm.backend.llama.library import DeferredFrees, Library, load
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.probe import exit_reason
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
@@ -155,11 +155,8 @@ class TrialProcess:
             code = process.wait(1)
         except subprocess.TimeoutExpired:
             return "it answered nonsense"
-        if code < 0:
-            return f"it was ended by {signal.Signals(-code).name}"
         self._stderr.seek(0)
-        last = self._stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return f"it exited with code {code}" + (f": {last}" if last else "")
+        return exit_reason(code, self._stderr.read())
 
 
 class Bench:

@@ -59,12 +59,17 @@ def run_probe(config: EngineConfig) -> ProbeResult:
         )
     except subprocess.TimeoutExpired:
         return ProbeResult(False, f"it did not finish within {PROBE_LIMIT_S:.0f} s")
-    if done.returncode < 0:
-        return ProbeResult(False, f"it was ended by {signal.Signals(-done.returncode).name}")
     if done.returncode != 0:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return ProbeResult(False, lines[-1] if lines else f"it exited with code {done.returncode}")
+        return ProbeResult(False, exit_reason(done.returncode, done.stderr))
     return ProbeResult(True, tokens_per_second=float(done.stdout))
+
+
+def exit_reason(code: int, stderr: bytes) -> str:
+    """The last line that a process wrote, or the signal or code it ended with."""
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return last or f"it exited with code {code}"
 
 
 def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
