@@ -29,12 +29,11 @@ from cllm.workers.messages import (
     Inspection,
     Ready,
     Report,
-    RestorePrefixes,
-    SavePrefixes,
     StepReport,
     StepStats,
     Stop,
     Submit,
+    UseStateFile,
 )
 
 log = logging.getLogger(__name__)
@@ -231,7 +230,7 @@ class EngineCore:
                 self.embedding.cancel(request_id)
             case Inspect(call_id):
                 self._emit(Inspection(call_id, self.scheduler.snapshot()))
-            case SavePrefixes() | RestorePrefixes():
+            case UseStateFile():
                 self.cache_files.add(command)
             case Stop():
                 return False

@@ -187,9 +187,14 @@ class Scheduler:
             return
         self._kv_full = False
         self._awaited.clear()
+        limits = self.runner.limits
         for sequence in tuple(self._waiting):
-            if not self.pool.free_count or not self._fits(sequence):
+            if not self.pool.free_count:
                 return
+            if limits.unified and self._running:  # a sequence must not preempt another at once
+                held = sum(len(other.tokens) for other in self._running.values())
+                if held + len(sequence.tokens) >= limits.cells:
+                    return
             if not sequence.startable:
                 continue
             match = None
@@ -201,15 +206,6 @@ class Scheduler:
                 self._awaited[match.source.id] = min(shortest, sequence.pending)
                 continue
             self._start(sequence, match)
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """With unified KV, a sequence is not started if that would preempt another at once."""
-        limits = self.runner.limits
-        if not limits.unified or not self._running:
-            return True
-        return (
-            sum(len(other.tokens) for other in self._running.values()) + len(sequence.tokens) < limits.cells
-        )
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""

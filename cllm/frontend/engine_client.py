@@ -55,11 +55,10 @@ from cllm.workers.messages import (
     Loading,
     Ready,
     Report,
-    RestorePrefixes,
-    SavePrefixes,
     StateFileDone,
     StepReport,
     Submit,
+    UseStateFile,
 )
 from cllm.workers.supervisor import Backoff
 
@@ -227,11 +226,11 @@ class EngineClient:
 
     def save_prefixes(self, name: str) -> Future[StateFileDone]:
         """Write the prefix cache in RAM to a state file; fails with why not."""
-        return self._call(lambda call_id: SavePrefixes(call_id, name))
+        return self._call(lambda call_id: UseStateFile(call_id, name, save=True))
 
     def restore_prefixes(self, name: str) -> Future[StateFileDone]:
         """Read a state file into the prefix cache; fails with why not, and then nothing has changed."""
-        return self._call(lambda call_id: RestorePrefixes(call_id, name))
+        return self._call(lambda call_id: UseStateFile(call_id, name, save=False))
 
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         future: Future[Any] = Future()
