@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, KeysView, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -48,16 +48,8 @@ class HostKVCache:
         self.cached_bytes = 0
         self.swapped_bytes = 0
         self.evictions = 0
-        self._entries: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
+        self.entries: OrderedDict[Entry, None] = OrderedDict()  # least recently used first
         self._indexes: dict[str, RadixIndex[Entry]] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def entries(self) -> KeysView[Entry]:
-        """What is cached, least recently used first."""
-        return self._entries.keys()
 
     @property
     def room(self) -> int:
@@ -84,7 +76,7 @@ class HostKVCache:
                 self.drop(match.value)
         while entry.size > self.room:
             self._evict()
-        self._entries[entry] = None
+        self.entries[entry] = None
         self._indexes.setdefault(entry.tenant, RadixIndex()).insert(entry.tokens, entry)
         self.cached_bytes += entry.size
         return True
@@ -96,19 +88,19 @@ class HostKVCache:
         if entry.size > self.room or any(len(match.value.tokens) == length for match in known):
             return False
         kept = self.put(entry)
-        self._entries.move_to_end(entry, last=False)
+        self.entries.move_to_end(entry, last=False)
         return kept
 
     def touch(self, entry: Entry) -> None:
         """It was of use: the last to be pushed out now."""
-        if entry in self._entries:
-            self._entries.move_to_end(entry)
+        if entry in self.entries:
+            self.entries.move_to_end(entry)
 
     def drop(self, entry: Entry) -> None:
         """Forget an entry; one that is gone already is left alone."""
-        if entry not in self._entries:
+        if entry not in self.entries:
             return
-        del self._entries[entry]
+        del self.entries[entry]
         index = self._indexes[entry.tenant]
         index.remove(entry.tokens)
         if not index:
@@ -116,7 +108,7 @@ class HostKVCache:
         self.cached_bytes -= entry.size
 
     def _evict(self) -> None:
-        self.drop(next(iter(self._entries)))
+        self.drop(next(iter(self.entries)))
         self.evictions += 1
 
     # Swap space ------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.host_cache import HostKVCache
@@ -30,27 +28,23 @@ class KVTransfer:
 
     def save(self, seq_id: int) -> bytes | None:
         """As `ModelRunner.save`."""
-        with self._timed() as started:
-            state = self._runner.save(seq_id)
+        started = time.perf_counter()
+        state = self._runner.save(seq_id)
         if state is not None:
-            self._cost.observe_transfer(len(state), time.perf_counter() - started, restore=False)
+            self._observe(len(state), time.perf_counter() - started, restore=False)
         return state
 
     def restore(self, seq_id: int, state: bytes) -> bool:
         """As `ModelRunner.restore`."""
-        with self._timed() as started:
-            restored = self._runner.restore(seq_id, state)
+        started = time.perf_counter()
+        restored = self._runner.restore(seq_id, state)
         if restored:
-            self._cost.observe_transfer(len(state), time.perf_counter() - started, restore=True)
+            self._observe(len(state), time.perf_counter() - started, restore=True)
         return restored
 
-    @contextmanager
-    def _timed(self) -> Iterator[float]:
-        started = time.perf_counter()
-        try:
-            yield started
-        finally:
-            self.seconds += time.perf_counter() - started
+    def _observe(self, size: int, seconds: float, *, restore: bool) -> None:
+        self.seconds += seconds
+        self._cost.observe_transfer(size, seconds, restore=restore)
 
     def swap_out(self, sequence: Sequence) -> None:
         """Keep the KV of a sequence that is about to lose its slot."""

@@ -40,7 +40,7 @@ def test_the_same_tokens_are_held_once() -> None:
     tier = HostKVCache(cached_limit=300)
     tier.put(entry("abc", 100))
     tier.put(entry("abc", 120))
-    assert len(tier) == 1 and tier.cached_bytes == 120
+    assert len(tier.entries) == 1 and tier.cached_bytes == 120
 
 
 def test_tenants_do_not_see_each_other() -> None:
@@ -100,5 +100,5 @@ def test_no_limit_is_ever_passed_and_the_sums_are_right(
         assert tier.swapped_bytes == sum(reserved) <= parked
         assert tier.cached_bytes + tier.swapped_bytes <= max(cached, parked)
         there = [made for (tenant, tokens), made in known.items() if held(tier, tokens, tenant)]
-        assert len(there) == len(tier)
+        assert len(there) == len(tier.entries)
         assert sum(made.size for made in there) == tier.cached_bytes
