@@ -238,7 +238,8 @@ class EngineCore:
 
     def _stats(self, **work: float) -> StepStats:
         """Work since the last report, and the state at its end."""
-        scheduler, cache, transfer = self.scheduler, self.scheduler.prefix_cache, self.scheduler.transfer
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        cache, transfer = scheduler.prefix_cache, scheduler.transfer
         counters = Counter(
             prefix_hits=cache.hits,
             prefix_tokens=cache.hit_tokens,
@@ -250,7 +251,7 @@ class EngineCore:
         new, self._reported = counters - self._reported, counters
         return StepStats(
             running=scheduler.running_count + self.embedding.count,
-            leases=scheduler.pool.held_count,
+            leases=pool.size - pool.free_count - len(pool.retired),
             cells_used=scheduler.cells_used,
             integrity_failures=scheduler.integrity_failures,
             interrupted=self._interrupt.count,

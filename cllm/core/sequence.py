@@ -241,10 +241,6 @@ class SlotPool:
         return lease.request_id if lease is not None else None
 
     @property
-    def held_count(self) -> int:
-        return len(self._held)
-
-    @property
     def free_count(self) -> int:
         return len(self._free)
 

@@ -1,4 +1,4 @@
-"""The prefix cache: finds who computed a prompt's prefix, applies it, stores what a sequence leaves.
+"""The prefix cache: finds a computed prefix of a prompt, applies it, stores what a sequence leaves.
 
 A match comes from a running sequence or from host RAM. A state in RAM is that of a whole sequence: it is
 restored and then cut to the common prefix. Where memory cannot be cut, it matches only as a whole.

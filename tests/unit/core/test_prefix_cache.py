@@ -58,7 +58,7 @@ def test_a_growing_history_is_computed_once_and_held_once() -> None:
         assert talk.ask(history, 20) == known
         known = len(history) + len(answer) - 1  # the last token of an answer is told, not computed
         history += tuple(answer)
-    assert len(talk.host_cache) == 1, "a longer state covers the shorter"
+    assert len(talk.host_cache.entries) == 1, "a longer state covers the shorter"
 
 
 def test_a_history_that_changed_is_used_up_to_the_change() -> None:
@@ -71,20 +71,20 @@ def test_different_questions_share_the_common_part_from_either() -> None:
     talk = Talk()
     for letter in b"abc":
         assert talk.ask(SYSTEM + (letter,) * 100) == (0 if letter == ord("a") else len(SYSTEM))
-    assert len(talk.host_cache) == 3
+    assert len(talk.host_cache.entries) == 3
 
 
 def test_what_brings_little_new_is_not_kept() -> None:
     talk = Talk()
     for letter in b"abcdef":
         talk.ask(SYSTEM + (letter,) * 20)
-    assert len(talk.host_cache) == 1 and talk.total("prefix_saves") == 1
+    assert len(talk.host_cache.entries) == 1 and talk.total("prefix_saves") == 1
 
 
 def test_short_prompts_are_left_alone() -> None:
     talk = Talk()
     assert talk.ask(b"short", 20) == talk.ask(b"short", 20) == 0
-    assert len(talk.host_cache) == 0
+    assert len(talk.host_cache.entries) == 0
 
 
 def test_tenants_share_nothing_unless_configured() -> None:
@@ -154,7 +154,7 @@ def test_a_failed_request_leaves_nothing() -> None:
     talk.fake.fail = lambda _, name: StepStatus.BAD_BATCH if name == "collect" else None
     talk.finish()
     assert talk.outcome("r0") is FinishReason.ERROR
-    assert len(talk.host_cache) == 0
+    assert len(talk.host_cache.entries) == 0
 
 
 def failing_once(talk: Talk, call: str, number: int) -> list[str]:
