@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from cllm.backend.llama.memory import prepare
 from cllm.backend.llama.probe import find_working
-from cllm.backend.llama.threads import cores_used_by_others
+from cllm.backend.llama.threads import read_cpu_times
 from cllm.cli.options import fail, progress_bar, with_options
 from cllm.config import Config, EngineConfig
 from cllm.errors import CllmError
@@ -30,6 +31,16 @@ log = logging.getLogger(__name__)
 BAR_WIDTH = 40
 PAGE_WIDTH = 140
 _option = partial(typer.Option, rich_help_panel="tune")
+
+
+def cores_used_by_others(window_s: float = 0.4) -> float | None:
+    """Cores that other programs keep busy now, over a short window; None where that is unknown."""
+    before = read_cpu_times()
+    if before is None:
+        return None
+    time.sleep(window_s)
+    after = read_cpu_times()
+    return None if after is None else after.others_since(before)
 
 
 @with_options(EngineConfig)

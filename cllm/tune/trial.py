@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from statistics import median
 from typing import Self
 
@@ -318,11 +317,7 @@ class Trial:
                 return self._model
             self._model.close()
             self._model = None
-        self._model = LlamaModel(
-            *(self._library, Path(config.model), self._deferred_frees),
-            extra_buffers=config.extra_buffers,
-            gpu_layers=config.gpu_layers,
-        )
+        self._model = LlamaModel(self._library, config, self._deferred_frees)
         self._loaded = wanted
         return self._model
 

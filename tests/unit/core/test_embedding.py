@@ -128,7 +128,7 @@ def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
     return [bytes(source.randrange(97, 123) for _ in range(length)) for _ in range(count)]
 
 
-def test_every_input_becomes_its_own_vector_in_order() -> None:
+def test_every_input_becomes_its_own_embedding_in_order() -> None:
     life = EngineSim(Spied(batch_tokens=64))
     name = life.embed(*texts(11, 10), b"x", b"y" * 63)
     life.run()
@@ -164,7 +164,7 @@ def test_an_input_that_cannot_be_cut_is_a_step_of_its_own() -> None:
     assert [batch.token_count for batch in runner.batches if len(batch.rows) == 1].count(200) == 1
 
 
-def test_vectors_and_tokens_take_turns() -> None:
+def test_embeddings_and_generation_take_turns() -> None:
     runner = Spied(sequences=4)
     life = EngineSim(runner)
     streams = [life.generate(prompt, 30) for prompt in texts(3, 20)]
@@ -282,7 +282,7 @@ def test_a_failed_step_only_costs_time(status: StepStatus, at: int) -> None:
         life.check(name)
 
 
-def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told() -> None:
+def test_two_failed_steps_in_a_row_end_the_engine_and_every_request() -> None:
     runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
     life = EngineSim(runner)
     for request in ({"embed": ((1, 2),)}, {"embed": ((3,),)}, {"prompt": (1,), "max_tokens": 9}):
@@ -295,7 +295,7 @@ def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told() -> Non
 
 
 @pytest.mark.parametrize("number", range(24))
-def test_whatever_native_call_raises_everybody_ends_once(number: int) -> None:
+def test_whatever_native_call_raises_every_request_ends_once(number: int) -> None:
     def fail(call: int, name: str) -> Exception | None:
         return RuntimeError("injected") if call == number and name != "truncate" else None
 
@@ -308,7 +308,7 @@ def test_whatever_native_call_raises_everybody_ends_once(number: int) -> None:
         life.check(name)
 
 
-def test_memory_that_is_not_there_is_told_to_the_caller_and_tried_again() -> None:
+def test_missing_memory_is_an_error_of_the_request_and_tried_again() -> None:
     short_of_memory = [True]
 
     def fail(_: int, name: str) -> Exception | None:
@@ -326,7 +326,7 @@ def test_memory_that_is_not_there_is_told_to_the_caller_and_tried_again() -> Non
     life.check(later)
 
 
-def test_a_model_without_a_voice_refuses_to_generate() -> None:
+def test_an_embedding_model_refuses_to_generate() -> None:
     life = EngineSim(FakeRunner(generates=False))
     mute, vectors = life.generate(b"say something", 5), life.embed(b"x")
     life.run()
@@ -335,7 +335,7 @@ def test_a_model_without_a_voice_refuses_to_generate() -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_lives(seed: int) -> None:
+def test_random_workloads(seed: int) -> None:
     source = random.Random(seed)
     failures = (StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.NO_ROOM)
 
@@ -397,7 +397,7 @@ def test_inputs_that_cannot_fit_are_refused_with_both_numbers(
     engine.submit(call("fits", b"x" * 256), BlockingOutputStream)
 
 
-def test_calls_for_vectors_do_not_take_the_places_of_streams(
+def test_embedding_requests_take_no_slots(
     scripted: tuple[EngineClient, ScriptedExecutor],
 ) -> None:
     engine, host = scripted
@@ -451,7 +451,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
     with_engine(FakeRunner(), use)
 
 
-def test_a_model_without_a_voice_refuses_at_once() -> None:
+def test_an_embedding_model_refuses_generation_at_once() -> None:
     def use(engine: EngineClient) -> None:
         with pytest.raises(InvalidRequest, match="generates no text") as refusal:
             engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingOutputStream)
@@ -462,7 +462,7 @@ def test_a_model_without_a_voice_refuses_at_once() -> None:
     with_engine(FakeRunner(generates=False, embed=UNCHUNKED), use)
 
 
-def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
+def test_a_cancelled_call_ends_while_it_is_computed() -> None:
     runner = FakeRunner(step_s=0.05)  # a second or so for all of it
 
     def use(engine: EngineClient) -> None:
@@ -496,7 +496,7 @@ def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
     assert isinstance(refused, Refused) and refused.field == "documents"
 
 
-def test_vectors_are_cut_then_scaled() -> None:
+def test_embeddings_are_cut_then_scaled() -> None:
     data = struct.pack("<4f", 3.0, 4.0, 12.0, 0.0)
     np.testing.assert_allclose(to_vector(data), np.array([3, 4, 12, 0]) / 13, rtol=1e-6)
     np.testing.assert_allclose(to_vector(data, 2), [0.6, 0.8], rtol=1e-6)

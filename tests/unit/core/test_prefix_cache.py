@@ -96,7 +96,7 @@ def test_a_growing_history_is_computed_once_and_held_once() -> None:
     assert len(talk.tier) == 1, "a longer state covers the shorter"
 
 
-def test_a_history_that_is_told_otherwise_is_used_up_to_there() -> None:
+def test_a_history_that_changed_is_used_up_to_the_change() -> None:
     talk = Talk()
     talk.ask(SYSTEM + tuple(b"x" * 100), 20)
     assert talk.ask(SYSTEM + tuple(b"x" * 50 + b"y" * 80)) == len(SYSTEM) + 50
@@ -122,7 +122,7 @@ def test_short_prompts_are_left_alone() -> None:
     assert len(talk.tier) == 0
 
 
-def test_tenants_share_nothing_unless_told_to() -> None:
+def test_tenants_share_nothing_unless_configured() -> None:
     talk = Talk()
     assert talk.ask(SYSTEM, tenant="one") == 0
     assert talk.ask(SYSTEM, tenant="two") == 0
@@ -135,7 +135,7 @@ def test_tenants_share_nothing_unless_told_to() -> None:
     assert talk.ask(SYSTEM, tenant="two") == len(SYSTEM) - 1
 
 
-def test_who_does_not_want_reuse_neither_gives_nor_takes() -> None:
+def test_a_request_without_reuse_neither_stores_nor_matches() -> None:
     talk = Talk()
     assert talk.ask(SYSTEM, reuse=False) == 0
     assert talk.ask(SYSTEM) == 0
@@ -151,7 +151,7 @@ def test_without_ram_nothing_is_kept() -> None:
     assert talk.total("prefix_saves") == 0
 
 
-def test_the_bytes_are_never_passed_and_the_oldest_go() -> None:
+def test_the_byte_budget_holds_and_the_oldest_are_evicted() -> None:
     talk = Talk(swap_space_mb=0)
     talk.tier.cached_limit = talk.tier.limit = 4000  # bytes: two or three prompts of 150 tokens
     for letter in b"abcde" * 2:
@@ -162,7 +162,7 @@ def test_the_bytes_are_never_passed_and_the_oldest_go() -> None:
 
 
 @pytest.mark.parametrize("trimmable", [True, False])
-def test_memory_that_cannot_be_cut_serves_those_who_begin_with_all_of_it(trimmable: bool) -> None:
+def test_memory_that_cannot_be_cut_serves_only_whole_prefixes(trimmable: bool) -> None:
     talk = Talk(FakeRunner(sequences=2, cells=8192, batch_tokens=64, trimmable=trimmable))
     answer = tuple(expected_text(SYSTEM, 30, ends=False).encode())
     assert talk.ask(SYSTEM, 30) == 0
@@ -172,7 +172,7 @@ def test_memory_that_cannot_be_cut_serves_those_who_begin_with_all_of_it(trimmab
     assert talk.ask(turn, 80) == (len(turn) - 1 if trimmable else len(SYSTEM) + 29)
 
 
-def test_a_cancelled_request_leaves_what_it_has_computed() -> None:
+def test_a_cancelled_request_stores_what_it_has_computed() -> None:
     talk = Talk()
     name = talk.submit(SYSTEM * 3)
     for _ in range(3):
@@ -237,7 +237,7 @@ def test_what_is_being_computed_is_waited_for_and_then_copied() -> None:
 
 
 @pytest.mark.parametrize(("cells", "copies"), [(65_536, 0), (2048, 3)], ids=["long streams", "short ones"])
-def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_streams(
+def test_a_load_is_served_through_ram_where_that_is_quicker_than_copying_kv_streams(
     cells: int, copies: int
 ) -> None:
     talk = Talk(FakeRunner(sequences=4, cells=cells, batch_tokens=64))
@@ -250,7 +250,7 @@ def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_stream
     talk.runner.fail = listen
     prompts = [(*SYSTEM, *SYSTEM, letter) for letter in b"abcd"]
     names = [talk.submit(prompt, 30) for prompt in prompts]
-    while talk.loop.scheduler.waiting_count:
+    while talk.loop.scheduler.snapshot().waiting:
         talk.loop.step()
     assert [calls.count(name) for name in ("copy", "save", "restore")] == [copies, copies == 0, 3 - copies]
     talk.run()
@@ -259,7 +259,7 @@ def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_stream
         assert talk.text(name) == expected_text(prompt, 30, ends=False)
 
 
-def test_two_who_share_more_with_each_other_wait_for_each_other() -> None:
+def test_requests_that_share_more_with_each_other_wait_for_each_other() -> None:
     talk = Talk()
     first = talk.submit(SYSTEM + (1,) * 300)
     second = talk.submit(SYSTEM + (2,) * 300 + (3,))
@@ -269,7 +269,7 @@ def test_two_who_share_more_with_each_other_wait_for_each_other() -> None:
     assert cached == [0, len(SYSTEM), len(SYSTEM) + 300]
 
 
-def test_nobody_waits_for_who_is_behind_what_lies_in_ram() -> None:
+def test_no_request_waits_for_one_that_is_behind_the_cache() -> None:
     talk = Talk()
     slow = talk.submit(SYSTEM * 10)
     talk.loop.step()
@@ -297,7 +297,7 @@ def test_a_long_prompt_that_a_short_one_waits_for_is_computed_first() -> None:
     assert talk.usage(short).cached_tokens == len(SYSTEM)
 
 
-def test_the_cheapest_state_that_covers_the_beginning_is_restored() -> None:
+def test_the_cheapest_state_that_covers_the_prefix_is_restored() -> None:
     talk = Talk()
     restored: list[int] = []
     original = talk.runner.restore
@@ -338,7 +338,7 @@ def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     assert talk.total("prefix_saves") == 1, "the one that ended last, when nobody waited"
 
 
-def test_preempted_requests_push_prefixes_out() -> None:
+def test_preempted_requests_evict_prefixes() -> None:
     runner = FakeRunner(sequences=4, cells=400, batch_tokens=64, unified=True, request_tokens=390)
     talk = Talk(runner, swap_space_mb=1)
     talk.tier.cached_limit = talk.tier.swap_limit = talk.tier.limit = 1500
@@ -364,7 +364,7 @@ def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) ->
     assert talk.ask(system + b"2" * 5) == taken
 
 
-def test_of_many_who_begin_alike_only_some_are_looked_at() -> None:
+def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
     talk = Talk(cache_ram_mb=64)
     system = b"you are a helpful assistant"
     for number in range(prefix.MAX_CANDIDATES + 10):

@@ -164,7 +164,9 @@ def test_a_provisional_result_is_used_and_measured_again_when_it_is_quiet(
     assert not Tuning(config, config, frozenset()).is_due(0.0)
 
 
-def test_a_layout_that_would_change_who_is_refused_is_not_varied(tmp_path: Path, library: Path) -> None:
+def test_a_layout_that_would_change_which_request_is_refused_is_not_varied(
+    tmp_path: Path, library: Path
+) -> None:
     model = str(make_dense(tmp_path / "a.gguf"))
     small = EngineConfig(model=model, ctx_size=2048, parallel=4, max_request_tokens=512)
     large = EngineConfig(model=model, ctx_size=2048, parallel=4, max_request_tokens=513)

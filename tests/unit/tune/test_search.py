@@ -235,7 +235,7 @@ def test_one_request_at_a_time_has_no_layout_and_no_crowd() -> None:
     assert set(record.seconds) == {"prefill", "one_short", "one_long"}
 
 
-def test_a_busy_machine_is_told_and_the_result_is_provisional() -> None:
+def test_a_busy_machine_is_reported_and_the_result_is_provisional() -> None:
     machine = everywhere(lambda config: 0.5 if config.threads == 1 else 1.0)
     record = machine.search(machine=Machine(cores=2, others=1.0, longest=4096))
     assert "1.0 cores" in record.provisional and "provisional" in headline(record)
@@ -251,7 +251,7 @@ def test_a_neighbour_that_comes_later_is_noticed() -> None:
     assert not machine.search().provisional
 
 
-def test_the_time_is_kept_and_what_was_left_out_is_told() -> None:
+def test_the_time_is_kept_and_what_was_left_out_is_reported() -> None:
     slow, fast = Pretend(), Pretend()
     slow.slowness = 30.0  # a big model
     record = slow.search(budget_s=30)
