@@ -262,8 +262,7 @@ class Bench:
         return [self._text[position % len(self._text)] for position in range(begin, end)]
 
     def _save(self, seq_id: int) -> bytes:
-        state = self._context.save(seq_id)
-        if state is None:
+        if (state := self._context.save(seq_id)) is None:
             raise EngineError("a sequence's state cannot be saved")
         return state
 
