@@ -136,8 +136,9 @@ class TrialProcess:
         assert process.stdin is not None and process.stdout is not None
         task = msgspec.json.encode(TrialTask(config=config, plan=plan))
         alarm = threading.Timer(limit_s, process.kill)
-        alarm.start()
+        alarm.daemon = True  # an interrupt may come before it can be cancelled
         try:
+            alarm.start()
             process.stdin.write(task + b"\n")
             process.stdin.flush()
             return msgspec.json.decode(process.stdout.readline(), type=Measurement)
