@@ -136,8 +136,9 @@ class TrialProcess:
         assert process.stdin is not None and process.stdout is not None
         task = msgspec.json.encode(TrialTask(config=config, plan=plan))
         alarm = threading.Timer(limit_s, process.kill)
-        alarm.start()
+        alarm.daemon = True  # an interrupt may come before it can be cancelled
         try:
+            alarm.start()
             process.stdin.write(task + b"\n")
             process.stdin.flush()
             return msgspec.json.decode(process.stdout.readline(), type=Measurement)
@@ -262,8 +263,7 @@ class Bench:
         return [self._text[position % len(self._text)] for position in range(begin, end)]
 
     def _save(self, seq_id: int) -> bytes:
-        state = self._context.save(seq_id)
-        if state is None:
+        if (state := self._context.save(seq_id)) is None:
             raise EngineError("a sequence's state cannot be saved")
         return state
 
