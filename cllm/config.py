@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-CACHE_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
-LOG_LEVEL = "(?i)^(debug|info|warning|error)$"
+KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
+LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank)?$"
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
@@ -58,7 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     parallel: Annotated[int, _option("Requests computed at the same time, one slot each.", 1, 255)] = 8
     ctx_size: Annotated[
-        int, _option("KV cells in total, shared by all slots. 0: 4096 per slot if they fit.", 0)
+        int, _option("KV cells in all, shared by the slots. 0: 4096 each if they fit.", 0)
     ] = 0
     max_request_tokens: Annotated[int, _option("Token limit of one request. 0: ctx-size / parallel.", 0)] = 0
     embed_tokens: Annotated[
@@ -71,11 +71,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: Annotated[int, _option("Token limit of one step; largest prefill chunk.", 32, 65536)] = 512
     target_itl_ms: Annotated[int, _option("Inter-token latency that chunked prefill must keep, ms.", 1)] = 250
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
-    cache_type_k: Annotated[
-        str, _option("KV cache type of keys: f16, bf16, q8_0, f32 …", pattern=CACHE_TYPE)
-    ] = "f16"
+    cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
     cache_type_v: Annotated[
-        str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=CACHE_TYPE)
+        str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
 
     cache_ram_mb: Annotated[
@@ -90,9 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False
 
-    draft_tokens: Annotated[
-        int, _option("Draft tokens per sequence and step, where they pay. 0: off.", 0, 64)
-    ] = 8
+    draft_tokens: Annotated[int, _option("Draft tokens of a sequence, if they pay. 0: off.", 0, 64)] = 8
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
     ] = ""
@@ -103,9 +99,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, _option("Address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen on. 0: any free one.", 0, 65535)] = 18081
-    log_level: Annotated[
-        str, _option("debug, info, warning or error.", metavar="LEVEL", pattern=LOG_LEVEL)
-    ] = "info"
+    log_level: Annotated[str, _option("debug, info, warning or error.", metavar="LEVEL", pattern=LEVELS)] = (
+        "info"
+    )
     queue_size: Annotated[int, _option("Waiting requests; one more gets a 429.", 1)] = 1024
     queue_tokens: Annotated[int, _rare("Waiting prompt tokens; more get a 429. 0: no limit.", 0)] = 1 << 20
     max_timeout_s: Annotated[float, _option("Time limit of one request, seconds. 0: none.", 0)] = 600.0
@@ -119,9 +115,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     header_timeout_s: Annotated[float, _rare("Time limit to receive a header, seconds.", 0.1)] = 10.0
     body_timeout_s: Annotated[float, _rare("Time limit to receive a body, seconds.", 0.1)] = 30.0
     keep_alive_s: Annotated[float, _rare("Idle connections are closed after this, seconds.", 0)] = 30.0
-    max_connections: Annotated[
-        int, _rare("Open connections, as far as file descriptors allow; more: 503.", 1)
-    ] = 4096
+    max_connections: Annotated[int, _rare("Open connections, if descriptors suffice; more: 503.", 1)] = 4096
 
     api_keys: Annotated[str, _file("TOML file of API keys (`cllm keys new`); SIGHUP reads it again.")] = ""
     api_key: Annotated[

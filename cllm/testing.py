@@ -113,10 +113,6 @@ class FakeSampler:
     def accept(self, tokens: Sequence[int]) -> None:
         assert not self.closed
 
-    def clone(self) -> Sampler:
-        assert not self.closed
-        return FakeSampler(self.runner, self.params)
-
     def close(self) -> None:
         assert not self.closed, "a sampler was closed twice"
         self.closed = True

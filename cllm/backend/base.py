@@ -24,9 +24,6 @@ class Sampler(Protocol):
     def accept(self, tokens: Sequence[int]) -> None:
         """Add tokens to the history that penalties look back on (the prompt, usually)."""
 
-    def clone(self) -> Sampler:
-        """An independent copy with the same state, to roll back to."""
-
     def close(self) -> None:
         """Free it. Called on the owner thread; further use is a bug."""
 

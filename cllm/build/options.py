@@ -51,7 +51,9 @@ class BuildOptions:
     @cached_property
     def flags(self) -> tuple[str, ...]:
         """Flags for C and C++ alike. Asks the compiler."""
-        return self.compiler.portable_flags() if self.portable else self.compiler.native_flags()
+        if not self.portable:
+            return self.compiler.native_flags()
+        return ("-mcpu=baseline",) if self.compiler.is_zig else ()  # only zig targets this CPU by default
 
     @property
     def key(self) -> str:
@@ -122,7 +124,11 @@ def machine() -> str:
 
 def features() -> tuple[str, ...]:
     """The instruction sets of this CPU, sorted, as its system names them; empty where it does not say."""
-    names = _sysctl_features() if sys.platform == "darwin" else _cpuinfo_features()
+    if sys.platform == "darwin":
+        names = _sysctl_features()
+    else:
+        lists = map(read_cpuinfo().get, ("flags", "features", "isa"))
+        names = {word for words in lists if words for word in words.lower().split()}
     if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686"):
         names = {name for name in names if name.startswith(_X86_INSTRUCTION_SETS)}
     return tuple(sorted(names))
@@ -136,11 +142,6 @@ def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
         return {}
     entries = (line.partition(":") for line in reversed(lines))
     return {name.strip().lower(): value.strip() for name, _, value in entries}
-
-
-def _cpuinfo_features() -> set[str]:
-    entries = read_cpuinfo()
-    return {word for name in ("flags", "features", "isa") for word in entries.get(name, "").lower().split()}
 
 
 def _sysctl_features() -> set[str]:

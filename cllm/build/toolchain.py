@@ -102,10 +102,6 @@ class Compiler:
             return ()
         return tuple(flags)
 
-    def portable_flags(self) -> tuple[str, ...]:
-        """Flags of the compiler's baseline CPU. Only zig targets this machine by default."""
-        return ("-mcpu=baseline",) if self.is_zig else ()
-
 
 def find_compiler(tools: Path, name: str | None = None) -> Compiler:
     """The compiler called `name`, or the first of $CC, gcc, cc, clang, and zig from its wheel.

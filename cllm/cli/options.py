@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +17,14 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
 from cllm.config import GROUPS, Config, EngineConfig, ServerConfig
 from cllm.deprecated import FLAGS, renamed, warn
-from cllm.errors import CllmError, ConfigError
+from cllm.errors import ConfigError
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
 _SHOW_ALL = "cllm.show_all"
@@ -191,7 +193,19 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
     return decorate
 
 
-def fail(error: CllmError) -> typer.Exit:
-    """Print one clear line on standard error; exit code 2."""
+def fail(error: Exception, code: int = 2) -> typer.Exit:
+    """Print one clear line on standard error."""
     typer.echo(f"cllm: {error}", err=True)
-    return typer.Exit(2)
+    return typer.Exit(code)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A progress bar on standard error, only on a terminal, gone when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )

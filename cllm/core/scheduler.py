@@ -177,10 +177,6 @@ class Scheduler:
         )
         return Batch(tuple(rows), batch.kind)
 
-    def request_id(self, seq_id: int) -> str | None:
-        """The request that a row of a batch belongs to."""
-        return self.pool.holder(seq_id)
-
     # Admission -------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
@@ -283,16 +279,11 @@ class Scheduler:
         if unused > 0 and not self._rollback_drafts(sequence, unused):
             return
         logprobs = tuple(map(self._with_pieces, outcome.logprobs[: len(appended.tokens)]))
+        added: dict[str, Any] = {"text": appended.text, "tokens": appended.tokens, "logprobs": logprobs}
         if appended.reason is None:
-            self._outputs.append(
-                RequestOutput(
-                    request_id=sequence.id, text=appended.text, tokens=appended.tokens, logprobs=logprobs
-                )
-            )
+            self._outputs.append(RequestOutput(request_id=sequence.id, **added))
         else:
-            self._finish(
-                sequence, appended.reason, text=appended.text, tokens=appended.tokens, logprobs=logprobs
-            )
+            self._finish(sequence, appended.reason, **added)
 
     def _rollback_drafts(self, sequence: Sequence, count: int) -> bool:
         """Remove the last `count` tokens from its memory: drafts that were rejected, or not needed."""
@@ -391,10 +382,6 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         return len(self._running)
-
-    @property
-    def waiting_count(self) -> int:
-        return len(self._waiting)
 
     @property
     def cells_used(self) -> int:

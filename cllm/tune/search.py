@@ -302,12 +302,7 @@ class Tuning:
     """
 
     def __init__(
-        self,
-        asked: EngineConfig,
-        ready: EngineConfig,
-        given: frozenset[str],
-        *,
-        trial: Sequence[str] = TRIAL,
+        self, asked: EngineConfig, ready: EngineConfig, given: frozenset[str], trial: Sequence[str] = TRIAL
     ) -> None:
         header = GgufHeader(Path(ready.model))
         share = request_share(MemoryFit(header, ready).cells, ready.parallel)

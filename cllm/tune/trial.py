@@ -8,7 +8,6 @@ lines, unless a setting needs it loaded again.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from statistics import median
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -26,6 +25,7 @@ from cllm.backend.base import Row
 from cllm.backend.llama.context import CELL_BLOCK, LlamaContext, NativeBatch
 from cllm.backend.llama.library import DeferredFrees, Library, load
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.probe import exit_reason
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
@@ -82,27 +82,13 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False  # the problem is that it takes too long
 
 
-class Case(NamedTuple):
-    """A part of the serving mix. `weight`: its tokens (of a prefill) or steps in the mix."""
-
-    name: str
-    title: str
-    weight: int
-
-
-CASES = (
-    Case("prefill", "prefill", 2000),
-    Case("one_short", "1 short", 60),
-    Case("one_long", "1 long", 40),
-    Case("all_short", "all short", 60),
-    Case("ragged", "ragged", 60),
-    Case("all_long", "all long", 40),
-)
+# The serving mix: tokens of prefill, and steps of one request or of all, after short or long contexts.
+MIX = {"prefill": 2000, "one_short": 60, "one_long": 40, "all_short": 60, "ragged": 60, "all_long": 40}
 
 
 def mix_seconds(seconds: Mapping[str, float]) -> float:
     """Seconds for the mix, from seconds per token (prefill) or per step (the rest)."""
-    return sum(case.weight * seconds[case.name] for case in CASES if case.name in seconds)
+    return sum(amount * seconds[case] for case, amount in MIX.items() if case in seconds)
 
 
 def sample_text() -> str:
@@ -168,11 +154,8 @@ class TrialProcess:
             code = process.wait(1)
         except subprocess.TimeoutExpired:
             return "it answered nonsense"
-        if code < 0:
-            return f"it was ended by {signal.Signals(-code).name}"
         self._stderr.seek(0)
-        last = self._stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return f"it exited with code {code}" + (f": {last}" if last else "")
+        return exit_reason(code, self._stderr.read())
 
 
 class Bench:
@@ -329,9 +312,9 @@ class Trial:
 
     def _load(self, config: EngineConfig) -> LlamaModel:
         wanted = (config.model, config.extra_buffers, config.gpu_layers)
-        if self._model is not None and self._loaded == wanted:
-            return self._model
         if self._model is not None:
+            if self._loaded == wanted:
+                return self._model
             self._model.close()
             self._model = None
         self._model = LlamaModel(self._library, config, self._deferred_frees)

@@ -56,14 +56,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Work done since the last report, and the engine's state at its end."""
 
     steps: int = 0
-    rows: int = 0
     tokens: int = 0
     step_s: float = 0.0
     compute_s: float = 0.0
     sample_s: float = 0.0
     transfer_s: float = 0.0  # of KV memory, to RAM and back
     running: int = 0
-    waiting: int = 0
     leases: int = 0
     cells_used: int = 0
     integrity_failures: int = 0

@@ -13,9 +13,9 @@ import pytest
 from cllm.backend.llama.library import load
 from cllm.config import EngineConfig
 from cllm.tune.search import TRIAL
-from cllm.tune.trial import CASES, Bench, Plan, Trial, TrialProcess, TrialTask
+from cllm.tune.trial import MIX, Bench, Plan, Trial, TrialProcess, TrialTask
 
-EVERY_CASE = {case.name for case in CASES}
+EVERY_CASE = set(MIX)
 PLAN = Plan(requests=3, short=16, long=96, steps=2)
 LIMIT_S = 60.0
 # The real trial, but a setting of poll kills it, or lets it hang: what a wrong instruction would do.

@@ -85,7 +85,7 @@ class CheckedRunner(ModelRunner):
     @property
     def open_samplers(self) -> int:
         if isinstance(self.inner, FakeRunner):
-            return self.inner.open_samplers  # clones too
+            return self.inner.open_samplers
         return sum(map(_is_open, self.samplers))
 
 

@@ -89,7 +89,7 @@ class GgufHeader:
         dimensions = cursor.scalar("I")
         if dimensions > 8:
             raise ValueError(f"a tensor with {dimensions} dimensions")
-        elements = math.prod(cursor.scalar("Q") for _ in range(dimensions))
+        elements: int = math.prod(cursor.scalar("Q") for _ in range(dimensions))
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.scalar("I"))]
         offset: int = cursor.scalar("Q")
         return offset + elements // int(block) * int(block_bytes)

@@ -157,8 +157,16 @@ def prepare(config: EngineConfig) -> EngineConfig:
     if config.draft_model:
         draft = Path(config.draft_model).expanduser().resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
-    config = _with_cells(header, config)
     fit = MemoryFit(header, config)
+    if not fit.fits:
+        assert fit.available is not None
+        affordable = (fit.available - fit.model - fit.compute - fit.draft) // max(1, fit.per_cell)
+        cells = affordable // config.parallel // 256 * 256 * config.parallel
+        if config.ctx_size or cells < 512 * config.parallel:
+            hint = "try a smaller --ctx-size or --parallel"
+            raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {hint}")
+        config = msgspec.structs.replace(config, ctx_size=cells)
+        fit = MemoryFit(header, config)
     if fit.available is None or fit.total <= fit.available:
         return config
     limit_mb = max(0, fit.available - (fit.total - fit.states)) // _MIB
@@ -171,16 +179,3 @@ def prepare(config: EngineConfig) -> EngineConfig:
         cache_ram_mb=min(config.cache_ram_mb, limit_mb),
         swap_space_mb=min(config.swap_space_mb, limit_mb),
     )
-
-
-def _with_cells(header: GgufHeader, config: EngineConfig) -> EngineConfig:
-    """The KV cells asked for, or by default as many as fit. Raises NotEnoughMemory with the sum."""
-    fit = MemoryFit(header, config)
-    if fit.fits:
-        return config
-    assert fit.available is not None
-    affordable = (fit.available - fit.model - fit.compute - fit.draft) // max(1, fit.per_cell)
-    cells = affordable // config.parallel // 256 * 256 * config.parallel
-    if config.ctx_size or cells < 512 * config.parallel:
-        raise NotEnoughMemory(f"not enough memory: {fit.describe()}; try a smaller --ctx-size or --parallel")
-    return msgspec.structs.replace(config, ctx_size=cells)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import find
 from cllm.build.build import cache_directory
 from cllm.config import EngineConfig
@@ -58,12 +59,17 @@ def run_probe(config: EngineConfig) -> ProbeResult:
         )
     except subprocess.TimeoutExpired:
         return ProbeResult(False, f"it did not finish within {PROBE_LIMIT_S:.0f} s")
-    if done.returncode < 0:
-        return ProbeResult(False, f"it was ended by {signal.Signals(-done.returncode).name}")
     if done.returncode != 0:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return ProbeResult(False, lines[-1] if lines else f"it exited with code {done.returncode}")
+        return ProbeResult(False, exit_reason(done.returncode, done.stderr))
     return ProbeResult(True, tokens_per_second=float(done.stdout))
+
+
+def exit_reason(code: int, stderr: bytes) -> str:
+    """The last line that a process wrote, or the signal or code it ended with."""
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return last or f"it exited with code {code}"
 
 
 def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
@@ -94,15 +100,10 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
 def _record_path(config: EngineConfig) -> Path:
     """One record for each combination of machine, library, model and settings."""
     model, library = Path(config.model), find()
-    fingerprint = [
-        platform.node(),
-        str(library),
-        *(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(library.glob("libggml*"))),
-        str(model),
-        f"{model.stat().st_size}:{model.stat().st_mtime_ns}",
-        f"{config.extra_buffers}:{config.flash_attention}:{config.threads}:{config.gpu_layers}",
-    ]
-    digest = hashlib.sha256("\n".join(fingerprint).encode()).hexdigest()[:24]
+    settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
+    file = (model, model.stat().st_size, model.stat().st_mtime_ns)
+    fingerprint = (platform.node(), library, library_digest(library), *file, *settings)
+    digest = hashlib.sha256("\n".join(map(str, fingerprint)).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
 
 

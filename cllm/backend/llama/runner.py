@@ -165,7 +165,7 @@ class LlamaRunner(ModelRunner):
             pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
         excluded = self._ends if params.ignore_eos else self._ends[:0]
-        return LlamaSampler(self._api, params, chain, self._deferred_frees, excluded)
+        return LlamaSampler(self._api, params, chain, excluded)
 
     def next_position(self, seq_id: int) -> int:
         return self._context.next_position(seq_id)

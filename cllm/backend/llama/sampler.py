@@ -19,18 +19,12 @@ class LlamaSampler:
     """The sampler of one sequence. A greedy one needs no chain: then `chain` is None."""
 
     def __init__(
-        self,
-        api: Any,
-        params: SamplingParams,
-        chain: Owned | None,
-        deferred_frees: DeferredFrees,
-        excluded: npt.NDArray[np.int32],
+        self, api: Any, params: SamplingParams, chain: Owned | None, excluded: npt.NDArray[np.int32]
     ) -> None:
         self._api = api
         self.params = params
         self.chain = chain
         self.prefilter = TopKPrefilter(params)
-        self._deferred_frees = deferred_frees
         self.excluded = excluded  # tokens never sampled (end tokens, with `ignore_eos`)
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -46,13 +40,6 @@ class LlamaSampler:
         token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask)
         self._api.llama_sampler_accept(self.chain.pointer, token)
         return token
-
-    def clone(self) -> LlamaSampler:
-        chain = None
-        if self.chain is not None:
-            copy = self._api.llama_sampler_clone(self.chain.pointer)
-            chain = Owned(copy, self._api.llama_sampler_free, self._deferred_frees)
-        return LlamaSampler(self._api, self.params, chain, self._deferred_frees, self.excluded)
 
     def close(self) -> None:
         if self.chain is not None:

@@ -214,7 +214,7 @@ def test_a_load_is_served_through_ram_where_that_is_quicker_than_copying_kv_stre
     talk.fake.fail = listen
     prompts = [(*SYSTEM, *SYSTEM, letter) for letter in b"abcd"]
     names = [talk.send(prompt, 30) for prompt in prompts]
-    while talk.scheduler.waiting_count:
+    while talk.scheduler.snapshot().waiting:
         talk.step()
     assert [calls.count(name) for name in ("copy", "save", "restore")] == [copies, copies == 0, 3 - copies]
     talk.finish()

@@ -16,7 +16,7 @@ from cllm.config import EngineConfig
 from cllm.tune.record import Option, TuneRecord
 from cllm.tune.search import GIVE_UP, MIN_LIMIT_S, Machine, Search, TuneFailed
 from cllm.tune.space import LONG, Part, expected_s, first_look, make_plans
-from cllm.tune.trial import CASES, Measurement, Plan, mix_seconds
+from cllm.tune.trial import MIX, Measurement, Plan, mix_seconds
 
 CONFIG = EngineConfig(model="m.gguf", parallel=8)
 QUIET = Machine(cores=2, others=0.0, longest=4096)
@@ -24,7 +24,7 @@ Cost = Callable[[EngineConfig], dict[str, float]]
 
 
 def unit(_: EngineConfig) -> dict[str, float]:
-    return {case.name: 0.001 if case.name == "prefill" else 0.01 for case in CASES}
+    return {case: 0.001 if case == "prefill" else 0.01 for case in MIX}
 
 
 def measured_cases(plan: Plan) -> set[str]:
@@ -82,7 +82,7 @@ class Pretend:
 
 
 def everywhere(factor: Callable[[EngineConfig], float]) -> Pretend:
-    return Pretend(**{case.name: factor for case in CASES})
+    return Pretend(**dict.fromkeys(MIX, factor))
 
 
 def option(record: TuneRecord, dimension: str, label: str) -> Option:
@@ -350,7 +350,9 @@ def test_the_report_shows_every_alternative() -> None:
     record = machine.search()
     table = options_table(record)
     assert table.row_count == len(record.options)
-    assert [column.header for column in table.columns][3:] == ["mix", *(case.title for case in CASES)]
+    assert [column.header for column in table.columns][3:] == [
+        *("mix", "prefill", "1 short", "1 long", "all short", "ragged", "all long")
+    ]
     console = Console(width=100)
     with console.capture() as captured:
         console.print(bars(record))
