@@ -101,7 +101,7 @@ def test_the_operators_template_is_used(start: StartServer, tiny_model: Path, tm
     [
         (None, "No such file"),
         (b"{% for %}", "line 1"),
-        (b"no braces", "holds no Jinja"),
+        (b"no braces", "no Jinja"),
         (b"{{ \xff }}", "UTF-8"),
         (b"{{ 1 }}" + b" " * (1 << 20), "limit"),
     ],
