@@ -16,21 +16,8 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.errors import failure_body
+from cllm.server.protocol import messages as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.protocol.messages import (
-    Content,
-    ContentDelta,
-    CountBody,
-    MessageEnding,
-    MessageEvent,
-    MessageResponse,
-    MessagesBody,
-    MessageUsage,
-    TextContent,
-    ThinkingContent,
-    TokenCount,
-    ToolUseContent,
-)
 from cllm.server.submit import check_constraint, check_model, make_request, model_name
 from cllm.text.output_parser import OutputEvent
 from cllm.types import FinishReason, RequestOutput
@@ -38,10 +25,10 @@ from cllm.types import FinishReason, RequestOutput
 ROUTE = "/v1/messages"
 EXAMPLE_EVENTS = encode_events(
     [
-        MessageEvent("message_start", message=MessageResponse.EXAMPLE),
-        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
-        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
-        MessageEvent("message_stop"),
+        api.MessageEvent("message_start", message=api.EXAMPLE),
+        api.MessageEvent("content_block_delta", index=0, delta=api.ContentDelta("text_delta", text="AI")),
+        api.MessageEvent("message_delta", delta=api.MessageEnding("end_turn"), usage=api.MessageUsage(4, 3)),
+        api.MessageEvent("message_stop"),
     ]
 )
 _DELTAS = {  # type and field
@@ -61,20 +48,20 @@ class MessageRenderer(BlockRenderer):
         self._prompt_tokens = prompt_tokens
 
     def start(self) -> list[StreamEvent]:
-        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
+        return [api.MessageEvent("message_start", message=self.body()), api.MessageEvent("ping")]
 
     def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered = [_render(event) for event in self._reply.add(events, output)]
         if output.error is not None:
-            rendered.append(MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
+            rendered.append(api.MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
         elif output.finish_reason is not None:
-            ending = MessageEnding(self._stop_reason, self._reply.stop)
-            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
-            rendered.append(MessageEvent("message_stop"))
+            ending = api.MessageEnding(self._stop_reason, self._reply.stop)
+            rendered.append(api.MessageEvent("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(api.MessageEvent("message_stop"))
         return [*rendered]
 
-    def body(self) -> MessageResponse:
-        return MessageResponse(
+    def body(self) -> api.MessageResponse:
+        return api.MessageResponse(
             id=self._id,
             model=self._model,
             content=[_make_content(block) for block in self._reply.blocks],
@@ -94,22 +81,22 @@ class MessageRenderer(BlockRenderer):
             return "stop_sequence"
         return "tool_use" if self._reply.tool_calls else "end_turn"
 
-    def _usage(self) -> MessageUsage:
+    def _usage(self) -> api.MessageUsage:
         usage = self._reply.usage
         if usage is None:
-            return MessageUsage(self._prompt_tokens, 0)
+            return api.MessageUsage(self._prompt_tokens, 0)
         cached = usage.cached_tokens
-        return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
+        return api.MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _make_content(block: Block) -> Content:
+def _make_content(block: Block) -> api.Content:
     match block.kind:
         case BlockKind.REASONING:
-            return ThinkingContent(block.text)
+            return api.ThinkingContent(block.text)
         case BlockKind.TEXT:
-            return TextContent(block.text)
+            return api.TextContent(block.text)
         case BlockKind.TOOL_CALL:
-            return ToolUseContent(f"toolu_{block.id}", block.name, _parse_arguments(block.text))
+            return api.ToolUseContent(f"toolu_{block.id}", block.name, _parse_arguments(block.text))
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
@@ -121,24 +108,24 @@ def _parse_arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _render(event: BlockEvent) -> MessageEvent:
+def _render(event: BlockEvent) -> api.MessageEvent:
     block = event.block
     if isinstance(event, BlockStart):
         empty = _make_content(Block(block.index, block.kind, block.id, block.name))
-        return MessageEvent("content_block_start", index=block.index, content_block=empty)
+        return api.MessageEvent("content_block_start", index=block.index, content_block=empty)
     if isinstance(event, BlockDelta):
         kind, field = _DELTAS[block.kind]
-        delta = ContentDelta(kind, **{field: event.text})
-        return MessageEvent("content_block_delta", index=block.index, delta=delta)
-    return MessageEvent("content_block_stop", index=block.index)
+        delta = api.ContentDelta(kind, **{field: event.text})
+        return api.MessageEvent("content_block_delta", index=block.index, delta=delta)
+    return api.MessageEvent("content_block_stop", index=block.index)
 
 
 def routes(registry: EngineRegistry) -> APIRouter:
     """The router. Each handler asks the registry once for the engine that serves its request."""
     router = APIRouter(tags=["Anthropic"])
 
-    @router.post(ROUTE, **documented(MessageResponse, events=[EXAMPLE_EVENTS], computes=True))
-    async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+    @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
+    async def messages(body: api.MessagesBody, http: HttpRequest) -> Response:
         """Answer a conversation, possibly with tool calls."""
         engine = registry.current
         check_model(body.model)
@@ -154,13 +141,13 @@ def routes(registry: EngineRegistry) -> APIRouter:
         renderer = MessageRenderer(request.id, model_name(engine, body.model), session.prompt_tokens)
         return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(f"{ROUTE}/count_tokens", **documented(TokenCount(14)))
-    async def count(body: CountBody) -> Response:
+    @router.post(f"{ROUTE}/count_tokens", **documented(api.TokenCount(14)))
+    async def count(body: api.CountBody) -> Response:
         """Count the tokens of a conversation, as the chat template renders it."""
         engine = registry.current
         check_model(body.model)
         constrained = await check_constraint(engine, body) is not None
         tokens = await count_tokens(engine, body.conversation(), constrained=constrained)
-        return StructResponse(TokenCount(tokens))
+        return StructResponse(api.TokenCount(tokens))
 
     return router
