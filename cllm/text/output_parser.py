@@ -9,7 +9,8 @@ from enum import Enum
 
 import msgspec
 
-from cllm.text.tool_formats.base import ToolFormat
+from cllm.text.detokenizer import count_possible
+from cllm.text.tool_formats import ToolFormat
 
 THINK_START, THINK_END = "<think>", "</think>"
 
@@ -215,7 +216,7 @@ class OutputParser:
         if found:
             certain = text.rstrip()
         elif not final:
-            certain = text[: len(text) - len(_held_back(text, mark))].rstrip()
+            certain = text[: len(text) - count_possible(text, [mark])].rstrip()
         self._buffer = rest if found else text[len(certain) :]
         return certain, text[len(certain) :] + mark if found else ""
 
@@ -224,14 +225,6 @@ class OutputParser:
         if self._opening:
             self._opening += self._buffer[:count]
         self._buffer = self._buffer[count:]
-
-
-def _held_back(text: str, mark: str) -> str:
-    """The longest suffix of `text` that is a prefix of `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-length:]):
-            return text[-length:]
-    return ""
 
 
 NAME_KEYS = ("name", "function")
@@ -267,9 +260,7 @@ class ToolCallParser:
         self._wants = _Wants.OBJECT if name is None else _Wants.VALUE
         self._key = "" if name is None else ARGUMENT_KEYS[0]
         self.foreign = False  # it has a key that no tool call has
-        self._part: list[
-            str
-        ] = []  # the key or value being read; a list, because appending to a str copies it
+        self._part: list[str] = []  # the key or value being read; appending to a str would copy it
         self._nesting = 0  # inside the value
         self._in_string = False
         self._escaped = False
@@ -277,14 +268,14 @@ class ToolCallParser:
 
     def feed(self, text: str) -> str:
         """Read text; returns what follows the object's end, or the text from where it is malformed."""
+        end = len(text)
         for index, character in enumerate(text):
             self._read(character)
-            if self.failed:
-                return text[index:]
-            self._raw.append(character)
-            if self.done:
-                return text[index + 1 :]
-        return ""
+            if self.done or self.failed:
+                end = index + self.done
+                break
+        self._raw.append(text[:end])
+        return text[end:]
 
     @property
     def raw(self) -> str:

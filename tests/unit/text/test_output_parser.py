@@ -18,9 +18,7 @@ from cllm.text.output_parser import (
     ToolCallArguments,
     ToolCallStart,
 )
-from cllm.text.tool_formats import ToolFormat
-from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
-from cllm.text.tool_formats.generic import Generic
+from cllm.text.tool_formats import Generic, Hermes, Llama3, Mistral, ToolFormat
 from tests.profiles import examples
 
 NAMES = ("look", "get.weather", "add-2", "f_")

@@ -14,9 +14,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import END_TOKEN, FakeVocabulary
 from cllm.text.output_parser import OutputParser
 from cllm.text.structured_output import GrammarCompiler
-from cllm.text.tool_formats import Tool, ToolFormat, get_tool_format
-from cllm.text.tool_formats.declared import Hermes, Llama3, Mistral
-from cllm.text.tool_formats.generic import Generic
+from cllm.text.tool_formats import Generic, Hermes, Llama3, Mistral, Tool, ToolFormat, get_tool_format
 from cllm.types import FinishReason
 from tests.profiles import examples
 from tests.unit.text.test_output_parser import Parts, events_of, joined
