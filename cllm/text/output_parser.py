@@ -146,11 +146,6 @@ class OutputParser:
 
     def _read_content(self, events: list[OutputEvent], final: bool) -> None:
         opening = self._tool_format.opening if self._tool_format is not None else ""
-        if not opening:
-            text, self._buffer = self._buffer, ""
-            if text:
-                events.append(ContentText(text))
-            return
         certain, mark = self._take_until(opening, final)
         if certain:
             events.append(ContentText(certain))
@@ -209,13 +204,14 @@ class OutputParser:
     def _take_until(self, mark: str, final: bool) -> tuple[str, str]:
         """Take the text that certainly precedes the mark; then, if it is there, blanks and mark.
 
-        Blanks before a mark are dropped, so they are held back until other text follows.
+        Blanks before a mark are dropped, so they are held back until other text follows. Without a mark
+        all text is certain.
         """
-        text, found, rest = self._buffer.partition(mark)
+        text, found, rest = self._buffer.partition(mark) if mark else (self._buffer, "", "")
         certain = text
         if found:
             certain = text.rstrip()
-        elif not final:
+        elif mark and not final:
             certain = text[: len(text) - count_possible(text, [mark])].rstrip()
         self._buffer = rest if found else text[len(certain) :]
         return certain, text[len(certain) :] + mark if found else ""

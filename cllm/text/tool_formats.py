@@ -137,11 +137,17 @@ def _prepare(message: Message, names: Mapping[str, str]) -> Message:
 def _parse_function(function: Mapping[str, Any]) -> dict[str, Any]:
     """Name and arguments, these as an object; text that is no JSON object stays text."""
     arguments = function["arguments"]
+    parsed = parse_object(arguments or "{}")
+    return {"name": function["name"], "arguments": arguments if parsed is None else parsed}
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None."""
     try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
-        value = arguments
-    return {"name": function["name"], "arguments": value if isinstance(value, dict) else arguments}
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 class Hermes(ToolFormat):

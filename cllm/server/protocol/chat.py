@@ -12,13 +12,7 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
 from cllm.chat.reply import ChatReply
 from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, ToolDescription, kinds
-from cllm.server.protocol.completions import (
-    CompletionUsage,
-    Name,
-    OpenAIBody,
-    PromptTokensDetails,
-    decode_piece,
-)
+from cllm.server.protocol.completions import CompletionUsage, Name, OpenAIBody, PromptTokensDetails
 from cllm.text.tool_formats import Tool
 from cllm.types import FinishReason, TokenLogprob
 
@@ -217,7 +211,7 @@ def make_logprobs(entries: Sequence[TokenLogprob], top: int) -> list[ChatTokenLo
     """One entry a token, each with the `top` most likely ones."""
 
     def fields(piece: bytes, logprob: float) -> tuple[str, float, list[int]]:
-        return decode_piece(piece), logprob, list(piece)
+        return piece.decode(errors="replace"), logprob, list(piece)
 
     return [
         ChatTokenLogprob(

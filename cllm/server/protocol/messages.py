@@ -147,9 +147,7 @@ class ClientTool(Body):
 
 
 class ToolChoiceBody(Body):
-    type: Literal["auto", "any", "tool", "none"] = Field(
-        description="Whether a tool may (`auto`), must (`any`, `tool`) or must not (`none`) be called"
-    )
+    type: Literal["auto", "any", "tool", "none"] = Field(description="`any`, `tool`: one must be called")
     name: ToolName | None = Field(None, description="With `tool`: its name", examples=["get_weather"])
     disable_parallel_tool_use: bool = Field(False, description="At most one call in an answer")
 
@@ -161,11 +159,9 @@ class ToolChoiceBody(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"] = Field(
-        description="The template's `enable_thinking`; left out: as the template has it"
-    )
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="The template's `enable_thinking`")
     budget_tokens: int | None = Field(
-        None, ge=1, description="Not enforced: reasoning counts towards `max_tokens`", examples=[1024]
+        None, ge=1, description="Not enforced: see `max_tokens`", examples=[1024]
     )
 
 
@@ -181,9 +177,7 @@ class JsonFormat(Body):
 class OutputConfig(Body):
     effort: chat.Effort = Field(None, description="A variable for the chat template: `reasoning_effort`")
     format: JsonFormat | None = Field(
-        None,
-        description="A schema for the answer",
-        examples=[{"type": "json_schema", "schema": {"type": "object"}}],
+        None, description="A schema for the answer", examples=[{"type": "json_schema", "schema": {}}]
     )
 
 
@@ -204,22 +198,18 @@ class CountBody(NullableBody, ConstrainedBody):
         description="The conversation; an assistant message at its end is continued",
         examples=[chat.MESSAGES],
     )
-    system: Text | Texts | None = Field(
-        None, description="Instructions: text, or blocks of text", examples=["Be brief."]
-    )
+    system: Text | Texts | None = Field(None, description="Instructions", examples=["Be brief."])
     tools: Annotated[Tools, Field(max_length=MAX_TOOLS)] | None = Field(
-        None,
-        description="Tools the model may call",
-        examples=[[{"name": "now", "input_schema": {"type": "object"}}]],
+        None, description="Tools the model may call", examples=[[{"name": "now", "input_schema": {}}]]
     )
     tool_choice: ToolChoiceBody | None = Field(
         None, description=chat.TOOL_CHOICE, examples=[{"type": "auto"}]
     )
     thinking: Thinking | None = Field(
-        None, description="Whether the model reasons before it answers", examples=[{"type": "disabled"}]
+        None, description="Reasoning, on or off", examples=[{"type": "disabled"}]
     )
     output_config: OutputConfig | None = Field(
-        None, description="A schema for the answer; effort", examples=[{"effort": "low"}]
+        None, description="Schema, effort", examples=[{"effort": "low"}]
     )
     temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
     chat_template_kwargs: chat.TemplateOptions = None

@@ -195,7 +195,7 @@ class ResponsesBody(OpenAIFields):
         None, description="The format of the answer", examples=[{"format": {"type": "json_object"}}]
     )
     reasoning: ReasoningBody | None = Field(
-        None, description="How much to reason", examples=[{"effort": "none"}]
+        None, description="How much to reason", examples=[{"effort": "low"}]
     )
     max_output_tokens: int | None = Field(
         None, ge=1, description="Maximum tokens, reasoning included; null: as many as fit", examples=[64]
@@ -387,20 +387,18 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
 
 
+_ECHOED = {"instructions", "max_output_tokens", "temperature", "top_p", "user"}
+_ECHOED |= {"parallel_tool_calls", "tool_choice", "tools"}
+
+
 def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
     """The fields of the response that repeat the request."""
-    wanted, text_format = body.tool_choice, body.text.format if body.text is not None else None
+    wanted = body.text.format if body.text is not None else None
+    text_format = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
     return {
-        **body.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p", "user"}),
+        **body.model_dump(include=_ECHOED),
         "model": model,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "tool_choice": wanted if isinstance(wanted, str) else wanted.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools],
-        "text": {
-            "format": {"type": "text"}
-            if text_format is None
-            else text_format.model_dump(by_alias=True, exclude_none=True)
-        },
+        "text": {"format": text_format},
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "metadata": body.metadata or {},
         "top_logprobs": body.top_logprobs or 0,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -20,6 +18,7 @@ from cllm.server.protocol import messages as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.submit import check_constraint, check_model, make_request, model_name
 from cllm.text.output_parser import OutputEvent
+from cllm.text.tool_formats import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 ROUTE = "/v1/messages"
@@ -96,16 +95,8 @@ def _make_content(block: Block) -> api.Content:
         case BlockKind.TEXT:
             return api.TextContent(block.text)
         case BlockKind.TOOL_CALL:
-            return api.ToolUseContent(f"toolu_{block.id}", block.name, _parse_arguments(block.text))
-
-
-def _parse_arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; empty where they are none, as when the length limit cut them."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+            arguments = parse_object(block.text) or {}  # none, where the length limit cut them
+            return api.ToolUseContent(f"toolu_{block.id}", block.name, arguments)
 
 
 def _render(event: BlockEvent) -> api.MessageEvent:
