@@ -154,7 +154,8 @@ class ReplyBuilder:
     def _add_event(self, event: OutputEvent, logprobs: tuple[TokenLogprob, ...]) -> list[BlockEvent]:
         if isinstance(event, ToolCallStart):
             return [*self._end(), self._start(BlockKind.TOOL_CALL, event.name)]
-        kind, changes = _KINDS[type(event)], list[BlockEvent]()
+        kind = _KINDS[type(event)]
+        changes: list[BlockEvent] = []
         if self._open is None or self._open.kind is not kind:
             changes = [*self._end(), self._start(kind)]
         block = self.blocks[-1]

@@ -50,18 +50,9 @@ def plan_chat(engine: EngineClient, conversation: Conversation, request: Request
         check = CheckConstraint(constraint)
     markers = tool_format.markers if conversation.tools and constraint is None else ()
     request = msgspec.structs.replace(request, constraint=constraint, markers=markers)
-    prompt = _prompt_task(
-        conversation, tool_format, constrained=constraint is not None, max_tokens=limits.request_tokens
-    )
+    chat = conversation.for_template(tool_format, constrained=constraint is not None)
+    prompt = TokenizeChat(chat, limits.request_tokens)
     return ChatPlan(conversation, tool_format, request, prompt, check)
-
-
-def _prompt_task(
-    conversation: Conversation, tool_format: ToolFormat, *, constrained: bool, max_tokens: int
-) -> TokenizeChat:
-    if constrained or conversation.prefill:  # neither may start inside reasoning
-        conversation = msgspec.structs.replace(conversation, think=False)
-    return TokenizeChat(conversation.for_template(tool_format), max_tokens)
 
 
 class ChatSession(Generic[StreamKind]):
@@ -171,6 +162,5 @@ def open_chat_blocking(
 async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
     tool_format = get_tool_format(loaded(engine)[0].template_for(tools=bool(conversation.tools)))
-    constrained = constrained or conversation.forced
-    task = _prompt_task(conversation, tool_format, constrained=constrained, max_tokens=0)
-    return len((await run_tokenizer(engine, task, Tokens)).tokens)
+    chat = conversation.for_template(tool_format, constrained=constrained or conversation.forced)
+    return len((await run_tokenizer(engine, TokenizeChat(chat, 0), Tokens)).tokens)

@@ -79,11 +79,6 @@ class ChatTemplate:
             reason = f"failed on these messages ({type(error).__name__})"
         raise InvalidRequest(f"the model's chat template {reason}", field="messages")
 
-    def check(self) -> None:
-        """Compile the template. Raises TemplateSyntaxError or TemplateStopped."""
-        with self._guard():
-            _ = self._compiled
-
     @cached_property
     def _environment(self) -> _Environment:
         return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=(LoopControls, GenerationTag))
@@ -238,7 +233,7 @@ def read_template(given: str) -> str:
             source = data.decode()
             if not _is_template(source):
                 raise ConfigError(f"chat template {name}: no Jinja in it: neither {{{{ nor {{%")
-        ChatTemplate(source).check()
+        _ = ChatTemplate(source)._compiled
     except OSError as error:
         reason = error.strerror or str(error)
     except UnicodeDecodeError:

@@ -50,7 +50,6 @@ class ToolFormat:
     grammar applies from there.
     """
 
-    name: ClassVar[str]
     opening: ClassVar[str] = ""
     closing: ClassVar[str] = ""
     bare: ClassVar[bool] = False
@@ -66,7 +65,7 @@ class ToolFormat:
 
     def matches(self, template: str) -> bool:
         """Whether the chat template was written for this format."""
-        raise NotImplementedError
+        return self.opening in template
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """Messages for the template: call arguments as objects, results with the name of their tool."""
@@ -153,7 +152,6 @@ def parse_object(text: str) -> dict[str, Any] | None:
 class Hermes(ToolFormat):
     """Hermes, Qwen and others: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
 
-    name = "hermes"
     opening = "<tool_call>"
     closing = "</tool_call>"
     forced_opening = "<tool_call>\n"
@@ -161,14 +159,10 @@ class Hermes(ToolFormat):
     after = "\n</tool_call>"
     markers = ("<tool_call>", "</tool_call>")
 
-    def matches(self, template: str) -> bool:
-        return "<tool_call>" in template
-
 
 class Llama3(ToolFormat):
     """Llama 3: `{"name": …, "parameters": …}`, with or without `<|python_tag|>` before it."""
 
-    name = "llama3"
     opening = "<|python_tag|>"
     bare = True
     argument_key = "parameters"
@@ -200,7 +194,6 @@ class Llama3(ToolFormat):
 class Mistral(ToolFormat):
     """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
 
-    name = "mistral"
     opening = "[TOOL_CALLS]"
     named_opening = "[ARGS]"
     forced_opening = "[TOOL_CALLS]"
@@ -209,9 +202,6 @@ class Mistral(ToolFormat):
     after = "]"
     separators = ("[", "]", ",")
     markers = ("[TOOL_CALLS]", "[ARGS]")
-
-    def matches(self, template: str) -> bool:
-        return "[TOOL_CALLS]" in template
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The templates accept only call ids of nine letters or digits."""
@@ -233,16 +223,12 @@ def _shorten(call_id: str) -> str:
 class Generic(ToolFormat):
     """Describes the tools in the system message; a call is a JSON object on a line of its own."""
 
-    name = "generic"
     bare = True
     template_takes_tools = False
     separators = ("[", "]", ",", ";")
 
     def __init__(self, template: str = "") -> None:
         self._takes_system = _NO_SYSTEM.search(template) is None
-
-    def matches(self, template: str) -> bool:
-        return True
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """Tools go into the system message (or the first), calls into text, results into user messages."""

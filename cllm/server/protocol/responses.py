@@ -86,11 +86,7 @@ class ItemText(Body):
 
 class RefusalPart(Body):
     type: Literal["refusal"] = Field(description="A refusal of the assistant")
-    refusal: Text = Field(description="The text of this part", examples=["I would rather not."])
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+    text: Text = Field(alias="refusal", description="The text of this part", examples=["Rather not."])
 
 
 Part = Annotated[
@@ -387,17 +383,15 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
 
 
-_ECHOED = {"instructions", "max_output_tokens", "temperature", "top_p", "user"}
-_ECHOED |= {"parallel_tool_calls", "tool_choice", "tools"}
-
-
 def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
     """The fields of the response that repeat the request."""
+    same = {"instructions", "max_output_tokens", "temperature", "tool_choice", "tools", "top_p", "user"}
     wanted = body.text.format if body.text is not None else None
     text_format = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
     return {
-        **body.model_dump(include=_ECHOED),
+        **body.model_dump(include=same),
         "model": model,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "text": {"format": text_format},
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "metadata": body.metadata or {},
