@@ -138,8 +138,7 @@ def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[i
 async def open_chat(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[AsyncOutputStream]:
-    """Submit n choices. Raises InvalidRequest for what the template or the grammar refuses, and the errors of
-    `EngineClient.submit`."""
+    """Submit n choices. Raises InvalidRequest (template, grammar), and what `EngineClient.submit` raises."""
     plan = plan_chat(engine, conversation, request)
     if plan.check is not None:
         await run_tokenizer(engine, plan.check, Text, GRAMMAR_LIMIT_S)

@@ -191,8 +191,7 @@ class GrammarCompilerThread:
         return LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """For each constraint the result of `Constraint.mask` or the error that it would raise, in one native
-        call. Called on the owner thread, once a step."""
+        """`mask()` of each constraint, or the error it raises, in one native call. On the owner thread."""
         if not constraints:
             return []
         size = self._vocabulary.size

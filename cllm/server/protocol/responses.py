@@ -102,8 +102,6 @@ def join_text(content: str | list[ItemText | RefusalPart]) -> str:
 
 
 class MessageItem(Body):
-    """A message."""
-
     type: Literal["message"] = Field("message", description="May be left out")
     role: Literal["system", "developer", "user", "assistant"] = Field(description="The author")
     content: Text | Parts = Field(
