@@ -6,7 +6,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py source.py toolchain.py)
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 serve: .venv/ready ## serve the bundled model, or ARGS="model.gguf --port 18081"
 	.venv/bin/cllm serve $(ARGS)
@@ -17,10 +17,10 @@ test: .venv/ready-test ## all tests, under ten minutes on two cores; ARGS go to 
 unit: .venv/ready-test ## the fast tier: tests of the source tree without a server, under 45 seconds
 	.venv/bin/python -m pytest tests/unit $(WORKERS) $(ARGS)
 
-failures: .venv/ready-test ## survive every failure mode of docs/failure-modes.md; ARGS="-k engine"
+failure-modes: .venv/ready-test ## survive every failure mode of docs/failure-modes.md; ARGS="-k engine-killed"
 	.venv/bin/python -m pytest tests/failure_modes $(WORKERS) $(ARGS)
 
-faults: failures # its old name
+faults: failure-modes # its old name
 
 check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .
@@ -78,4 +78,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failures faults check stats bench fuzz seeds soak pressure schemas features doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure schemas features doctor firsttoken clean

@@ -1,37 +1,7 @@
 """Errors: every exception that cllm raises on purpose.
 
-    CllmError
-    ├── ClientError            the request is wrong; sending it again fails again           400
-    │   ├── InvalidRequest         a field is missing, mistyped or out of range             400
-    │   ├── ContextLengthExceeded  the prompt does not fit                                  400
-    │   ├── StateFileError         a saved prefix file is corrupt, or of another model      400
-    │   ├── SlowReader             the client does not read its stream                      408
-    │   ├── Unauthorized           no API key, or an unknown one                            401
-    │   ├── Forbidden              the key lacks the right, or `Host` is not allowed        403
-    │   ├── NotFound               no such route or request                                 404
-    │   │   └── ModelNotFound      no such model                                            404
-    │   └── ReloadFailed           the model could not be changed; the old one serves       409
-    ├── CapacityError          the request is valid, but cannot be served now               503
-    │   ├── QueueFull              the request queue is full                                429
-    │   ├── RateLimited            the tenant has used up its rate limit                    429
-    │   ├── DeadlineExceeded       the request's timeout has passed                         504
-    │   ├── EngineNotReady         the engine is loading or restarting                      503
-    │   └── ShuttingDown           the server is draining                                   503
-    ├── EngineError            a failure of cllm or llama.cpp                               500
-    │   ├── EngineDied             the engine process ended while the request ran           500
-    │   ├── PoisonRequest          the engine died each time it ran this request            500
-    │   ├── BadBatch               llama.cpp refused this sequence's rows                   500
-    │   ├── StorageFailed          the disk is full, or fails                               507
-    │   ├── PositionMismatch       the invariant of derived positions is violated           500
-    │   └── IntegrityError         the invariant of KV accounting is violated               500
-    └── SetupError             cllm cannot start: one line, exit code 2
-        ├── ModelFileError         missing, truncated, corrupt, not GGUF
-        ├── LibraryError           no native library, or one that cannot run here
-        ├── NotEnoughMemory        model + KV do not fit
-        ├── PortInUse              another program listens on the port
-        └── ConfigError            a flag, a variable or the TOML file has an invalid value
-
-The table that maps them to HTTP is in `cllm.server.errors`.
+Four kinds: the request is wrong (`ClientError`), it cannot be served now (`CapacityError`), cllm or llama.cpp
+failed (`EngineError`), cllm cannot start (`SetupError`). `cllm.server.errors` maps them to HTTP.
 """
 
 from __future__ import annotations
@@ -50,7 +20,7 @@ class CllmError(Exception):
 
 
 class ClientError(CllmError):
-    code = "invalid_request_error"
+    code = "invalid_request_error"  # the request is wrong; sending it again fails again
 
 
 class InvalidRequest(ClientError):
@@ -73,7 +43,7 @@ class InvalidRequest(ClientError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    code = "context_length_exceeded"
+    code = "context_length_exceeded"  # the prompt does not fit
 
     def __init__(self, prompt_tokens: int, limit: int, *, message: str = "", field: str = "prompt") -> None:
         super().__init__(
@@ -98,40 +68,40 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class StateFileError(ClientError):
-    code = "state_file_invalid"
+    code = "state_file_invalid"  # a saved prefix file is corrupt, or of another model
 
 
 class ReloadFailed(ClientError):
-    code = "reload_failed"
+    code = "reload_failed"  # the model could not be changed; the old one serves
 
 
 class SlowReader(ClientError):
-    code = "slow_reader"
+    code = "slow_reader"  # the client does not read its stream
 
 
 class Unauthorized(ClientError):
-    code = "invalid_api_key"
+    code = "invalid_api_key"  # no API key, or an unknown one
 
 
 class Forbidden(ClientError):
-    code = "forbidden"
+    code = "forbidden"  # the key lacks the right, or `Host` is not allowed
 
 
 class NotFound(ClientError):
-    code = "not_found"
+    code = "not_found"  # no such route or request
 
 
 class ModelNotFound(NotFound):
-    code = "model_not_found"
+    code = "model_not_found"  # no such model
 
 
 class CapacityError(CllmError):
-    code = "capacity_error"
+    code = "capacity_error"  # the request is valid, but cannot be served now
     retry_after_s: float = 1.0
 
 
 class QueueFull(CapacityError):
-    code = "queue_full"
+    code = "queue_full"  # the request queue is full
 
     def __init__(self, waiting: int, limit: int, retry_after_s: float, *, what: str = "requests") -> None:
         super().__init__(
@@ -141,7 +111,7 @@ class QueueFull(CapacityError):
 
 
 class RateLimited(CapacityError):
-    code = "rate_limit_exceeded"
+    code = "rate_limit_exceeded"  # the tenant has used up its rate limit
 
     def __init__(self, limit: str, retry_after_s: float) -> None:
         super().__init__(f"this key is limited to {limit}; try again in {max(1, math.ceil(retry_after_s))} s")
@@ -149,70 +119,70 @@ class RateLimited(CapacityError):
 
 
 class DeadlineExceeded(CapacityError):
-    code = "deadline_exceeded"
+    code = "deadline_exceeded"  # the request's timeout has passed
 
     def __init__(self, timeout_s: float, where: str) -> None:
         super().__init__(f"the request was not done within its {timeout_s:g} s: it was {where}")
 
 
 class EngineNotReady(CapacityError):
-    code = "engine_not_ready"
+    code = "engine_not_ready"  # the engine is loading or restarting
 
 
 class ShuttingDown(CapacityError):
-    code = "shutting_down"
+    code = "shutting_down"  # the server is draining
 
 
 class EngineError(CllmError):
-    code = "engine_error"
+    code = "engine_error"  # a failure of cllm or llama.cpp
 
 
 class EngineDied(EngineError):
-    code = "engine_died"
+    code = "engine_died"  # the engine process ended while the request ran
 
 
 class PoisonRequest(EngineError):
-    code = "poison_request"
+    code = "poison_request"  # the engine died each time it ran this request
 
 
 class BadBatch(EngineError):
-    code = "bad_batch"
+    code = "bad_batch"  # llama.cpp refused this sequence's rows
 
 
 class StorageFailed(EngineError):
-    code = "storage_failed"
+    code = "storage_failed"  # the disk is full, or fails
 
 
 class PositionMismatch(EngineError):
-    code = "position_mismatch"
+    code = "position_mismatch"  # the invariant of derived positions is violated
 
 
 class IntegrityError(EngineError):
-    code = "integrity_error"
+    code = "integrity_error"  # the invariant of KV accounting is violated
 
 
 class SetupError(CllmError):
-    code = "setup_error"
+    code = "setup_error"  # cllm cannot start: one line, exit code 2
 
 
 class ModelFileError(SetupError):
-    code = "model_file_error"
+    code = "model_file_error"  # missing, truncated, corrupt, not GGUF
 
 
 class LibraryError(SetupError):
-    code = "library_error"
+    code = "library_error"  # no native library, or one that cannot run here
 
 
 class NotEnoughMemory(SetupError):
-    code = "not_enough_memory"
+    code = "not_enough_memory"  # model + KV do not fit
 
 
 class PortInUse(SetupError):
-    code = "port_in_use"
+    code = "port_in_use"  # another program listens on the port
 
 
 class ConfigError(SetupError):
-    code = "config_error"
+    code = "config_error"  # a flag, a variable or the TOML file has an invalid value
 
 
 def _by_code(root: type[CllmError]) -> dict[str, type[CllmError]]:

@@ -40,7 +40,7 @@ from cllm.errors import EngineNotReady, InvalidRequest, from_code
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
 from cllm.text.embeddings import to_vector
-from cllm.tune.session import with_remembered
+from cllm.tune.search import with_remembered
 from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens

@@ -113,10 +113,6 @@ class FakeSampler:
     def accept(self, tokens: Sequence[int]) -> None:
         assert not self.closed
 
-    def clone(self) -> Sampler:
-        assert not self.closed
-        return FakeSampler(self.runner, self.params)
-
     def close(self) -> None:
         assert not self.closed, "a sampler was closed twice"
         self.closed = True
@@ -146,7 +142,7 @@ class FakeRunner(ModelRunner):
         chat_template: str | None = None,
         fail: Callable[[int, str], Exception | StepStatus | None] | None = None,
     ) -> None:
-        self._limits = Limits(
+        self.limits = Limits(
             sequences=sequences,
             cells=cells,
             sequence_cells=cells if unified else cells // sequences,
@@ -155,7 +151,7 @@ class FakeRunner(ModelRunner):
             unified=unified,
             embed=embed or EmbedLimits(tokens=256, batch_tokens=batch_tokens, rows=4, chunked=True),
         )
-        self._info = ModelInfo(
+        self.info = ModelInfo(
             name="fake",
             architecture="fake",
             description="a function of the tokens in memory",
@@ -171,7 +167,7 @@ class FakeRunner(ModelRunner):
             pooling=pooling,
             vector_length=VECTOR_LENGTH,
         )
-        self._vocabulary = FakeVocabulary()
+        self.vocabulary = FakeVocabulary()
         self.memory: list[list[int]] = [[] for _ in range(sequences)]
         self.embedding_memory: list[int] = []  # of a long input that is partly computed
         self.embedding_open = False
@@ -183,18 +179,6 @@ class FakeRunner(ModelRunner):
         self.open_samplers = 0
         self.closed = False
         self._submitted: Batch | None = None
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
-
-    @property
-    def vocabulary(self) -> FakeVocabulary:
-        return self._vocabulary
 
     def _native(self, name: str) -> StepStatus | None:
         number, self.calls = self.calls, self.calls + 1
@@ -218,7 +202,7 @@ class FakeRunner(ModelRunner):
         if self._interrupted.wait(self.step_s) if self.step_s else self._interrupted.is_set():
             status = StepStatus.ABORTED
         used = sum(map(len, self.memory)) + batch.token_count
-        if status is None and self._limits.unified and used > self._limits.cells:
+        if status is None and self.limits.unified and used > self.limits.cells:
             status = StepStatus.NO_ROOM
         if status is not None and status is not StepStatus.DONE:
             if not status.memory_intact:
@@ -252,7 +236,7 @@ class FakeRunner(ModelRunner):
         return RowResult(tuple(tokens), logprobs if row.logprobs else ())
 
     def _embed(self, batch: Batch) -> StepResult:
-        limits, held = self._limits.embed, self.embedding_memory
+        limits, held = self.limits.embed, self.embedding_memory
         assert self.embedding_open
         assert [row.seq_id for row in batch.rows] == sorted({row.seq_id for row in batch.rows})
         assert len(batch.rows) <= limits.rows
@@ -292,7 +276,7 @@ class FakeRunner(ModelRunner):
     def _check(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
-        assert 0 < batch.token_count + len(batch.padding) <= self._limits.batch_tokens
+        assert 0 < batch.token_count + len(batch.padding) <= self.limits.batch_tokens
         for seq_id in batch.padding:
             assert ids[0] < seq_id < ids[-1] and seq_id not in ids
             assert not self.memory[seq_id], "padding rows need empty slots"
@@ -300,7 +284,7 @@ class FakeRunner(ModelRunner):
             assert row.tokens and row.outputs <= len(row.tokens)
             assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be rolled back"
             assert row.position == len(self.memory[row.seq_id]), "positions must follow the memory"
-            assert row.position + len(row.tokens) <= self._limits.sequence_cells
+            assert row.position + len(row.tokens) <= self.limits.sequence_cells
 
     def interrupt(self, stop: bool) -> None:
         (self._interrupted.set if stop else self._interrupted.clear)()

@@ -24,9 +24,6 @@ class Sampler(Protocol):
     def accept(self, tokens: Sequence[int]) -> None:
         """Add tokens to the history that penalties look back on (the prompt, usually)."""
 
-    def clone(self) -> Sampler:
-        """An independent copy with the same state, to roll back to."""
-
     def close(self) -> None:
         """Free it. Called on the owner thread; further use is a bug."""
 
@@ -117,14 +114,9 @@ class StepResult(NamedTuple):
 class ModelRunner(Protocol):
     """A model and its KV memory. The owner thread's, but for `interrupt` and `vocabulary`."""
 
-    @property
-    def info(self) -> ModelInfo: ...
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
+    info: ModelInfo
+    limits: Limits
+    vocabulary: Vocabulary
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.

@@ -9,7 +9,6 @@ Standard library only: this runs before the dependencies are installed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import fcntl
@@ -21,38 +20,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cllm.build import toolchain
 from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
-from cllm.build.source import BINDINGS_VERSION, cache_directory, fetch_source
-from cllm.build.toolchain import BuildError
+from cllm.build.toolchain import BINDINGS_VERSION, BuildError, cache_directory, fetch_source, log
 
 __all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main"]
 
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 _BYTES_PER_JOB = 2**30  # memory of the compiler for the largest sources
-
-Log = Callable[[str], None]
-Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments of the command line."""
-
-    force: bool = False
-    compiler: str | None = None
-    portable: bool = False
-    jobs: int | None = None
-    with_server: bool = False
-
-    @property
-    def programs(self) -> tuple[str, ...]:
-        return SERVER_PROGRAMS if self.with_server else ()
 
 
 def find_built() -> Path | None:
@@ -66,23 +46,23 @@ def find_built() -> Path | None:
     return max(found)[1] if found else None
 
 
-def _build(arguments: Arguments, log: Log, progress: Progress) -> Path:
+def _build(arguments: Namespace) -> Path:
     """Try one set of build options after the other; a finished build of one is reused."""
     tools = cache_directory() / "tools"
     failures: list[str] = []
-    with _lock(log):
+    with _lock():
         for options in _candidates(arguments, tools, failures):
             target = cache_directory() / "native" / options.key
             if _is_finished(target, arguments):
                 (target / "build.json").touch()  # find_built returns the latest
                 return target
             # No build succeeds without these, so their errors end the search.
-            source, cmake, ninja = fetch_source(log), toolchain.find_cmake(tools), toolchain.find_ninja(tools)
+            source, cmake, ninja = fetch_source(), toolchain.find_cmake(tools), toolchain.find_ninja(tools)
             log(f"building llama.cpp: {options}")
             started = time.monotonic()
             try:
                 work = _configure(options, source, cmake, ninja, arguments)
-                _run_ninja(ninja, work, arguments, progress)
+                _run_ninja(ninja, work, arguments)
                 _install(work / "bin", target, _info(options, arguments, time.monotonic() - started))
                 return target
             except BuildError as error:
@@ -93,7 +73,7 @@ def _build(arguments: Arguments, log: Log, progress: Progress) -> Path:
     raise BuildError("llama.cpp could not be built. What was tried:\n" + "\n".join(failures))
 
 
-def _candidates(arguments: Arguments, tools: Path, failures: list[str]) -> Iterator[BuildOptions]:
+def _candidates(arguments: Namespace, tools: Path, failures: list[str]) -> Iterator[BuildOptions]:
     """Build options to try: native, portable, another compiler. Each is made when its turn comes."""
     compiler = toolchain.find_compiler(tools, arguments.compiler)
     if not arguments.portable:
@@ -108,7 +88,7 @@ def _candidates(arguments: Arguments, tools: Path, failures: list[str]) -> Itera
             yield BuildOptions(zig, arguments.portable)
 
 
-def _configure(options: BuildOptions, source: Path, cmake: Path, ninja: Path, arguments: Arguments) -> Path:
+def _configure(options: BuildOptions, source: Path, cmake: Path, ninja: Path, arguments: Namespace) -> Path:
     """Run CMake and return the build's folder. The last one's objects are kept, for --with-server."""
     work = cache_directory() / "work" / options.key
     for folder in work.parent.glob("*"):
@@ -117,7 +97,7 @@ def _configure(options: BuildOptions, source: Path, cmake: Path, ninja: Path, ar
     work.mkdir(parents=True, exist_ok=True)
     command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     command += ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(work)]
-    command += options.cmake_arguments(work, arguments.with_server)
+    command += options.cmake_arguments(work, bool(arguments.programs))
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
@@ -130,17 +110,10 @@ def _made_here(work: Path) -> bool:
     return not cache.exists() or f"CMAKE_CACHEFILE_DIR:INTERNAL={work}\n" in cache.read_text(errors="replace")
 
 
-def _run_ninja(ninja: Path, work: Path, arguments: Arguments, progress: Progress) -> None:
+def _run_ninja(ninja: Path, work: Path, arguments: Namespace) -> None:
     """Build, and report each step. Raises BuildError with the end of the compiler's output."""
-    command = [
-        str(ninja),
-        "-C",
-        str(work),
-        "-j",
-        str(arguments.jobs or _jobs()),
-        "llama",
-        *arguments.programs,
-    ]
+    jobs = str(arguments.jobs or _jobs())
+    command = [str(ninja), "-C", str(work), "-j", jobs, "llama", *arguments.programs]
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     output: list[str] = []
     with subprocess.Popen(
@@ -149,7 +122,7 @@ def _run_ninja(ninja: Path, work: Path, arguments: Arguments, progress: Progress
         for line in process.stdout or ():
             step = _NINJA_STEP.match(line)
             if step is not None:
-                progress(int(step[1]), int(step[2]), step[3].rpartition("/")[2].removesuffix(".o"))
+                _report(int(step[1]), int(step[2]), step[3].rpartition("/")[2].removesuffix(".o"))
             else:
                 output.append(line)
     if process.returncode != 0:
@@ -176,7 +149,7 @@ def _install(built: Path, target: Path, info: dict[str, Any]) -> None:
         stage.rename(target)
 
 
-def _is_finished(target: Path, arguments: Arguments) -> bool:
+def _is_finished(target: Path, arguments: Namespace) -> bool:
     files = (target / "build.json", *(target / "bin" / name for name in arguments.programs))
     return not arguments.force and all(file.exists() for file in files)
 
@@ -191,13 +164,13 @@ def _suitable() -> dict[str, Any]:
     }
 
 
-def _info(options: BuildOptions, arguments: Arguments, seconds: float) -> dict[str, Any]:
+def _info(options: BuildOptions, arguments: Namespace, seconds: float) -> dict[str, Any]:
     return {
         **_suitable(),
         "compiler": options.compiler.identity,
         "flags": list(options.flags),
         "portable": options.portable,
-        "with_server": arguments.with_server,
+        "with_server": bool(arguments.programs),
         "seconds": round(seconds, 1),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
@@ -210,7 +183,7 @@ def _jobs() -> int:
 
 
 @contextlib.contextmanager
-def _lock(log: Log) -> Iterator[None]:
+def _lock() -> Iterator[None]:
     """Hold the build lock; the system releases it when its holder ends, however that happens."""
     cache_directory().mkdir(parents=True, exist_ok=True)
     with (cache_directory() / "build.lock").open("w") as file:
@@ -222,52 +195,41 @@ def _lock(log: Log) -> Iterator[None]:
         yield
 
 
-def _every_tenth(log: Log) -> Progress:
-    """Progress as a line at each tenth, for logs."""
-    last = 0
-
-    def report(done: int, total: int, what: str) -> None:
-        nonlocal last
-        if done * 10 // total != last:  # it restarts with a second attempt
-            last = done * 10 // total
-            log(f"{last * 10:3d} %  {done}/{total}  {what}")
-
-    return report
-
-
-def _one_line(done: int, total: int, what: str) -> None:
-    """Progress as one line that is overwritten, for terminals."""
-    width = shutil.get_terminal_size().columns - 1
+def _report(done: int, total: int, what: str) -> None:
+    """Progress: on a terminal one line that is overwritten, else a line at each tenth."""
     text = f"{done * 100 // total:3d} %  {done}/{total}  {what}"
-    sys.stderr.write(f"\r\x1b[K{text[:width]}" + ("\r\x1b[K" if done == total else ""))
-    sys.stderr.flush()
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[K{text[:width]}" + ("\r\x1b[K" if done == total else ""))
+        sys.stderr.flush()
+    elif done * 10 // total != (done - 1) * 10 // total:
+        log(text)
 
 
 def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.build") -> int:
     """Run the command line: progress on stderr, the folder on stdout."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser = ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--force", action="store_true", help="build again even if a build is there")
     parser.add_argument("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
     parser.add_argument("--portable", action="store_true", help="no flags for this CPU: slower, safe")
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
     parser.add_argument(
-        "--with-server", action="store_true", help="also llama-server and llama-bench, into bin/"
+        "--with-server",
+        action="store_const",
+        dest="programs",
+        const=SERVER_PROGRAMS,
+        default=(),
+        help="also llama-server and llama-bench, into bin/",
     )
     parser.add_argument("--fetch", action="store_true", help="only unpack the source; prints its folder")
-    values = vars(parser.parse_args(arguments))
-
-    def log(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    chosen = parser.parse_args(arguments)
     try:
-        if values.pop("fetch"):
-            with _lock(log):
-                print(fetch_source(log))
+        if chosen.fetch:
+            with _lock():
+                print(fetch_source())
             return 0
-        chosen = Arguments(**values)
-        default = chosen == Arguments(jobs=chosen.jobs)
-        progress = _one_line if sys.stderr.isatty() else _every_tenth(log)
-        print((find_built() if default else None) or _build(chosen, log, progress))
+        special = chosen.force or chosen.compiler or chosen.portable or chosen.programs
+        print((None if special else find_built()) or _build(chosen))
     except BuildError as error:
         log(f"error: {error}")
         return 2

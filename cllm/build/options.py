@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cllm.build.source import BINDINGS_VERSION
-from cllm.build.toolchain import Compiler
+from cllm.build.toolchain import BINDINGS_VERSION, Compiler
 
 # libllama is two thirds of the compile time, and most of it runs once, at loading. So it is built at a
 # low level, but for the sources that work in every step; ggml, where the arithmetic is, keeps -O3 throughout.
@@ -38,15 +37,8 @@ CMAKE_OPTIONS = (
 )
 SERVER_PROGRAMS = ("llama-server", "llama-bench")
 
-# ggml's switches for a CPU that is not this one, and what /proc/cpuinfo calls them.
-_INSTRUCTION_SETS = {
-    "SSE42": "sse4_2",
-    "AVX": "avx",
-    "AVX2": "avx2",
-    "BMI2": "bmi2",
-    "FMA": "fma",
-    "F16C": "f16c",
-}
+# What ggml has switches for, where the build is not for this very CPU; as /proc/cpuinfo calls them.
+_INSTRUCTION_SETS = ("sse4_2", "avx", "avx2", "bmi2", "fma", "f16c")
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,9 @@ class BuildOptions:
     @cached_property
     def flags(self) -> tuple[str, ...]:
         """Flags for C and C++ alike. Asks the compiler."""
-        return self.compiler.portable_flags() if self.portable else self.compiler.native_flags()
+        if not self.portable:
+            return self.compiler.native_flags()
+        return ("-mcpu=baseline",) if self.compiler.is_zig else ()  # only zig targets this CPU by default
 
     @property
     def key(self) -> str:
@@ -79,8 +73,8 @@ class BuildOptions:
             arguments.append(f"-DLLAMA_BUILD_{part}={_switch(with_server)}")
         arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
         if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
-            for option, name in _INSTRUCTION_SETS.items():
-                arguments.append(f"-DGGML_{option}={_switch(name in features())}")
+            for name in _INSTRUCTION_SETS:
+                arguments.append(f"-DGGML_{name.upper().replace('_', '')}={_switch(name in features())}")
         return arguments
 
     def __str__(self) -> str:
@@ -130,7 +124,11 @@ def machine() -> str:
 
 def features() -> tuple[str, ...]:
     """The instruction sets of this CPU, sorted, as its system names them; empty where it does not say."""
-    names = _sysctl_features() if sys.platform == "darwin" else _cpuinfo_features()
+    if sys.platform == "darwin":
+        names = _sysctl_features()
+    else:
+        lists = map(read_cpuinfo().get, ("flags", "features", "isa"))
+        names = {word for words in lists if words for word in words.lower().split()}
     if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686"):
         names = {name for name in names if name.startswith(_X86_INSTRUCTION_SETS)}
     return tuple(sorted(names))
@@ -144,11 +142,6 @@ def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
         return {}
     entries = (line.partition(":") for line in reversed(lines))
     return {name.strip().lower(): value.strip() for name, _, value in entries}
-
-
-def _cpuinfo_features() -> set[str]:
-    entries = read_cpuinfo()
-    return {word for name in ("flags", "features", "isa") for word in entries.get(name, "").lower().split()}
 
 
 def _sysctl_features() -> set[str]:

@@ -1,7 +1,7 @@
-"""The toolchain: a compiler with the flags it needs on this CPU, CMake and Ninja.
+"""The toolchain and the source: a compiler with the flags it needs on this CPU, CMake, Ninja, llama.cpp.
 
 A missing tool is installed from its wheel into the cache's own `tools` folder: no root, and no change to the
-environment that runs this. Standard library only.
+environment that runs this. llama.cpp comes with the sdist of its Python bindings. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cllm.errors import LibraryError
 
+BINDINGS_VERSION = "0.3.36"  # the structures in its ctypes must match the library, byte for byte
 MIN_CMAKE = (3, 21)  # the bindings need it; DEFER needs 3.19
 COMPILERS = ("gcc", "clang", "zig")
 
@@ -26,11 +29,47 @@ COMPILERS = ("gcc", "clang", "zig")
 # AMX instruction is illegal.
 _WRONG_TILE_DECLARATION = "*((const void **)__config)"
 
+# The part of the sdist that is unpacked: the bindings, and what CMake reads of llama.cpp.
+_WANTED = re.compile(
+    r"[^/]+/(pyproject\.toml|README\.md|LICENSE\.md|CMakeLists\.txt|llama_cpp/.*"
+    r"|vendor/llama\.cpp/(CMakeLists\.txt|LICENSE|(licenses|cmake|ggml|include|src|vendor|common|tools|scripts)/.*))"
+)
+
 
 class BuildError(LibraryError):
     """The native library could not be built. The message lists each attempt and its output."""
 
     code = "build_error"
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def cache_directory() -> Path:
+    """The cache folder of cllm: `$CLLM_CACHE_DIR`, else `cllm` in the user's cache."""
+    own = os.environ.get("CLLM_CACHE_DIR")
+    users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(own) if own else Path(users, "cllm")).expanduser().absolute()
+
+
+def fetch_source() -> Path:
+    """Download and unpack the sdist once; returns the folder. The caller holds the build lock."""
+    source = cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
+    if source.exists():
+        return source
+    log(f"downloading llama-cpp-python {BINDINGS_VERSION} (75 MB), which carries llama.cpp's source")
+    source.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=source.parent) as scratch:
+        package = ("--no-deps", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={BINDINGS_VERSION}")
+        run_pip("download", "--dest", scratch, *package)
+        archive = next(Path(scratch).glob("*.tar.gz"))
+        with tarfile.open(archive, "r|gz") as tar:
+            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+            tar.extractall(scratch, (member for member in tar if _WANTED.fullmatch(member.name)))
+        archive.replace(source.parent / archive.name)
+        Path(scratch, source.name).rename(source)
+    return source
 
 
 @dataclass(frozen=True)
@@ -63,25 +102,16 @@ class Compiler:
             return ()
         return tuple(flags)
 
-    def portable_flags(self) -> tuple[str, ...]:
-        """Flags of the compiler's baseline CPU. Only zig targets this machine by default."""
-        return ("-mcpu=baseline",) if self.is_zig else ()
-
 
 def find_compiler(tools: Path, name: str | None = None) -> Compiler:
     """The compiler called `name`, or the first of $CC, gcc, cc, clang, and zig from its wheel.
 
     Raises BuildError if the named one is missing or cannot run.
     """
-    pairs: list[tuple[str, str]] = []
+    known = {"gcc": "g++", "cc": "c++", "clang": "clang++"}
+    pairs = [(c, cxx) for c, cxx in known.items() if name in (None, c)]
     if name is None and ("CC" in os.environ or "CXX" in os.environ):
-        pairs.append((os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")))
-    if name in (None, "gcc"):
-        pairs.append(("gcc", "g++"))
-    if name is None:
-        pairs.append(("cc", "c++"))
-    if name in (None, "clang"):
-        pairs.append(("clang", "clang++"))
+        pairs.insert(0, (os.environ.get("CC", "cc"), os.environ.get("CXX", "c++")))
     for c, cxx in pairs:
         compiler = _identify(tuple(shlex.split(c)), tuple(shlex.split(cxx)))
         if compiler is not None:

@@ -18,12 +18,11 @@ from cllm.backend.llama.memory import MemoryFit, embedded_model
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
 from cllm.build.options import features, machine
-from cllm.cli.tune import show
+from cllm.cli.tune import headline, show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 from cllm.tune.record import TuneRecord
-from cllm.tune.report import headline
-from cllm.tune.session import Tuning
+from cllm.tune.search import Tuning
 
 _NOTABLE = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),

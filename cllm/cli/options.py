@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from cllm.config import Config, EngineConfig, ServerConfig
+from cllm.config import GROUPS, Config, EngineConfig, ServerConfig
 from cllm.deprecated import FLAGS, renamed, warn
-from cllm.errors import CllmError, ConfigError
+from cllm.errors import ConfigError
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
-_SECTIONS: dict[type[msgspec.Struct], str] = {EngineConfig: "engine", ServerConfig: "server"}
-_OLD_NAMES = {new: old for old, new in FLAGS.items()}
 _SHOW_ALL = "cllm.show_all"
 _EPILOG = (
     "Defaults are in brackets. Each option is also a variable (--port: CLLM_PORT, --log-level: "
@@ -86,11 +86,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _variables(name: str) -> list[str]:
-    names = (name, _OLD_NAMES[name]) if name in _OLD_NAMES else (name,)
-    return [f"CLLM_{each.upper()}" for each in names]
-
-
 def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     """Put the TOML file's settings beneath the command line. Sections are optional."""
     if value is None:
@@ -117,44 +112,37 @@ def _show_all(context: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
-def _parameter(field: msgspec.structs.FieldInfo, hint: Any) -> inspect.Parameter:
-    kind, meta = get_args(hint)
-    name, info = field.name, meta.extra
-    flags = [f"{_flag(name)}/{_flag('no_' + name)}"] if kind is bool else [_flag(name)]
-    settings = {
+def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Parameter:
+    kind, meta = get_args(field.type)
+    names = [field.name, *(old for old, new in FLAGS.items() if new == field.name)]
+    option: dict[str, Any] = {
         "help": meta.description,
-        "envvar": _variables(name),
-        "rich_help_panel": info["group"],
-        "hidden": info["advanced"],
+        "envvar": [f"CLLM_{name.upper()}" for name in names],
+        "rich_help_panel": group,
+        "hidden": meta.extra["rare"],
     }
-    option = (
-        typer.Argument(**settings, show_default=False)
-        if name == "model"
-        else typer.Option(*flags, **settings, metavar=info["metavar"] or _METAVARS[kind])
-    )
-    return _keyword(name, Annotated[kind, option], field.default)
+    if field.name == "model":
+        return _keyword(field.name, Annotated[kind, typer.Argument(**option, show_default=False)], "")
+    flag = _flag(field.name) + (f"/{_flag('no_' + field.name)}" if kind is bool else "")
+    option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
+    return _keyword(field.name, Annotated[kind, typer.Option(flag, **option)], field.default)
 
 
 def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
+_OTHER: dict[str, Any] = {"is_eager": True, "rich_help_panel": "other"}
 _CONFIG_FILE = typer.Option(
     "--config",
     help="TOML file with these settings.",
     metavar="FILE",
     callback=_load_file,
-    is_eager=True,
     envvar="CLLM_CONFIG",
-    rich_help_panel="other",
+    **_OTHER,
 )
 _HELP_ALL = typer.Option(
-    "--help-all",
-    help="Show this message with all options.",
-    callback=_show_all,
-    is_eager=True,
-    show_default=False,
-    rich_help_panel="other",
+    "--help-all", help="Show this message with all options.", callback=_show_all, show_default=False, **_OTHER
 )
 
 
@@ -164,11 +152,11 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
     The command receives `config: Config` and `given`, the names of the fields that were set anywhere. Its own
     parameters stay as they are. Make it a command of the class `GroupedHelp`.
     """
-    generated = [
-        _parameter(field, get_type_hints(struct, include_extras=True)[field.name])
-        for struct in structs
-        for field in msgspec.structs.fields(struct)
-    ]
+    generated, group = [], ""
+    for field in (field for struct in structs for field in msgspec.structs.fields(struct)):
+        group = GROUPS.get(field.name, group)
+        generated.append(_parameter(field, group))
+    names = [parameter.name for parameter in generated]
     generated += [
         _keyword("context", typer.Context),
         _keyword("config_file", Annotated[Path | None, _CONFIG_FILE], None),
@@ -180,15 +168,15 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
             for old in FLAGS:
                 if f"CLLM_{old.upper()}" in os.environ:
                     warn(old)
-            fields = {
-                _SECTIONS[struct]: {name: values.pop(name) for name in struct.__struct_fields__}
-                for struct in structs
-            }
+            sources = {name: context.get_parameter_source(name) for name in names}
+            given = frozenset(name for name, source in sources.items() if source and source.name != "DEFAULT")
+            settings = {name: values.pop(name) for name in names}
             try:
-                config = msgspec.convert(fields, Config, strict=False)
+                # Each part takes its own fields.
+                config = msgspec.convert({"engine": settings, "server": settings}, Config, strict=False)
             except msgspec.ValidationError as error:
                 raise fail(ConfigError(f"configuration: {error}")) from None
-            return command(config=config, given=_given(context, structs), **values)
+            return command(config=config, given=given, **values)
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -199,23 +187,25 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
         parameters = own + generated
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        call.__doc__ = command.__doc__
-        call.__name__ = command.__name__
+        call.__doc__, call.__name__ = command.__doc__, command.__name__
         return call
 
     return decorate
 
 
-def _given(context: typer.Context, structs: tuple[type[msgspec.Struct], ...]) -> frozenset[str]:
-    """The fields whose value is not the default: from the command line, a variable or the file."""
-    names = (name for struct in structs for name in struct.__struct_fields__)
-    sources = {name: context.get_parameter_source(name) for name in names}
-    return frozenset(
-        name for name, source in sources.items() if source is not None and source.name != "DEFAULT"
-    )
-
-
-def fail(error: CllmError) -> typer.Exit:
-    """Print one clear line on standard error; exit code 2."""
+def fail(error: Exception, code: int = 2) -> typer.Exit:
+    """Print one clear line on standard error."""
     typer.echo(f"cllm: {error}", err=True)
-    return typer.Exit(2)
+    return typer.Exit(code)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A progress bar on standard error, only on a terminal, gone when it is done."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )

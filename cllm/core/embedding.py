@@ -150,10 +150,6 @@ class EmbeddingScheduler:
         rows = (row for row in batch.rows if self._scheduled[row.seq_id][0].id in self._jobs)
         return Batch(tuple(rows), batch.kind)
 
-    def request_id(self, seq_id: int) -> str | None:
-        """None: a row is one of many inputs of a request, and not worth interrupting the others for."""
-        return None
-
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order."""
         outputs, self._outputs = self._outputs, []

@@ -17,6 +17,7 @@ from cllm.core.kv_cache.cache_file import CacheFileJobs
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.scheduler import Scheduler
+from cllm.core.sequence import SlotPool
 from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import CllmError, EngineDied, IntegrityError
@@ -28,12 +29,11 @@ from cllm.workers.messages import (
     Inspection,
     Ready,
     Report,
-    RestorePrefixes,
-    SavePrefixes,
     StepReport,
     StepStats,
     Stop,
     Submit,
+    UseStateFile,
 )
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,6 @@ class EngineCore:
         if outputs or batch is not None:
             stats = self._stats(
                 steps=len(results),
-                rows=len(batch.rows) if batch is not None else 0,
                 tokens=batch.token_count if batch is not None else 0,
                 step_s=now - started,
                 compute_s=sum(result.compute_s for result in results),
@@ -166,7 +165,7 @@ class EngineCore:
     ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is bisected until the culprit stands alone."""
         try:
-            with self._interrupt.around(batch, scheduler.request_id):
+            with self._interrupt.around(batch, self.scheduler.pool):
                 self.runner.submit(batch)
                 result = self.runner.collect()
         except Exception as exception:
@@ -231,7 +230,7 @@ class EngineCore:
                 self.embedding.cancel(request_id)
             case Inspect(call_id):
                 self._emit(Inspection(call_id, self.scheduler.snapshot()))
-            case SavePrefixes() | RestorePrefixes():
+            case UseStateFile():
                 self.cache_files.add(command)
             case Stop():
                 return False
@@ -251,7 +250,6 @@ class EngineCore:
         new, self._reported = counters - self._reported, counters
         return StepStats(
             running=scheduler.running_count + self.embedding.count,
-            waiting=scheduler.waiting_count,
             leases=scheduler.pool.held_count,
             cells_used=scheduler.cells_used,
             integrity_failures=scheduler.integrity_failures,
@@ -276,17 +274,17 @@ class StepInterrupt:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._lock = threading.Lock()
-        self._members: frozenset[str] = frozenset()  # requests whose cancel ends the running step
+        self._members: frozenset[str | None] = frozenset()  # requests whose cancel ends the running step
         self._interrupted = False  # the last step was ended early
         self.count = 0
 
     @contextmanager
-    def around(self, batch: Batch, request_id: Callable[[int], str | None]) -> Iterator[None]:
-        """While a batch is computed. `request_id` gives the request of a seq_id, if it may interrupt."""
-        spare = self._interrupted and len(batch.rows) > 1
-        long_rows = [row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS]
-        names = () if spare else map(request_id, long_rows)
-        members = frozenset(name for name in names if name is not None)
+    def around(self, batch: Batch, pool: SlotPool) -> Iterator[None]:
+        """While a batch is computed. A batch of embeddings is not interrupted: it serves many requests."""
+        members: frozenset[str | None] = frozenset()
+        if batch.kind is BatchKind.GENERATE and not (self._interrupted and len(batch.rows) > 1):
+            long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
+            members = frozenset(map(pool.holder, long_rows))
         self._interrupted = False
         with self._lock:
             self._runner.interrupt(False)

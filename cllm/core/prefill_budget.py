@@ -140,19 +140,17 @@ def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
     """
     shares: list[int] = []
     for want in wanted:
-        part = want if want <= room else _whole_tiles(room, want, offset)
+        part = want
+        if want > room:
+            tiles = (room - offset) // TILE
+            if tiles > 1 and want - tiles * TILE - offset < TILE:
+                tiles -= 1  # what is left for the end shall be a tile, too
+            part = tiles * TILE + offset if tiles > 0 else 0
         if part == 0 and not any(shares):
             part = room
         shares.append(part)
         room -= part
     return shares
-
-
-def _whole_tiles(room: int, want: int, offset: int) -> int:
-    tiles = (room - offset) // TILE
-    if tiles > 1 and want - tiles * TILE - offset < TILE:
-        tiles -= 1  # what is left for the end shall be a tile, too
-    return tiles * TILE + offset if tiles > 0 else 0
 
 
 def choose_padding(

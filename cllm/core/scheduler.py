@@ -177,10 +177,6 @@ class Scheduler:
         )
         return Batch(tuple(rows), batch.kind)
 
-    def request_id(self, seq_id: int) -> str | None:
-        """The request that a row of a batch belongs to."""
-        return self.pool.holder(seq_id)
-
     # Admission -------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
@@ -191,9 +187,14 @@ class Scheduler:
             return
         self._kv_full = False
         self._awaited.clear()
+        limits = self.runner.limits
         for sequence in tuple(self._waiting):
-            if not self.pool.free_count or not self._fits(sequence):
+            if not self.pool.free_count:
                 return
+            if limits.unified and self._running:  # a sequence must not preempt another at once
+                held = sum(len(other.tokens) for other in self._running.values())
+                if held + len(sequence.tokens) >= limits.cells:
+                    return
             if not sequence.startable:
                 continue
             match = None
@@ -205,15 +206,6 @@ class Scheduler:
                 self._awaited[match.source.id] = min(shortest, sequence.pending)
                 continue
             self._start(sequence, match)
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """With unified KV, a sequence is not started if that would preempt another at once."""
-        limits = self.runner.limits
-        if not limits.unified or not self._running:
-            return True
-        return (
-            sum(len(other.tokens) for other in self._running.values()) + len(sequence.tokens) < limits.cells
-        )
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""
@@ -283,16 +275,11 @@ class Scheduler:
         if unused > 0 and not self._rollback_drafts(sequence, unused):
             return
         logprobs = tuple(map(self._with_pieces, outcome.logprobs[: len(appended.tokens)]))
+        added: dict[str, Any] = {"text": appended.text, "tokens": appended.tokens, "logprobs": logprobs}
         if appended.reason is None:
-            self._outputs.append(
-                RequestOutput(
-                    request_id=sequence.id, text=appended.text, tokens=appended.tokens, logprobs=logprobs
-                )
-            )
+            self._outputs.append(RequestOutput(request_id=sequence.id, **added))
         else:
-            self._finish(
-                sequence, appended.reason, text=appended.text, tokens=appended.tokens, logprobs=logprobs
-            )
+            self._finish(sequence, appended.reason, **added)
 
     def _rollback_drafts(self, sequence: Sequence, count: int) -> bool:
         """Remove the last `count` tokens from its memory: drafts that were rejected, or not needed."""
@@ -391,10 +378,6 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         return len(self._running)
-
-    @property
-    def waiting_count(self) -> int:
-        return len(self._waiting)
 
     @property
     def cells_used(self) -> int:

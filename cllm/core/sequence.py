@@ -169,17 +169,9 @@ class Sequence:
 
     def shared_with(self, other: Sequence) -> int:
         """Length of the common prefix, at most all but this one's last token (that must be computed)."""
-        mine, theirs = self.tokens, other.tokens
-        low, high = 0, min(len(mine) - 1, len(theirs))
-        if mine[:high] == theirs[:high]:
-            return max(0, high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if mine[low:middle] == theirs[low:middle]:
-                low = middle
-            else:
-                high = middle
-        return low
+        limit = max(0, min(len(self.tokens) - 1, len(other.tokens)))
+        pairs = enumerate(zip(self.tokens[:limit], other.tokens, strict=False))
+        return next((length for length, (mine, theirs) in pairs if mine != theirs), limit)
 
     def usage(self) -> Usage:
         return Usage(

@@ -5,7 +5,7 @@ The runner verifies every draft token, so a wrong draft costs time, never text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -191,7 +191,9 @@ class SpecDecodePolicy:
     ) -> DraftPlan:
         """The plan that yields the most tokens for its time; of equals the shortest."""
         rows, all_ids = len(sequences), [sequence.seq_id for sequence in sequences]
-        max_padding = _max_padding(sequences) if cost.split else 0
+        max_padding = 0  # with unified KV no row needs padding; nor where one of them must not draft
+        if cost.split and all(sequence.drafts is not None for sequence in sequences):
+            max_padding = min(sequence.token_limit - len(sequence.tokens) - 1 for sequence in sequences)
         max_cost = max(2.0, max_step_s / cost.plain_step_s(rows))
         best, best_rate = DraftPlan(), float(rows)  # tokens for a plain step's time
         for length in range(1, max(len(state.proposal) for state in proposals.values()) + 1):
@@ -206,14 +208,6 @@ class SpecDecodePolicy:
                 if fits and tokens / relative > best_rate:
                     best, best_rate = DraftPlan(length, padded), tokens / relative
         return best
-
-
-def _max_padding(sequences: Iterable[Sequence]) -> int:
-    """How far every row may be padded; 0 if one of them must not be."""
-    return min(
-        0 if sequence.drafts is None else sequence.token_limit - len(sequence.tokens) - 1
-        for sequence in sequences
-    )
 
 
 def reject_drafts(batch: Batch, running: Mapping[int, Sequence]) -> bool:

@@ -55,11 +55,10 @@ from cllm.workers.messages import (
     Loading,
     Ready,
     Report,
-    RestorePrefixes,
-    SavePrefixes,
     StateFileDone,
     StepReport,
     Submit,
+    UseStateFile,
 )
 from cllm.workers.supervisor import Backoff
 
@@ -110,7 +109,8 @@ class EngineClient:
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._backoff = Backoff()
         self._error: CllmError | None = None
-        self._calls = PendingCalls()
+        self._call_ids = itertools.count()
+        self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.metrics = EngineMetrics()
         self.metrics.watch(self._queue)
 
@@ -139,8 +139,11 @@ class EngineClient:
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""
+        error = ShuttingDown("the server is shutting down")
         with self._lock:
-            self._end_all(ShuttingDown("the server is shutting down"))
+            for state in self._queue.requests:
+                self._drop(state, error)
+            self._fail_calls(error)
 
     def stop(self) -> None:
         """End now: every request left ends with an error. Idempotent."""
@@ -149,14 +152,9 @@ class EngineClient:
                 return
             self.health = Health.STOPPED
             self._run += 1
-            self._end_all(ShuttingDown("the server is shutting down"))
+            self.end_all()
         self._timeouts.stop()
         self._executor.stop()
-
-    def _end_all(self, error: CllmError) -> None:
-        for state in self._queue.requests:
-            self._drop(state, error)
-        self._calls.fail_all(error)
 
     @property
     def tokenizer(self) -> TokenizerClient:
@@ -228,20 +226,31 @@ class EngineClient:
 
     def save_prefixes(self, name: str) -> Future[StateFileDone]:
         """Write the prefix cache in RAM to a state file; fails with why not."""
-        return self._call(lambda call_id: SavePrefixes(call_id, name))
+        return self._call(lambda call_id: UseStateFile(call_id, name, save=True))
 
     def restore_prefixes(self, name: str) -> Future[StateFileDone]:
         """Read a state file into the prefix cache; fails with why not, and then nothing has changed."""
-        return self._call(lambda call_id: RestorePrefixes(call_id, name))
+        return self._call(lambda call_id: UseStateFile(call_id, name, save=False))
 
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
+        future: Future[Any] = Future()
         with self._lock:
-            call_id, future = self._calls.open()
             if self.health in _COMPUTING:
+                call_id = next(self._call_ids)
+                self._calls[call_id] = future
                 self._executor.send(command(call_id))
             else:
-                self._calls.finish(call_id, EngineNotReady(f"the engine is {self.health.value}"))
-            return future
+                future.set_exception(EngineNotReady(f"the engine is {self.health.value}"))
+        return future
+
+    def _answer(self, call_id: int, answer: object) -> None:
+        """Settle a call, unless that has been done; a CllmError is raised there."""
+        if (future := self._calls.pop(call_id, None)) is not None:
+            settle(future, answer)
+
+    def _fail_calls(self, error: CllmError) -> None:
+        for call_id in tuple(self._calls):
+            self._answer(call_id, error)
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
@@ -281,13 +290,13 @@ class EngineClient:
                     self.metrics.step(stats)
                     self._process_outputs(outputs)
                 case Inspection(call_id, snapshot):
-                    self._calls.finish(call_id, snapshot)
+                    self._answer(call_id, snapshot)
                 case StateFileDone(call_id, failure=None):
-                    self._calls.finish(call_id, report)
+                    self._answer(call_id, report)
                 case StateFileDone(call_id, failure=Failure(code, message)):
                     if isinstance(error := from_code(code, message), StateFileError | StorageFailed):
                         self.metrics.state_file_failures.inc()
-                    self._calls.finish(call_id, error)
+                    self._answer(call_id, error)
                 case Loading(progress):
                     if self._on_loading is not None:
                         self._on_loading(progress)
@@ -338,7 +347,7 @@ class EngineClient:
     def _on_crash(self, error: CllmError) -> None:
         """Survive native death: requests with output get an error, others are replayed, a new run starts."""
         self.metrics.crashed()
-        self._calls.fail_all(error)
+        self._fail_calls(error)
         if not self.loaded.done():
             self._give_up(error)
             self.loaded.set_exception(error)
@@ -414,27 +423,3 @@ class EngineClient:
             now - state.arrived,
         )
         state.stream.push(output)
-
-
-class PendingCalls:
-    """Calls to the engine that wait for their answer, by id. The client's lock guards it."""
-
-    def __init__(self) -> None:
-        self._call_ids = itertools.count()
-        self._futures: dict[int, Future[Any]] = {}
-
-    def open(self) -> tuple[int, Future[Any]]:
-        """A new id, and the future of its answer."""
-        call_id, future = next(self._call_ids), Future[Any]()
-        self._futures[call_id] = future
-        return call_id, future
-
-    def finish(self, call_id: int, answer: object) -> None:
-        """Settle a call: a CllmError is raised there."""
-        if (future := self._futures.pop(call_id, None)) is not None:
-            settle(future, answer)
-
-    def fail_all(self, error: CllmError) -> None:
-        """The engine that was asked is gone."""
-        for call_id in tuple(self._futures):
-            self.finish(call_id, error)

@@ -6,14 +6,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
+
 from cllm.types import Failure, RequestOutput
 
 
 class OutputStream:
-    """A request's outputs as they come. The producer never blocks; a slow reader gets merged outputs.
+    """A request's outputs as they come. The producer never blocks; what is unread is read as one output.
 
-    What is unread is read as one output. So what waits is bounded by the answer itself, not by how many steps
-    it took; beyond `unread_limit` the stream is `overfull` and is to be ended.
+    Beyond `unread_limit` the stream is `overfull` and is to be ended.
     The terminal output has a `finish_reason`; after it there is nothing.
     """
 
@@ -43,28 +44,20 @@ class OutputStream:
         """Why it failed, if that is the first thing to read."""
         return self._unread[0].error if self._unread else None
 
-    def _take(self) -> RequestOutput | None:
-        """All that is unread as one output, or None. An error comes alone, after the text before it."""
+    def _take(self) -> RequestOutput:
+        """All that is unread (something is) as one output. An error comes alone, after the text before it."""
         unread, self._unread = self._unread, []
         self._unread_bytes = 0
         self.overfull = False
-        if len(unread) == 1:
-            return unread[0]
         if len(unread) > 1 and unread[-1].error is not None:
             self._unread = [unread.pop()]
-        if len(unread) <= 1:
-            return unread[0] if unread else None
-        last = unread[-1]
-        return RequestOutput(
-            request_id=self.request_id,
+        if len(unread) == 1:
+            return unread[0]
+        return msgspec.structs.replace(
+            unread[-1],
             text="".join(output.text for output in unread),
             tokens=tuple(token for output in unread for token in output.tokens),
             logprobs=tuple(entry for output in unread for entry in output.logprobs),
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            error=last.error,
-            stop=last.stop,
-            embeddings=last.embeddings,
         )
 
     def _wake(self) -> None:
@@ -87,22 +80,14 @@ class AsyncOutputStream(OutputStream):
         """All that is unread, or what comes next. Not to be called again after the terminal output."""
         while not self._unread:  # as `begun`, without another coroutine: this runs once a token
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        output = self._take()
-        assert output is not None
-        return output
+            await self._waiter
+        return self._take()
 
     async def begun(self) -> None:
         """Return when there is something to read. Takes nothing."""
         while not self._unread:
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:
@@ -132,7 +117,6 @@ class BlockingOutputStream(OutputStream):
                 while not self._unread:
                     self._condition.wait()
                 output = self._take()
-            assert output is not None
             yield output
             if output.finish_reason is not None:
                 return

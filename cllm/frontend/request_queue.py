@@ -46,28 +46,21 @@ class RequestState(Attempt):
         self.generated = 0
 
     @property
-    def cells(self) -> int:
-        """KV cells it is known to need, not those it might need. Embedding requests hold none."""
-        return len(self.request.prompt) + self.generated
-
-    @property
     def begun(self) -> bool:
         """The client may have seen output: it cannot be replayed."""
         return self.first_token is not None
 
 
 class RequestQueue:
-    """A bounded queue in front of the engine. `FairQueue` gives the order, this decides when.
+    """A queue in front of the engine, bounded by requests and prompt tokens. `FairQueue` gives the order.
 
-    While one tenant is alone, the engine is given a few more than it can run, so that a freed slot has
-    a successor in the very next step. With several, it is given as many as it can run: a request in the
-    engine cannot be overtaken any more. Of those places a tenant keeps, for some seconds after its last
-    request, as many as it used lately, up to its share by weight and unless it has had more than the
-    others: its next request need not wait until one of another tenant has ended. All other requests wait
-    here, where order can still change, and where they can be cancelled, refused and replayed.
+    Tokens that may be generated are not counted: few of them are, and one "as much as fits" would fill it.
 
-    The queue is bounded by requests and by prompt tokens. Tokens that may be generated are not counted: few
-    of them are, and a client that asks for "as much as fits" would close the queue by itself.
+    While one tenant is alone, the engine is given a few more requests than it can run, so that a freed slot
+    has a successor in the very next step. With several, it is given as many as it can run, because order
+    cannot change in the engine. Of those places a tenant keeps, for some seconds after its last request, as
+    many as it used lately, up to its share by weight and unless it has had more than the others: its next
+    request need not wait for the end of another tenant's.
     """
 
     def __init__(self, queue_size: int, queue_tokens: int = 0, max_timeout_s: float = 0.0) -> None:
@@ -155,11 +148,14 @@ class RequestQueue:
         if inside >= (window(limits.sequences) if generation else MAX_EMBEDDING_REQUESTS):
             return None
         if first is not None:
-            return queue.pop_replayed()
+            queue.remove(first)
+            return first
         if not generation:
             return queue.pop(None, now)
-        # One pool of cells that is full by now: one more request would only wait in the engine.
-        if limits.unified and sum(state.cells for state in self._engine.values()) >= limits.cells:
+        # A unified KV that is full by now, with the cells known to be needed (embedding needs none): one more
+        # request would only wait in the engine.
+        known = (len(state.request.prompt) + state.generated for state in self._engine.values())
+        if limits.unified and sum(known) >= limits.cells:
             return None
         active = self.tenants.active(now)
         if len(active) == 1:
@@ -201,7 +197,7 @@ class RequestQueue:
             state.dispatched = None
             state.tenant.waiting += 1
             state.tenant.running -= 1
-            state.queue.push_replayed(state)
+            state.queue.push(state)
         return lost, kept
 
 
@@ -226,7 +222,6 @@ def _count_kept(tenants: Tenants, active: list[Tenant], tenant: Tenant, sequence
 
 
 def _check_inputs(request: Request, limits: Limits | None) -> None:
-    """Raise what is wrong with the inputs of an embedding request."""
     for index, tokens in enumerate(request.embed):
         if not tokens:
             raise InvalidRequest(f"input {index} is empty: give at least one token", field="input")
@@ -247,13 +242,10 @@ class FairQueue:
     """Waiting requests, in the order in which they go to the engine. The rule, outermost first:
 
     1. **Priority with ageing.** The class with the highest rank goes first: its priority, plus one for each
-       `AGEING_S` seconds in which no request of it was let in. So a class that is n points below a
-       busy one still lets one in every n × AGEING_S seconds: none starves. The class ages, not the
-       request: else the long line of one tenant would, by its age alone, pass those of all others.
+       `AGEING_S` seconds in which no request of it was let in, so that none starves. The class ages, not
+       the request: else the long line of one tenant would, by its age alone, pass those of all others.
     2. **Fair shares.** Within a class, the tenant with the least virtual time (tokens had, prompt and
-       generated, divided by its weight). Tokens are charged as they become known: the prompt when it
-       goes to the engine, generated ones as they come. An idle tenant starts at the present virtual time,
-       without credit.
+       generated, divided by its weight). An idle tenant starts at the present virtual time, without credit.
     3. **First come, first served** within a tenant and between tenants that are even.
 
     Requests replayed after a crash of the engine stand before all of this, in their old order.
@@ -276,23 +268,16 @@ class FairQueue:
             )
 
     def push(self, state: RequestState) -> None:
+        """Add a request; one that was in a crash goes back to the head, before all others."""
+        self.count += 1
+        self.tokens += state.input_tokens
+        if state.crashes:
+            self.replayed.appendleft(state)
+            return
         priority = state.request.priority
         if (found := self._classes.get(priority)) is None:
             found = self._classes[priority] = PriorityClass(priority, state.arrived)
         found.lines.setdefault(state.tenant, deque()).append(state)
-        self.count += 1
-        self.tokens += state.input_tokens
-
-    def push_replayed(self, state: RequestState) -> None:
-        """Put a request back at the head, before all others."""
-        self.replayed.appendleft(state)
-        self.count += 1
-        self.tokens += state.input_tokens
-
-    def pop_replayed(self) -> RequestState:
-        state = self.replayed[0]
-        self.remove(state)
-        return state
 
     def pop(self, may_enter: Callable[[Tenant], bool] | None, now: float) -> RequestState | None:
         """Take the next request of a tenant that may enter (None: any), and advance virtual time."""
@@ -315,7 +300,7 @@ class FairQueue:
     def remove(self, state: RequestState) -> None:
         self.count -= 1
         self.tokens -= state.input_tokens
-        if state.crashes and state in self.replayed:
+        if state.crashes:
             self.replayed.remove(state)
             return
         each = self._classes[state.request.priority]

@@ -37,8 +37,8 @@ class DrainRate:
 
     REMEMBERED_S = 60.0  # older ones say nothing about now
 
-    def __init__(self, remembered: int = 64) -> None:
-        self._times: deque[tuple[float, int]] = deque(maxlen=remembered)
+    def __init__(self) -> None:
+        self._times: deque[tuple[float, int]] = deque(maxlen=64)  # when a request ended, and its tokens
 
     def note(self, tokens: int = 0) -> None:
         self._times.append((time.monotonic(), tokens))

@@ -36,13 +36,14 @@ def create_app(
         docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
     )
+    app.state.registry = registry
     app.state.slow_reader_s = config.slow_reader_s
     keys = keys or KeyRing(config.api_keys, config.api_key)
     openapi.install(app, closed=keys.closed)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
     for module in (generate, openai, chat, responses, messages, embeddings, llama, admin):
-        app.router.routes.extend(module.routes(registry).routes)
+        app.router.routes.extend(module.router.routes)
     _add_middleware(app, registry, config, keys)
     return app
 

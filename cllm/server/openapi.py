@@ -28,61 +28,34 @@ TAGS = {
     "llama-server": "llama.cpp's own server: scripts written for it run unchanged.",
     "operation": "Health, metrics, debugging and administration.",
 }
-# status → code and message of an example, and when it happens
-ERRORS: dict[int, tuple[str, str, str]] = {
-    400: (
-        "invalid_request",
-        "{field}: Field required",
-        "A field is wrong (the message names it), the prompt is too long (`context_length_exceeded`), or the "
-        "model does not support the request",
-    ),
-    401: (
-        "invalid_api_key",
-        "an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-        "The server has API keys, and the request has none of them",
-    ),
-    403: (
-        "forbidden",
-        "this server does not accept this Host header: add its name to --allowed-hosts",
-        "The Host header is not a name of this server",
-    ),
-    404: (
-        "model_not_found",
-        "this model does not exist: GET /v1/models lists the models served",
-        "No such model",
-    ),
-    408: (
-        "request_timeout",
-        "the body was not complete within 30 s",
-        "The body took too long to arrive; inside a stream: the client does not read it (`slow_reader`)",
-    ),
-    413: (
-        "payload_too_large",
-        "the body is over the limit of 8388608 bytes (--max-body-mb)",
-        "The body is too large",
-    ),
-    415: (
-        "unsupported_media_type",
-        "the body must be JSON: send it with 'Content-Type: application/json'",
-        "The content type of the body is not JSON",
-    ),
-    429: (
-        "queue_full",
-        "1024 requests are waiting and the queue holds 1024; try again in 3 s",
-        "The queue is full, or the key has reached its limits (`rate_limit_exceeded`)",
-    ),
-    431: (
-        "headers_too_large",
-        "the headers are over the limit of 32768 bytes",
-        "The address and headers are too large",
-    ),
-    500: ("engine_died", "the engine process was ended by SIGSEGV", "The engine died or failed"),
-    503: ("engine_not_ready", "the model is still loading", "Loading, restarting or shutting down"),
-    504: (
-        "deadline_exceeded",
-        "the request was not done within its 30 s: it was still waiting",
-        "The request's deadline passed before anything was sent",
-    ),
+ERRORS = {  # status → code and message of an example
+    400: ("invalid_request", "{field}: Field required"),
+    401: ("invalid_api_key", "an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"),
+    403: ("forbidden", "this server does not accept this Host header: add its name to --allowed-hosts"),
+    404: ("model_not_found", "this model does not exist: GET /v1/models lists the models served"),
+    408: ("request_timeout", "the body was not complete within 30 s"),
+    413: ("payload_too_large", "the body is over the limit of 8388608 bytes (--max-body-mb)"),
+    415: ("unsupported_media_type", "the body must be JSON: send it with 'Content-Type: application/json'"),
+    429: ("queue_full", "1024 requests are waiting and the queue holds 1024; try again in 3 s"),
+    431: ("headers_too_large", "the headers are over the limit of 32768 bytes"),
+    500: ("engine_died", "the engine process was ended by SIGSEGV"),
+    503: ("engine_not_ready", "the model is still loading"),
+    504: ("deadline_exceeded", "the request was not done within its 30 s: it was still waiting"),
+}
+WHEN = {
+    400: "A field is wrong (the message names it), the prompt is too long (`context_length_exceeded`), or "
+    "the model does not support the request",
+    401: "The server has API keys, and the request has none of them",
+    403: "The Host header is not a name of this server",
+    404: "No such model",
+    408: "The body took too long to arrive; inside a stream: the client does not read it (`slow_reader`)",
+    413: "The body is too large",
+    415: "The content type of the body is not JSON",
+    429: "The queue is full, or the key has reached its limits (`rate_limit_exceeded`)",
+    431: "The address and headers are too large",
+    500: "The engine died or failed",
+    503: "Loading, restarting or shutting down",
+    504: "The request's deadline passed before anything was sent",
 }
 _NO_ADMIN = "; or the key is not an admin's"
 _NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`, `--state-dir`)"
@@ -188,7 +161,7 @@ def _responses(path: str, method: str, about: dict[str, Any], required: str | No
         statuses |= {429, 504}
         found["200"]["headers"] = _POSITION
     for status in sorted(statuses):
-        code, message, when = own.get(status) or ERRORS[status]
+        code, message, when = own.get(status) or (*ERRORS[status], WHEN[status])
         field = required if status == 400 else None
         if status == 400 and field is None:  # no field is required
             message = "the body is not a JSON object"

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.requests import HTTPConnection
+from starlette.requests import Request as HttpRequest
 
 from cllm.errors import InvalidRequest, ModelNotFound
 from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.base import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 from cllm.workers.messages import CheckConstraint, Text
+
+
+def get_registry(http: HttpRequest) -> EngineRegistry:
+    """The engines of the app. A handler asks once for the `current` one, which serves its whole request."""
+    registry = http.app.state.registry
+    assert isinstance(registry, EngineRegistry)
+    return registry
 
 
 def check_model(name: str | None) -> None:
@@ -33,24 +41,20 @@ def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tup
     return tuple(tokens)
 
 
-async def check_constraint(engine: EngineClient, body: ConstrainedBody) -> ConstraintSpec | None:
-    """The constraint that a body sets on the answer, known to compile. Raises InvalidRequest."""
-    if (spec := body.constraint()) is None:
-        return None
+async def check_constraint(engine: EngineClient, spec: ConstraintSpec, form_field: str) -> None:
+    """Compile the constraint of a body. Raises InvalidRequest, which names a schema's field `form_field`."""
     try:
         await run_tokenizer(engine, CheckConstraint(spec), Text, GRAMMAR_LIMIT_S)
     except InvalidRequest as error:
         if spec.kind is not ConstraintKind.JSON_SCHEMA:
             raise
-        # Each API has its own name for the field that holds the schema.
-        field, reason = body.form_field, error.message.removeprefix(f"{error.field}: ")
-        raise InvalidRequest(f"{field}: {reason}", field) from None
-    return spec
+        reason = error.message.removeprefix(f"{error.field}: ")
+        raise InvalidRequest(f"{form_field}: {reason}", form_field) from None
 
 
 async def make_request(
     engine: EngineClient,
-    http: HTTPConnection,
+    http: HttpRequest,
     body: ConstrainedBody,
     *,
     request_id: str,
@@ -61,6 +65,9 @@ async def make_request(
 ) -> Request:
     """A body as the engine's request; `max_tokens` None: as many as fit. Raises InvalidRequest."""
     info, limits = loaded(engine)
+    constraint = body.constraint()
+    if constraint is not None:
+        await check_constraint(engine, constraint, body.form_field)
     return Request(
         id=request_id,
         prompt=prompt,
@@ -68,7 +75,7 @@ async def make_request(
         sampling=body.sampling(info.vocabulary_size),
         stop=stop,
         logprobs=logprobs,
-        constraint=await check_constraint(engine, body),
+        constraint=constraint,
         timeout_s=body.timeout,
         priority=body.priority,
         reuse=body.cache_prompt,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.tune.space import TUNABLE, with_settings
+from cllm.tune.space import TUNABLE, Value, with_settings
 
 log = logging.getLogger(__name__)
 VERSION = 2  # 1 judged by long contexts that were short
@@ -28,6 +28,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     dimension: str
     label: str
+    settings: dict[str, Value] = {}
     chosen: bool = False
     ratio: float | None = None
     cases: dict[str, float] = {}
@@ -38,26 +39,18 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def harmless(self) -> bool:
         return self.perplexity_change is not None and abs(self.perplexity_change) < MAX_PERPLEXITY_CHANGE
 
-
-def relative_to(chosen: Option, options: Sequence[Option]) -> list[Option]:
-    """The options with their cost relative to the chosen one, which is marked."""
-    assert chosen.ratio is not None
-    return [
-        msgspec.structs.replace(
-            option,
-            chosen=option is chosen,
-            ratio=None if option.ratio is None else option.ratio / chosen.ratio,
-            cases={case: ratio / chosen.cases[case] for case, ratio in option.cases.items()},
-        )
-        for option in options
-    ]
+    def relative_to(self, chosen: Option) -> Option:
+        """The same with its cost relative to the chosen one, which is marked."""
+        ratio = self.ratio / chosen.ratio if self.ratio and chosen.ratio else None
+        cases = {case: value / chosen.cases[case] for case, value in self.cases.items()}
+        return msgspec.structs.replace(self, chosen=self is chosen, ratio=ratio, cases=cases)
 
 
 class TuneRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search. `settings` are those that differ from the ones it began with."""
+    """The result of a search. `settings` are those that it changed."""
 
     fingerprint: dict[str, str] = msgspec.field(name="identity")  # its name in the file
-    settings: dict[str, int | bool | str]
+    settings: dict[str, Value]
     options: tuple[Option, ...]
     seconds: dict[str, float]  # by case, of the chosen settings
     speedup: float  # of the chosen settings over those it began with, in the mix
@@ -72,11 +65,6 @@ class TuneRecord(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float = 0.0
     created: str = ""
     version: int = VERSION
-
-    def applied_to(self, config: EngineConfig, given: frozenset[str] = frozenset()) -> EngineConfig:
-        """The configuration with the tuned settings; those given explicitly stay."""
-        settings = {name: value for name, value in self.settings.items() if name not in given}
-        return with_settings(config, settings)
 
 
 class TuneMemory:

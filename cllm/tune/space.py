@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -13,15 +12,9 @@ from cllm.tune.trial import BATCH1_REPEATS, Plan
 
 Value = int | bool | str
 Settings = Mapping[str, Value]
+Part = Literal["all", "prompt", "short"]  # what is measured: all cases, a long prompt, short contexts
+PARTS: tuple[Part, ...] = get_args(Part)
 _WIDE_TYPES = ("f32", "f16", "bf16")  # values in other types are read by the flash kernels only
-
-
-class Part(Enum):
-    """The part of the serving mix that is measured to judge a dimension."""
-
-    ALL = "all"
-    PROMPT = "a long prompt alone"
-    SHORT = "decoding after short contexts"
 
 
 class Dimension(NamedTuple):
@@ -31,7 +24,7 @@ class Dimension(NamedTuple):
     fields: tuple[str, ...]
     values: tuple[tuple[Value, ...], ...] = ((False,), (True,))
     names: tuple[str, str] = ("off", "on")  # of booleans
-    part: Part = Part.ALL
+    part: Part = "all"
     reloads: bool = False  # a change needs the model loaded again
     quality: bool = False  # it changes the output, not only the speed
 
@@ -42,8 +35,13 @@ class Dimension(NamedTuple):
             return [{"max_threads": count} for count in sorted(counts, reverse=True)]
         if "unified_kv" in self.fields and config.parallel == 1:
             return []
-        every = (dict(zip(self.fields, values, strict=True)) for values in self.values)
-        return [settings for settings in every if _possible(config, with_settings(config, settings))]
+        every = [dict(zip(self.fields, values, strict=True)) for values in self.values]
+        changed = [(settings, with_settings(config, settings)) for settings in every]
+        return [
+            settings
+            for settings, new in changed
+            if new != config and (new.flash_attention or new.cache_type_v in _WIDE_TYPES)
+        ]
 
     def label(self, config: EngineConfig, cores: int) -> str:
         """The value in `config`, for the report."""
@@ -59,8 +57,8 @@ DIMENSIONS = (
     Dimension("flash attention", ("flash_attention",)),
     Dimension("KV layout", ("unified_kv",), names=("split", "unified")),
     Dimension("repacking", ("extra_buffers",), reloads=True),
-    Dimension("batch tokens", ("batch_tokens",), ((256,), (512,), (1024,)), part=Part.PROMPT),
-    Dimension("poll", ("poll",), ((0,), (50,), (100,)), part=Part.SHORT),
+    Dimension("batch tokens", ("batch_tokens",), ((256,), (512,), (1024,)), part="prompt"),
+    Dimension("poll", ("poll",), ((0,), (50,), (100,)), part="short"),
 )
 KV_TYPES = Dimension(
     "K/V types",
@@ -70,10 +68,6 @@ KV_TYPES = Dimension(
     quality=True,
 )
 TUNABLE = frozenset(field for dimension in (*DIMENSIONS, KV_TYPES) for field in dimension.fields)
-
-
-def _possible(config: EngineConfig, changed: EngineConfig) -> bool:
-    return changed != config and (changed.flash_attention or changed.cache_type_v in _WIDE_TYPES)
 
 
 def thread_count(config: EngineConfig, cores: int) -> int:
@@ -122,45 +116,30 @@ def make_plans(
     longest: int,
     budget_s: float,
 ) -> dict[Part, Plan]:
-    """The plan of each part of the mix, so that all alternatives fit into the time."""
-    prompt = prompt_plan(look, longest=longest, budget_s=budget_s)
-    # The present settings are measured between any two alternatives, and a winner twice.
-    plan = fitted_plan(
-        look,
-        parallel,
-        longest=longest,
-        budget_s=budget_s - (3 * expected_s(prompt, look) if alternatives[Part.PROMPT] else 0.0),
-        runs=4 + 2 * alternatives[Part.ALL] + alternatives[Part.SHORT],
-    )
-    short = msgspec.structs.replace(plan, long=0, prompt=0)
-    return {Part.ALL: plan, Part.PROMPT: prompt, Part.SHORT: short}
-
-
-def fitted_plan(
-    look: Mapping[str, float], parallel: int, *, longest: int, budget_s: float, runs: int
-) -> Plan:
-    """The largest plan of which `runs` take about `budget_s`, by what a first look took.
+    """The largest plan of each part, so that all alternatives fit into the time, by what a first look took.
 
     No context is longer than `longest` tokens.
     """
-    plan = first_look(parallel)
-    for long, prompt, steps in SIZES:
-        wanted = Plan(requests=plan.requests, long=long, prompt=prompt, steps=steps)
-        limit = longest - wanted.decode_cells
-        plan = msgspec.structs.replace(wanted, short=min(wanted.short, limit), long=min(long, limit))
+    for tokens in PROMPTS:
+        prompt = _cut(Plan(requests=1, short=0, steps=0, prompt=tokens, long=tokens), longest)
+        if prompt.long == tokens and expected_s(prompt, look) <= PROMPT_SHARE * budget_s:
+            break
+    if alternatives["prompt"]:
+        budget_s -= 3 * expected_s(prompt, look)
+    # The present settings are measured between any two alternatives, and a winner twice.
+    runs = 4 + 2 * alternatives["all"] + alternatives["short"]
+    for long, timed, steps in SIZES:
+        plan = Plan(requests=min(parallel, MAX_REQUESTS), long=long, prompt=timed, steps=steps)
+        plan = _cut(plan, longest)
         if PREFIXES * prefix_s(plan, look) + runs * expected_s(plan, look) <= budget_s:
             break
-    return plan
+    return {"all": plan, "prompt": prompt, "short": msgspec.structs.replace(plan, long=0, prompt=0)}
 
 
-def prompt_plan(look: Mapping[str, float], *, longest: int, budget_s: float) -> Plan:
-    """The plan to judge chunk sizes by: a long prompt and nothing else."""
-    for prompt in PROMPTS:
-        plan = Plan(requests=1, short=0, steps=0, prompt=prompt, long=prompt)
-        if prompt + plan.decode_cells <= longest and expected_s(plan, look) <= PROMPT_SHARE * budget_s:
-            break
+def _cut(plan: Plan, longest: int) -> Plan:
     limit = longest - plan.decode_cells
-    return msgspec.structs.replace(plan, prompt=min(plan.prompt, limit), long=min(plan.long, limit))
+    short, long, prompt = (min(tokens, limit) for tokens in (plan.short, plan.long, plan.prompt))
+    return msgspec.structs.replace(plan, short=short, long=long, prompt=prompt)
 
 
 def prefix_s(plan: Plan, look: Mapping[str, float]) -> float:

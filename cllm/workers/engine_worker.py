@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import msgspec
 
@@ -25,7 +26,7 @@ from cllm.logs import configure_logging
 from cllm.workers.channel import Channel
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
-from cllm.workers.tokenizer import LocalTokenizer, serve_tokenizer
+from cllm.workers.tokenizer import LocalTokenizer, TokenizerWorker, serve_tokenizer
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -76,6 +77,7 @@ class ThreadExecutor:
     """`Executor` in a thread of this process: for the Python API. A native crash ends the process."""
 
     restartable = False
+    tokenizer: TokenizerClient  # once the model is loaded
 
     def __init__(
         self, make_runner: Callable[[Callable[[float], None]], ModelRunner], config: EngineConfig
@@ -84,13 +86,7 @@ class ThreadExecutor:
         self._make_runner = make_runner
         self._config = config
         self._core: EngineCore | None = None
-        self._tokenizer: LocalTokenizer | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def tokenizer(self) -> TokenizerClient:
-        assert self._tokenizer is not None, "no tokenizer before the model is loaded"
-        return self._tokenizer
 
     def start(self, receive: Receive) -> None:
         self._thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
@@ -98,24 +94,18 @@ class ThreadExecutor:
 
     def _run(self, receive: Receive) -> None:
         try:
-            runner = self._make_runner(lambda fraction: receive(Loading(fraction)))
-            try:
+            with closing(self._make_runner(lambda fraction: receive(Loading(fraction)))) as runner:
                 self._core = core = EngineCore(runner, self._config, receive)
                 info = runner.info
-                self._tokenizer = LocalTokenizer(
+                worker = TokenizerWorker(
                     runner.vocabulary, info.chat_template, tool_template=info.tool_template
                 )
-                receive(core.ready)
-                core.run()
-            finally:
-                if self._tokenizer is not None:
-                    self._tokenizer.close()  # first: it reads the runner's vocabulary, from any thread
-                runner.close()
-        except CllmError as error:
-            receive(Died(error.code, error.message))
+                # Closed before the runner, whose vocabulary it reads from any thread.
+                with closing(LocalTokenizer(worker)) as self.tokenizer:
+                    receive(core.ready)
+                    core.run()
         except Exception as error:
-            log.exception("the engine thread failed")
-            receive(Died("engine_died", f"the engine failed: {type(error).__name__}"))
+            receive(_explain(error, "engine"))
 
     def send(self, command: Command) -> None:
         if self._core is not None:
@@ -152,14 +142,17 @@ def main(
         else:
             serve_tokenizer(channel, config)
     except Exception as error:
-        if isinstance(error, CllmError):
-            died = Died(error.code, error.message)
-        else:
-            log.exception("the %s process failed", role)
-            died = Died("engine_died", f"the {role} process failed: {type(error).__name__}")
-        channel.send(msgspec.msgpack.encode(died))
+        channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
         return 1
     return 0
+
+
+def _explain(error: Exception, failed: str) -> Died:
+    """The last report of what failed. A CllmError explains itself; others belong in the log."""
+    if isinstance(error, CllmError):
+        return Died(error.code, error.message)
+    log.error("the %s failed", failed, exc_info=error)
+    return Died("engine_died", f"the {failed} failed: {type(error).__name__}")
 
 
 if __name__ == "__main__":

@@ -115,9 +115,11 @@ class _Call(Attempt):
         self.future: Future[TokenizerAnswer] = Future()
         self.sent = False
 
-    @property
-    def rejection_error(self) -> CllmError:
-        """The answer when the process has crashed on it alone."""
+    def rejection_error(self, exit_signal: int) -> CllmError:
+        """The answer when the process has crashed because of it."""
+        if exit_signal == signal.SIGPROF:
+            message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
+            return InvalidRequest(message, field="messages")
         if isinstance(self.task, CheckConstraint):
             field = self.task.spec.kind.field
             return InvalidRequest(f"{field}: it is too complex to be compiled", field=field)
@@ -211,14 +213,11 @@ class ProcessTokenizer:
         rejected: list[_Call] = []
         if died.signal == signal.SIGPROF:
             # The template's own guard. Every conversation goes through the template: none is tried again.
-            message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
             rejected = self._take(lambda call: call.sent and call.renders)
-            for call in rejected:
-                settle(call.future, InvalidRequest(message, field="messages"))
         elif not self._aborted:
             rejected = self._take(lambda call: call.sent and call.blame())
-            for call in rejected:
-                settle(call.future, call.rejection_error)
+        for call in rejected:
+            settle(call.future, call.rejection_error(died.signal))
         if rejected or self._aborted:
             self._backoff.progress()
         self._aborted = False

@@ -29,25 +29,19 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
-class SavePrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Write the prefix cache in RAM to a state file; answered with StateFileDone."""
+class UseStateFile(msgspec.Struct, frozen=True, tag=True):
+    """Write the prefix cache in RAM to a state file, or read one into it; answered with StateFileDone."""
 
     call_id: int
     name: str
-
-
-class RestorePrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Read a state file into the prefix cache in RAM; answered with StateFileDone."""
-
-    call_id: int
-    name: str
+    save: bool
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Submit | Cancel | Inspect | SavePrefixes | RestorePrefixes | Stop
+Command = Submit | Cancel | Inspect | UseStateFile | Stop
 
 # From the engine ------------------------------------------------------------------------------------
 
@@ -56,14 +50,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Work done since the last report, and the engine's state at its end."""
 
     steps: int = 0
-    rows: int = 0
     tokens: int = 0
     step_s: float = 0.0
     compute_s: float = 0.0
     sample_s: float = 0.0
     transfer_s: float = 0.0  # of KV memory, to RAM and back
     running: int = 0
-    waiting: int = 0
     leases: int = 0
     cells_used: int = 0
     integrity_failures: int = 0
@@ -91,7 +83,7 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
 
 
 class StateFileDone(msgspec.Struct, frozen=True, tag=True):
-    """The result of a SavePrefixes or RestorePrefixes."""
+    """The result of a UseStateFile."""
 
     call_id: int
     entries: int = 0

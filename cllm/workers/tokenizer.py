@@ -125,10 +125,8 @@ def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> To
 class LocalTokenizer:
     """`TokenizerClient` in the caller's thread: for the Python API."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, template: str | None, *, tool_template: str | None = None
-    ) -> None:
-        self._worker = TokenizerWorker(vocabulary, template, tool_template=tool_template)
+    def __init__(self, worker: TokenizerWorker) -> None:
+        self._worker = worker
         self._lock = threading.Lock()  # the vocabulary must not be freed while a task reads it
         self._closed = False
 
@@ -154,7 +152,7 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
     from cllm.backend.llama.library import DeferredFrees, load
     from cllm.backend.llama.model import LlamaModel
 
-    model = LlamaModel(load(), Path(config.model), DeferredFrees(), vocabulary_only=True)
+    model = LlamaModel(load(), config, DeferredFrees(), vocabulary_only=True)
     info = model.info(config.chat_template)
     worker = TokenizerWorker(
         model.vocabulary, info.chat_template, deadly_guard, tool_template=info.tool_template

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
-from cllm.backend.llama.draft_model import DraftModel
+from cllm.backend.llama.draft_model import DraftModel, ModelDrafter
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.backend.llama.runner import LlamaRunner
@@ -96,7 +96,7 @@ def test_several_at_once_and_one_after_another(
 
 def test_a_slot_belongs_to_one_text_until_that_is_gone(drafted: Drafted, models: dict[str, Path]) -> None:
     model = drafts_of(drafted(models["dense"]))
-    first, second, third = (model.new_drafter() for _ in range(3))
+    first, second, third = (ModelDrafter(model) for _ in range(3))
     texts = [words(seed, 20) for seed in range(3)]
     drafts = [each.propose(text, 4) for each, text in zip((first, second, third), texts, strict=True)]
     assert drafts[0] and drafts[1] and drafts[2] == []
@@ -107,11 +107,11 @@ def test_a_slot_belongs_to_one_text_until_that_is_gone(drafted: Drafted, models:
 def test_the_draft_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
     """On the drafter itself: it says the same whether it followed step by step or begins anew."""
     model = drafts_of(drafted(models["dense"]))
-    following = model.new_drafter()
+    following = ModelDrafter(model)
     text = list(words(5, 20))
     for step in range(12):
         drafts = following.propose(text, 5)
-        fresh = model.new_drafter()
+        fresh = ModelDrafter(model)
         assert fresh.propose(text, 5) == drafts and len(drafts) == 5
         del fresh
         text += [*drafts[: step % 4], 65 + step]

@@ -143,8 +143,11 @@ def in_chunks(runner: LlamaRunner, tokens: Sequence[int], *ends: int) -> Vector:
 
 
 def cells(runner: LlamaRunner) -> int:
-    assert runner._embedding is not None
-    return runner._embedding.cells_used
+    """KV cells that embedding uses, all ids together: 0 between two inputs."""
+    context = runner._embedding
+    assert context is not None
+    position = context._api.llama_memory_seq_pos_max
+    return sum(int(position(context._memory, row)) + 1 for row in range(runner.limits.embed.rows))
 
 
 def inputs_for(name: str, *lengths: int) -> list[Tokens]:

@@ -9,8 +9,7 @@ import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.errors import EngineDied
-from cllm.workers.messages import Submit
-from tests.driver.engine import Answer, StepDriver, ask, words
+from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import LAYOUTS, NATIVE_LAYOUTS, Kind, Opened
 from tests.driver.runner import Aborts, CheckedRunner, native
 from tests.driver.same_text import Reference
@@ -91,9 +90,7 @@ def test_steps_aborted_one_after_the_other_only_cost_time(
 def test_two_failed_steps_in_a_row_end_the_engine_and_every_request(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind))
     driver.runner.fail = failing(driver.runner, "half", StepStatus.FAILED, lambda number: number in (3, 4))
-    for seed in range(5):
-        driver.answers[f"r{seed}"] = Answer()
-        driver.core.inbox.put(Submit(ask(f"r{seed}", words(seed, 30), 8)))
+    driver.enqueue(*(ask(f"r{seed}", words(seed, 30), 8) for seed in range(5)))
     with pytest.raises(EngineDied, match="two steps in a row"):
         driver.core.run()
     driver.check_idle()

@@ -1,4 +1,4 @@
-"""Samplers that rewrite logits: bias, penalties, DRY; and clones of samplers with a history."""
+"""Samplers that rewrite logits: bias, penalties, DRY."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.types import FinishReason, SamplingParams
 from tests.contract.sampler_draws import (
-    OFF,
     A,
     B,
     C,
     D,
     Logits,
-    choose,
     draws,
     row_of,
 )
@@ -160,32 +158,3 @@ def test_no_request_can_make_a_sampler_that_is_larger_than_the_context(
 
 
 # Clones ----------------------------------------------------------------------------------------------
-
-STATEFUL: list[dict[str, Any]] = [
-    {},
-    {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9, "top_n_sigma": 2.0},
-    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
-    {"dry_multiplier": 0.8},
-    {"xtc_probability": 0.5, "xtc_threshold": 0.02},
-    {"mirostat": 1, "mirostat_tau": 3.0},
-    {"mirostat": 2, "mirostat_tau": 3.0},
-    {"temperature": 0, "frequency_penalty": 0.3},
-    {"temperature": 0},
-]
-
-
-@pytest.mark.parametrize("sampling", STATEFUL, ids=lambda sampling: "-".join(sampling) or "plain")
-def test_a_clone_goes_on_as_the_original_does_and_apart_from_it(
-    runner: LlamaRunner, logits: Logits, sampling: dict[str, Any]
-) -> None:
-    original = runner.create_sampler(SamplingParams(**{**OFF, "seed": 3, **sampling}))
-    original.accept((A, B, C, A, B))
-    for _ in range(20):
-        choose(runner, original, logits)
-    clone, spare = original.clone(), original.clone()
-    expected = [choose(runner, original, logits) for _ in range(40)]
-    original.close()
-    assert [choose(runner, clone, logits) for _ in range(40)] == expected
-    clone.close()
-    assert [choose(runner, spare, logits) for _ in range(40)] == expected
-    spare.close()

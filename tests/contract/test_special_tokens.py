@@ -37,7 +37,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(taught: Path) -> Iterator[LlamaModel]:
-    model = LlamaModel(load(), taught, DeferredFrees(), vocabulary_only=True)
+    model = LlamaModel(load(), EngineConfig(model=str(taught)), DeferredFrees(), vocabulary_only=True)
     yield model
     model.close()
 
@@ -51,7 +51,7 @@ def test_infill_marks_are_found(model: LlamaModel, runner: LlamaRunner) -> None:
 def test_two_infill_marks_of_three_are_none(tmp_path: Path) -> None:
     roles = {"fim_pre": "<PRE>", "fim_suf": "<SUF>"}
     path = make_dense(tmp_path / "half.gguf", controls=("<PRE>", "<SUF>"), roles=roles)
-    model = LlamaModel(load(), path, DeferredFrees(), vocabulary_only=True)
+    model = LlamaModel(load(), EngineConfig(model=str(path)), DeferredFrees(), vocabulary_only=True)
     assert model.vocabulary.infill is None
     model.close()
 

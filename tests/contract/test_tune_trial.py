@@ -12,17 +12,16 @@ import pytest
 
 from cllm.backend.llama.library import load
 from cllm.config import EngineConfig
-from cllm.tune.session import TRIAL
-from cllm.tune.trial import CASES, Plan, TrialProcess, TrialTask
-from cllm.tune.trial_worker import Bench, Trial
+from cllm.tune.search import TRIAL
+from cllm.tune.trial import MIX, Bench, Plan, Trial, TrialProcess, TrialTask
 
-EVERY_CASE = {case.name for case in CASES}
+EVERY_CASE = set(MIX)
 PLAN = Plan(requests=3, short=16, long=96, steps=2)
 LIMIT_S = 60.0
 # The real trial, but a setting of poll kills it, or lets it hang: what a wrong instruction would do.
 MORTAL = """
 import os, signal, sys, time
-from cllm.tune import trial_worker as trial
+from cllm.tune import trial
 real = trial.Trial.measure
 def measure(self, task):
     if task.config.poll == 13:
@@ -157,7 +156,7 @@ def test_the_prefix_of_a_long_context_is_computed_once(
     found = []
     for fields in ({}, {"poll": 0}, {"flash_attention": False}, {"unified_kv": True}, {"batch_tokens": 64}):
         computed.clear()
-        task = TrialTask(config=settings(models, **fields), plan=PLAN, text="What is timed comes last. " * 30)
+        task = TrialTask(config=settings(models, **fields), plan=PLAN)
         assert set(trial.measure(task).seconds) == EVERY_CASE
         found.append((0, 32) in computed)
         assert {(0, 16), (32, 96)} <= set(computed)

@@ -97,6 +97,13 @@ class StepDriver:
             self.answers[request.id] = Answer()
             self.core._handle(Submit(request))
 
+    def enqueue(self, *requests: Request) -> None:
+        """Put requests into the inbox, for a test that runs `core.run` itself."""
+        for request in requests:
+            self.requests[request.id] = request
+            self.answers[request.id] = Answer()
+            self.core.inbox.put(Submit(request))
+
     def add(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> str:
         """Submit a prompt with the next name: `r0`, `r1`, …; `fields` of the request or of its sampling."""
         sampling = {name: fields.pop(name) for name in ("seed", "ignore_eos") if name in fields}
@@ -226,6 +233,8 @@ class StepDriver:
         assert self.scheduler.cells_used == 0
         assert not any(map(self.runner.next_position, range(self.runner.limits.sequences)))
         assert self.runner.open_samplers == 0
+        if isinstance(self.runner.inner, FakeRunner):
+            assert self.runner.inner.embedding_memory == []
         assert all(answer.finish_reason is not None for answer in self.answers.values())
 
     def check_end(self) -> None:

@@ -11,7 +11,7 @@ from cllm.backend.base import Batch, BatchKind, Drafter, ModelRunner, Row, Sampl
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.testing import FakeRunner, FakeSampler
-from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, Vocabulary
+from cllm.types import SamplingParams, TokenLogprob, Vocabulary
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -24,31 +24,20 @@ class CheckedRunner(ModelRunner):
 
     def __init__(self, inner: ModelRunner) -> None:
         self.inner = inner
+        self.info, self.limits, self.vocabulary = inner.info, inner.limits, inner.vocabulary
         self.fail: Callable[[int, Batch], StepResult | None] = lambda number, batch: None
         self.batches: list[Batch] = []
         self.samplers: list[Sampler] = []
         self.saves = 0
         self._failed: StepResult | None = None  # of the step in flight
 
-    @property
-    def info(self) -> ModelInfo:
-        return self.inner.info
-
-    @property
-    def limits(self) -> Limits:
-        return self.inner.limits
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self.inner.vocabulary
-
     def submit(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
         assert ids == sorted(set(ids)), f"rows out of order or repeated: {ids}"
-        assert batch.token_count <= self.limits.batch_tokens
-        # The fake checks positions itself; asking it here would count as one of its native calls.
-        if batch.kind is BatchKind.GENERATE and not isinstance(self.inner, FakeRunner):
-            for row in batch.rows:
+        if batch.kind is BatchKind.GENERATE:
+            assert batch.token_count <= self.limits.batch_tokens
+            # The fake checks positions itself; asking it here would count as one of its native calls.
+            for row in () if isinstance(self.inner, FakeRunner) else batch.rows:
                 assert row.position == self.inner.next_position(row.seq_id), "positions are derived"
         self.batches.append(batch)
         self._failed = self.fail(len(self.batches) - 1, batch)
@@ -96,7 +85,7 @@ class CheckedRunner(ModelRunner):
     @property
     def open_samplers(self) -> int:
         if isinstance(self.inner, FakeRunner):
-            return self.inner.open_samplers  # clones too
+            return self.inner.open_samplers
         return sum(map(_is_open, self.samplers))
 
 

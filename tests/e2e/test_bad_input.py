@@ -110,7 +110,7 @@ def test_a_bad_field_is_400_and_named(tiny: Server, route: str, field: str, valu
     ],
     ids=["17 of them", "257 characters", "the second of 257", "empty", "NUL"],
 )
-def test_a_bad_list_of_stops_is_told_the_limit(tiny: Server, stop: list[str], said: str) -> None:
+def test_a_bad_list_of_stops_is_refused_with_the_limit(tiny: Server, stop: list[str], said: str) -> None:
     message = refusal(tiny.post("/generate", {"prompt": "x", "stop": stop}))
     assert message.startswith("stop: ") and said in message
 

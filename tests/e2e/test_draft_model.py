@@ -8,7 +8,7 @@ from tests.driver.server import StartServer, cllm, wait_for
 from tests.tiny_models import make_dense
 
 
-def test_a_draft_model_guesses_and_the_text_is_the_same(start: StartServer, tiny_model: Path) -> None:
+def test_a_draft_model_drafts_and_the_text_is_the_same(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--draft-model", str(tiny_model), "--parallel", "2", "--threads", "1")
     plain = server.generate("Once upon a time", 60, speculate=False)
     drafted = server.generate("Once upon a time", 60)

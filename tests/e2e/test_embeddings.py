@@ -207,7 +207,7 @@ def test_streams_go_on_while_many_texts_are_embedded(tiny: Server) -> None:
     wait_for(tiny.idle)
 
 
-def test_whoever_leaves_is_not_computed_for(tiny: Server) -> None:
+def test_embeddings_of_a_disconnected_client_are_not_computed(tiny: Server) -> None:
     before = tiny.finished("cancelled")
     body = {"input": ["0123456789" * 100] * 1000}
     connection = tiny.connect(body, "/v1/embeddings")

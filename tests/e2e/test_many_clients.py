@@ -59,11 +59,11 @@ def check(server: Server, model: Path | None, prompts: list[str], max_tokens: in
     assert ties < len(prompts), "with a tie in every answer, nothing was compared to its end"
 
 
-def test_200_clients_on_8_sequences_tiny_model(tiny: Server, tiny_model: Path) -> None:
+def test_200_clients_on_8_slots_tiny_model(tiny: Server, tiny_model: Path) -> None:
     check(tiny, tiny_model, [f"client {number}: " + "ab " * (number % 7) for number in range(200)], 12)
 
 
-def test_24_clients_on_8_sequences_embedded_model(embedded: Server) -> None:
+def test_24_clients_on_8_slots_embedded_model(embedded: Server) -> None:
     animals = ("cat", "dog", "owl", "fox", "bee", "cow")
     prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
     check(embedded, None, prompts, 12)

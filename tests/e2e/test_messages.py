@@ -296,7 +296,9 @@ def test_errors_before_the_route_have_anthropics_shape(embedded: Server) -> None
     assert set(openais["error"]) == {"message", "type", "param", "code"}
 
 
-def test_who_leaves_a_stream_leaves_nothing_behind(client: anthropic.Anthropic, embedded: Server) -> None:
+def test_a_disconnect_in_mid_stream_leaves_nothing_behind(
+    client: anthropic.Anthropic, embedded: Server
+) -> None:
     with (
         embedded.freed_on_leaving(),
         client.messages.stream(

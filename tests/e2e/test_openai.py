@@ -264,7 +264,7 @@ STREAMS: dict[str, Callable[[openai.OpenAI], Any]] = {
 
 
 @pytest.mark.parametrize("route", list(STREAMS))
-def test_who_leaves_a_stream_leaves_nothing_behind(
+def test_a_disconnect_in_mid_stream_leaves_nothing_behind(
     client: openai.OpenAI, embedded: Server, route: str
 ) -> None:
     with embedded.freed_on_leaving(), STREAMS[route](client) as stream:

@@ -25,7 +25,7 @@ def test_texts_may_part_at_a_tie_and_nowhere_else() -> None:
         assert len(compare([alone], [wrong]).faults) == 1
 
 
-def test_a_crowd_on_a_quarter_of_the_cells(
+def test_a_load_on_a_quarter_of_the_cells(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in environment().items():

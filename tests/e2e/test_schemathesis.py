@@ -20,7 +20,7 @@ def test_no_request_makes_it_fail(tmp_path: Path) -> None:
         before = {role: server.child(role) for role in ("engine", "tokenizer")}
         done = fuzz(server.url, tmp_path, EXAMPLES, phases="examples,fuzzing")
         assert done.returncode == 0, done.stdout[-6000:]
-        assert "0 selected" not in done.stdout
+        assert " 0 selected" not in done.stdout
         wait_for(server.idle)
         assert {role: server.child(role) for role in ("engine", "tokenizer")} == before, (
             "a process died of it"

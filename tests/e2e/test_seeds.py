@@ -69,7 +69,7 @@ def test_ten_identical_requests_cost_exactly_the_same(embedded: Server, max_toke
     assert usage["steps"] == usage["ubatches"] == max_tokens
 
 
-def test_each_request_takes_the_lowest_id_again(embedded: Server) -> None:
+def test_each_request_takes_the_lowest_slot_again(embedded: Server) -> None:
     before = len(embedded.log_text)
     for _ in range(3):
         embedded.generate("1+1=", 2)

@@ -20,7 +20,7 @@ def ready_status(server: Server) -> int:
     return server.client.get("/ready").status_code
 
 
-def test_death_of_the_engine_while_idle(start: StartServer, tiny_model: Path) -> None:
+def test_crash_of_the_engine_while_idle(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
     for restarts in (1, 2):
         kill_engine(server)
@@ -31,7 +31,7 @@ def test_death_of_the_engine_while_idle(start: StartServer, tiny_model: Path) ->
     server.stop()
 
 
-def test_death_of_the_text_process(start: StartServer, tiny_model: Path) -> None:
+def test_crash_of_the_tokenizer_worker(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
     expected = server.generate("before and after", 8)["text"]
     old = server.child("tokenizer")
@@ -43,7 +43,7 @@ def test_death_of_the_text_process(start: StartServer, tiny_model: Path) -> None
     server.stop()
 
 
-def test_a_text_process_that_cannot_start_is_no_end(
+def test_a_tokenizer_worker_that_cannot_start_is_tried_again(
     start: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     """While its file is away, requests fail with a reason; once it is back they are answered again."""
@@ -80,7 +80,7 @@ def engine_of(server: Server) -> int:
     )
 
 
-def test_death_of_the_server_takes_its_children_along(start: StartServer, tiny_model: Path) -> None:
+def test_the_workers_end_with_the_server(start: StartServer, tiny_model: Path) -> None:
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1")
     children = get_children(server.process.pid)
     assert len(children) == 2

@@ -101,11 +101,8 @@ class BatchSampler:
 
     def _run_chains(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
         threads = len(self._scratches)
-        if (
-            self._pool is None
-            or len(work) < threads
-            or sum(one.logits.size for one in work) < MIN_THREADED_LOGITS
-        ):
+        total = sum(one.logits.size for one in work)
+        if self._pool is None or len(work) < threads or total < MIN_THREADED_LOGITS:
             return self._scratches[0].sample(work, logits)
         size = -(-len(work) // threads)
 
@@ -147,18 +144,13 @@ def _verify(work: _Work, sample: Callable[[int], int]) -> RowResult:
     it would be without drafts; only how many are sampled in one step differs.
     """
     row = work.row
-    if row.outputs == 1 and not row.logprobs:
-        try:
-            return RowResult((sample(0),))
-        except ValueError as error:  # isolation: the other rows have their tokens
-            return RowResult(error=str(error))
     drafts = row.tokens[len(row.tokens) - row.outputs + 1 :]
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     for place in range(row.outputs):
         try:
             token = sample(place)
-        except ValueError as error:
+        except ValueError as error:  # isolation: the other rows have their tokens
             return RowResult(tuple(tokens), tuple(logprobs), error=str(error))
         tokens.append(token)
         if row.logprobs:

@@ -19,6 +19,7 @@ from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
+_STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -1: StepStatus.BAD_BATCH}
 
 
 def request_share(cells: int, parallel: int) -> int:
@@ -32,25 +33,14 @@ def _padded(cells: int) -> int:
 
 def get_status(code: int) -> StepStatus:
     """The class of a return code of `llama_decode`."""
-    match code:
-        case 0:
-            return StepStatus.DONE
-        case 1:
-            return StepStatus.NO_ROOM
-        case 2:
-            return StepStatus.ABORTED
-        case -1:
-            return StepStatus.BAD_BATCH
-        case _:
-            return StepStatus.FAILED
+    return _STATUSES.get(code, StepStatus.FAILED)
 
 
 class AbortSwitch:
     """llama.cpp's abort callback without Python in it.
 
-    The callback is asked at every node of a graph, thousands of times a step; in Python each would take the
-    GIL. So it is the C library's `strlen`, asked for the length of a text that is empty or has one character:
-    0 or 1, which is false or true whichever part of the register the caller looks at.
+    It is called at every node of a graph, thousands of times a step; in Python each call would take the GIL.
+    So it is the C library's `strlen` of a text of no or one character: false or true.
     """
 
     def __init__(self, api: Any, context: Any) -> None:
@@ -75,7 +65,7 @@ class LlamaContext(Owned):
         params = api.llama_context_default_params()
         params.n_ctx = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
         params.n_seq_max = config.parallel
-        # A step carries one token of everybody at least; on a CPU a larger physical batch wins nothing.
+        # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
         params.n_batch = params.n_ubatch = max(config.batch_tokens, config.parallel)
         params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(config.flash_attention)
@@ -92,13 +82,10 @@ class LlamaContext(Owned):
             )
         super().__init__(pointer, api.llama_free, deferred_frees)
         self.api = api
-        self._memory = api.llama_get_memory(pointer)
+        self.memory = api.llama_get_memory(pointer)
         # Encoders (and diffusion models) look at all tokens at once and remember none.
-        self.generates = bool(self._memory and api.llama_model_has_decoder(model.pointer))
-        self.recurrent = bool(
-            api.llama_model_is_recurrent(model.pointer) or api.llama_model_is_hybrid(model.pointer)
-        )
-        self.sliding_window = int(api.llama_model_n_swa(model.pointer))
+        self.generates = bool(self.memory and api.llama_model_has_decoder(model.pointer))
+        self.recurrent, self.sliding_window = model.recurrent, model.sliding_window
         self.unified = config.unified_kv
         self._sequences = config.parallel
         self.request_share = request_share(int(params.n_ctx), config.parallel)
@@ -106,7 +93,6 @@ class LlamaContext(Owned):
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
-        self._last_position = api.llama_memory_seq_pos_max
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
         self._logits_at = (0, 0)  # address and number of outputs of
@@ -115,13 +101,9 @@ class LlamaContext(Owned):
         workers.work_for(pointer)
         self.abort_switch = AbortSwitch(api, pointer)
 
-    @property
-    def memory(self) -> Any:
-        assert self.pointer, "the memory lies inside the context"
-        return self._memory
-
     def close(self) -> None:
         super().close()
+        self.memory = None  # it was part of the context; llama.cpp takes NULL for an empty one
         self.workers.close()  # after the context: they work for it to the end
 
     def decode(self, batch: Any) -> int:
@@ -143,14 +125,13 @@ class LlamaContext(Owned):
         return self._logits
 
     def next_position(self, seq_id: int) -> int:
-        last: int = self._last_position(self.memory, seq_id)
-        return last + 1
+        return int(self.api.llama_memory_seq_pos_max(self.memory, seq_id)) + 1
 
     def remove(self, seq_id: int) -> None:
         """Remove a whole sequence; llama.cpp never refuses that.
 
-        When a common pool is empty, the place where llama.cpp looks for cells next goes back to the first:
-        left in the middle, it would widen the attention of whoever comes, and round their text otherwise.
+        When a unified KV is empty, the place where llama.cpp looks for cells next goes back to the first:
+        left in the middle, it would widen the attention of the next requests, and round their text otherwise.
         """
         self.api.llama_memory_seq_rm(self.memory, seq_id, -1, -1)
         if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
@@ -195,7 +176,7 @@ class LlamaContext(Owned):
         if seq_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size(self.pointer, seq_id)
-        state = _new_bytes(None, size)  # filled once, before anybody else sees it: no second copy of it
+        state = _new_bytes(None, size)  # filled once, before it is used: no second copy of it
         written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, seq_id)
         return state if written == size else None
 
@@ -233,7 +214,6 @@ class NativeBatch:
         self._ids = np.arange(sequences, dtype=np.int32)
         self._base = int(self._ids.ctypes.data)
         self._id_pointer = np.full(capacity + 1, self._base, np.uintp)
-        self._ramp = np.arange(capacity, dtype=np.int32)
         self.struct = api.llama_batch(
             n_tokens=0,
             token=self._token.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
@@ -252,20 +232,19 @@ class NativeBatch:
         ids = [row.seq_id for row in rows]
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
-        if count == len(rows):  # everybody generates: one assignment for all of them
+        self.struct.n_tokens = count
+        if count == len(rows):  # all generate: one assignment for all of them
             self._token[:count] = [row.tokens[0] for row in rows]
             self._position[:count] = [row.position for row in rows]
             self._id_pointer[:count] = [base + 4 * seq_id for seq_id in ids]
             self._output[:count] = [row.outputs for row in rows]
-            self.struct.n_tokens = count
             return
         begin = 0
         self._output[:count] = 0
         for row in rows:
             end = begin + len(row.tokens)
             self._token[begin:end] = row.tokens
-            self._position[begin:end] = self._ramp[: end - begin] + row.position
+            self._position[begin:end] = np.arange(row.position, row.position + len(row.tokens))
             self._id_pointer[begin:end] = base + 4 * row.seq_id
             self._output[end - row.outputs : end] = 1
             begin = end
-        self.struct.n_tokens = count

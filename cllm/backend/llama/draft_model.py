@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cllm.backend.base import Batch, Drafter, ModelRunner, Row, StepStatus
+from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
-from cllm.types import Limits, ModelInfo, SamplingParams, Vocabulary
+from cllm.types import ModelInfo, SamplingParams, Vocabulary
 
 log = logging.getLogger(__name__)
 SLOTS = 2  # sequences with drafts; more of them would cost the batch more than they save
@@ -58,17 +58,12 @@ def check_vocabulary(served: Vocabulary, draft: Vocabulary) -> None:
 
 
 class _Slot:
-    """A slot of the draft model: the tokens in KV, and the drafter they belong to."""
+    """A slot of the draft model."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.held: list[int] = []
-        self.settled = 0  # the first tokens known to agree with the owner's
-        self.owner: weakref.ref[ModelDrafter] | None = None
-
-    @property
-    def free(self) -> bool:
-        return self.owner is None or self.owner() is None
+        self.held: list[int] = []  # the tokens in KV
+        self.settled = 0  # the first of them known to agree with its drafter's
 
 
 class DraftModel:
@@ -88,13 +83,7 @@ class DraftModel:
         self._runner = runner
         self._sampler = runner.create_sampler(SamplingParams(temperature=0))
         self._slots = [_Slot(number) for number in range(runner.limits.sequences)]
-
-    @property
-    def limits(self) -> Limits:
-        return self._runner.limits
-
-    def new_drafter(self) -> Drafter:
-        return ModelDrafter(self)
+        self._taken: weakref.WeakKeyDictionary[ModelDrafter, _Slot] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
         self._sampler.close()
@@ -102,9 +91,9 @@ class DraftModel:
 
     def propose(self, drafter: ModelDrafter, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Draft tokens for the sequence; none while the draft model still prefills a long prompt."""
-        if len(tokens) + max_tokens > self.limits.request_tokens:
+        if len(tokens) + max_tokens > self._runner.limits.request_tokens:
             return []
-        slot = self._get_slot(drafter, tokens)
+        slot = self._taken.get(drafter) or self._take_slot(drafter, tokens)
         if slot is None:
             return []
         try:
@@ -114,15 +103,12 @@ class DraftModel:
             self._empty(slot)
             return []
 
-    def _get_slot(self, drafter: ModelDrafter, tokens: Sequence[int]) -> _Slot | None:
-        for slot in self._slots:
-            if slot.owner is not None and slot.owner() is drafter:
-                return slot
-        free = [slot for slot in self._slots if slot.free]
-        if not free:
-            return None
-        slot = max(free, key=lambda slot: _common(slot.held, tokens, 0))
-        slot.owner, slot.settled = weakref.ref(drafter), 0
+    def _take_slot(self, drafter: ModelDrafter, tokens: Sequence[int]) -> _Slot | None:
+        taken = set(self._taken.values())
+        free = (slot for slot in self._slots if slot not in taken)
+        slot = max(free, key=lambda slot: _common(slot.held, tokens, 0), default=None)
+        if slot is not None:
+            self._taken[drafter], slot.settled = slot, 0
         return slot
 
     def _draft(self, slot: _Slot, tokens: Sequence[int], max_tokens: int) -> list[int]:
@@ -132,7 +118,7 @@ class DraftModel:
             common = self._runner.truncate(slot.number, common)
             del slot.held[common:]
         slot.settled = common
-        pending = list(tokens[common : common + self.limits.batch_tokens])
+        pending = list(tokens[common : common + self._runner.limits.batch_tokens])
         wanted = common + len(pending) == len(tokens)
         drafts: list[int] = []
         while pending and len(drafts) < max_tokens:

@@ -83,7 +83,6 @@ class EmbeddingContext(Owned):
             )
         super().__init__(pointer, api.llama_free, deferred_frees)
         self._api = api
-        self._limits = limits
         self._memory = api.llama_get_memory(pointer)  # NULL for encoders, which every function takes
         self._pooling = model.pooling
         self._length = model.vector_length
@@ -118,12 +117,6 @@ class EmbeddingContext(Owned):
         self._sum = None
         self._api.llama_memory_clear(self._memory, False)
 
-    @property
-    def cells_used(self) -> int:
-        """KV cells in use, all ids together: 0 between two inputs."""
-        position = self._api.llama_memory_seq_pos_max
-        return sum(int(position(self._memory, row)) + 1 for row in range(self._limits.rows))
-
     def _result(self, row: Row) -> RowResult:
         pointer = self._api.llama_get_embeddings_seq(self.pointer, row.seq_id)
         if not pointer:
@@ -144,8 +137,7 @@ class EmbeddingContext(Owned):
             case Pooling.MEAN:
                 self._sum = pooled * len(row.tokens) + (0 if before is None else before)
                 return self._sum / np.float32(row.position + len(row.tokens))
-            case Pooling.CLS:
-                self._sum = pooled if before is None else before
-            case _:
-                self._sum = pooled
-        return self._sum
+            case Pooling.CLS if before is not None:
+                return before
+        self._sum = pooled
+        return pooled

@@ -24,7 +24,7 @@ def tune_fingerprint(
     return {
         "cpu": f"{cpu_name()} {_digest(' '.join(features()).encode())}",
         "cores": str(default_threads()),
-        "library": _library(find()),
+        "library": library_digest(find()),
         "model": _model(header),
         "parallel": str(config.parallel),
         "ctx_size": str(config.ctx_size),
@@ -39,7 +39,7 @@ def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
     info = {
         "model": _model(header),
         "weights": _sample(header.path),
-        "library": _library(find()),
+        "library": library_digest(find()),
         "keys": config.cache_type_k,
         "values": config.cache_type_v,
         "transposed": str(not config.flash_attention),
@@ -64,7 +64,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return read_cpuinfo(cpuinfo).get("model name") or platform.processor() or platform.machine()
 
 
-def _library(folder: Path) -> str:
+def library_digest(folder: Path) -> str:
     """A digest of the library's files: it changes with a rebuild, not when the folder is moved."""
     files = (file for pattern in ("libllama.*", "libggml*") for file in sorted(folder.glob(pattern)))
     info = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]

@@ -7,6 +7,7 @@ are skipped. Its table of block sizes is used.)
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -23,13 +24,8 @@ MAX_STRING = 64 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _SIZES = (
-    "context_length",
-    "block_count",
-    "embedding_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
+    *("context_length", "block_count", "embedding_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
 )
 _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 
@@ -64,21 +60,14 @@ class GgufHeader:
     def _read(self, cursor: _Cursor) -> None:
         version = cursor.scalar("I")
         if version not in (2, 3):
-            raise ModelFileError(
-                f"{self.path.name} has GGUF version {version}; versions 2 and 3 are supported"
-            )
+            raise ModelFileError(f"{self.path.name} has GGUF version {version}; 2 and 3 are supported")
         self.tensor_count, pairs = cursor.scalar("Q"), cursor.scalar("Q")
         if self.tensor_count > MAX_TENSORS or pairs > MAX_PAIRS:
-            raise ModelFileError(
-                f"{self.path.name} is corrupt: it claims {self.tensor_count} tensors "
-                f"and {pairs} metadata entries"
-            )
+            raise ValueError(f"it claims {self.tensor_count} tensors and {pairs} metadata entries")
         for _ in range(pairs):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
-        end_of_data = 0
-        for _ in range(self.tensor_count):
-            end_of_data = max(end_of_data, self._tensor_end(cursor))
+        end_of_data = max((self._tensor_end(cursor) for _ in range(self.tensor_count)), default=0)
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MAX_STRING:
             raise ValueError(f"alignment {alignment!r:.20}")
@@ -98,11 +87,9 @@ class GgufHeader:
         """Read a tensor's description; returns where its data ends, counted from the data's beginning."""
         self.ranks |= cursor.string().startswith("cls.")
         dimensions = cursor.scalar("I")
-        if not 0 <= dimensions <= 8:
+        if dimensions > 8:
             raise ValueError(f"a tensor with {dimensions} dimensions")
-        elements = 1
-        for _ in range(dimensions):
-            elements *= cursor.scalar("Q")
+        elements: int = math.prod(cursor.scalar("Q") for _ in range(dimensions))
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.scalar("I"))]
         offset: int = cursor.scalar("Q")
         return offset + elements // int(block) * int(block_bytes)

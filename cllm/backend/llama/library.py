@@ -26,12 +26,7 @@ from cllm.errors import LibraryError
 log = logging.getLogger("llama.cpp")
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
-_LEVELS = {
-    1: logging.DEBUG,
-    2: logging.DEBUG,
-    3: logging.WARNING,
-    4: logging.ERROR,
-}  # debug, info, warn, error
+_LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of ggml_log_level; its others are for debugging
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
 
 
@@ -52,30 +47,26 @@ class Library:
     """The loaded library. `api` holds llama.h's functions, as the bindings declare them."""
 
     def __init__(self, directory: Path, api: Any) -> None:
-        self.directory = directory
         self.api = api
-        self._declare_threadpools()
+        self._declare_threadpools(directory)
         # llama.cpp keeps the pointer for the life of the process, and so does this object.
         self._log_callback = api.llama_log_callback(_log_line)
         api.llama_log_set(self._log_callback, ctypes.c_void_p(0))
         api.llama_backend_init()
 
-    def _declare_threadpools(self) -> None:
-        # dlopen of a library that is loaded already: the symbols live in these two, not in libllama.
-        base, cpu = (_open(self.directory, name) for name in ("ggml-base", "ggml-cpu"))
-        self.threadpool_params = base.ggml_threadpool_params_init
-        self.threadpool_params.argtypes = [ctypes.POINTER(ThreadpoolParams), ctypes.c_int]
-        self.threadpool_params.restype = None
-        self.threadpool_new = cpu.ggml_threadpool_new
-        self.threadpool_new.argtypes = [ctypes.POINTER(ThreadpoolParams)]
-        self.threadpool_new.restype = ctypes.c_void_p
-        self.threadpool_free = cpu.ggml_threadpool_free
-        self.threadpool_free.argtypes = [ctypes.c_void_p]
-        self.threadpool_free.restype = None
-        llama = _open(self.directory, "llama")
-        self.attach_threadpool = llama.llama_attach_threadpool
-        self.attach_threadpool.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-        self.attach_threadpool.restype = None
+    def _declare_threadpools(self, directory: Path) -> None:
+        """Functions that the bindings do not declare. All three libraries are loaded already."""
+        suffix = "dylib" if sys.platform == "darwin" else "so"
+        names = ("ggml-base", "ggml-cpu", "llama")
+        base, cpu, llama = (ctypes.CDLL(str(directory / f"lib{name}.{suffix}")) for name in names)
+        pool, params = ctypes.c_void_p, ctypes.POINTER(ThreadpoolParams)
+        declare = ctypes.CFUNCTYPE  # result, arguments
+        self.threadpool_params = declare(None, params, ctypes.c_int)(("ggml_threadpool_params_init", base))
+        self.threadpool_new = declare(pool, params)(("ggml_threadpool_new", cpu))
+        self.threadpool_free = declare(None, pool)(("ggml_threadpool_free", cpu))
+        self.attach_threadpool = declare(None, ctypes.c_void_p, pool, pool)(
+            ("llama_attach_threadpool", llama)
+        )
 
     def system_info(self) -> str:
         """The instruction sets that llama.cpp was compiled for."""
@@ -103,11 +94,9 @@ def load(directory: Path | None = None) -> Library:
     elif Path(present._base_path) != directory:
         log.warning("llama_cpp was imported before cllm; using its library in %s", present._base_path)
         directory = Path(present._base_path)
-    known = getattr(present, "_cllm_library", None)
-    if isinstance(known, Library):
-        return known
-    library = Library(directory, present)
-    present._cllm_library = library  # type: ignore[attr-defined]  # one log callback per process
+    library: Library | None = getattr(present, "_cllm_library", None)
+    if library is None:  # one log callback per process
+        library = present._cllm_library = Library(directory, present)  # type: ignore[attr-defined]
     return library
 
 
@@ -141,25 +130,17 @@ def _bindings_directory() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def _open(directory: Path, name: str) -> Any:
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return ctypes.CDLL(str(directory / f"lib{name}.{suffix}"))
-
-
 def _log_line(level: int, text: bytes, _: Any) -> None:
     line = text.decode("utf-8", "replace").rstrip()
     if line:
         log.log(_LEVELS.get(level, logging.DEBUG), "%s", _FOLDERS.sub("…/", line))
 
 
-PendingFree = tuple[Callable[[Any], Any], Any]
-
-
 class DeferredFrees:
     """Deferred free list: pointers of garbage-collected owners; the owner thread frees them between steps."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[PendingFree] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[Any], Any], Any]] = SimpleQueue()
 
     def put(self, free: Callable[[Any], Any], pointer: Any) -> None:
         """Safe from any thread, and from a finaliser."""

@@ -24,6 +24,10 @@ GRAMMARS = 64 * _MIB  # the grammar compiler's table of the vocabulary, and a fe
 DEFAULT_VOCABULARY = 1 << 17  # where the header does not contain it
 
 
+def _mib(size: int) -> str:
+    return f"{size // _MIB} MiB"
+
+
 def available_memory() -> int | None:
     """Bytes that the system has available, or None where it does not say."""
     try:
@@ -52,26 +56,15 @@ class EmbeddingMemory(NamedTuple):
             attention=heads * widest * limits.tokens * 4,
         )
 
-    @property
-    def total(self) -> int:
-        return sum(self)
-
     def check(self) -> None:
         """Raises NotEnoughMemory with the sum."""
         available = available_memory()
-        if available is not None and self.total > available:
+        if available is not None and sum(self) > available:
             raise NotEnoughMemory(
-                f"not enough memory for embeddings: KV {self.kv // _MIB} MiB "
-                f"+ logits {self.logits // _MIB} MiB + attention {self.attention // _MIB} MiB, "
-                f"available {available // _MIB} MiB; try a smaller --embed-tokens"
+                f"not enough memory for embeddings: KV {_mib(self.kv)} + logits {_mib(self.logits)} "
+                f"+ attention {_mib(self.attention)}, available {_mib(available)}; "
+                "try a smaller --embed-tokens"
             )
-
-
-def draft_bytes(config: EngineConfig, request_tokens: int) -> int:
-    """Memory of the draft model and its KV cells."""
-    header = GgufHeader(Path(config.draft_model))
-    cells = SLOTS * (config.max_request_tokens or request_tokens)
-    return header.file_bytes + cells * header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
 
 
 class MemoryFit:
@@ -81,71 +74,56 @@ class MemoryFit:
     is allocated on use: where it does not fit, there is less RAM for states, which costs only time.
     """
 
-    def __init__(self, header: GgufHeader, config: EngineConfig, *, available: int | None = None) -> None:
-        self.available = available_memory() if available is None else available
+    def __init__(self, header: GgufHeader, config: EngineConfig) -> None:
+        self.available = available_memory()
         # Repacked weights are allocated beside the mapped file, which the system can drop again.
         self.model = header.file_bytes
         self.per_cell = header.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
         self.cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, header.context_train)
         vocabulary = header.number("vocab_size", DEFAULT_VOCABULARY)
         share = self.cells if config.unified_kv else request_share(self.cells, config.parallel)
-        self.compute = self._buffers(header, config, vocabulary, share)
+        # llama.cpp's largest graph: logits of every token, and attention scores without flash attention.
+        rows = max(config.batch_tokens, config.parallel)
+        heads = 0 if config.flash_attention else header.number("attention.head_count")
+        self.compute = max(MIN_BUFFERS, MIN_BUFFERS // 4 + 4 * rows * (vocabulary + heads * share))
         encoder = self.per_cell == 0 and f"{header.architecture}.pooling_type" in header.metadata
         tokens = min(config.embed_tokens or share, header.context_train)
         limits = EmbedLimits(
             tokens=tokens, batch_tokens=min(config.batch_tokens, tokens), chunked=not encoder
         )
-        self.embedding = EmbeddingMemory.of(header, limits, vocabulary, flash=True).total
-        self.draft = draft_bytes(config, self.cells // config.parallel) if config.draft_model else 0
+        memory = EmbeddingMemory.of(header, limits, vocabulary, flash=True)
+        self.embedding = sum(memory)
+        self.draft = 0
+        if config.draft_model:
+            draft = GgufHeader(Path(config.draft_model))
+            cells = SLOTS * (config.max_request_tokens or self.cells // config.parallel)
+            per_cell = draft.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
+            self.draft = draft.file_bytes + cells * per_cell
         self.grammars = GRAMMARS
         self.states = max(config.cache_ram_mb, config.swap_space_mb) * _MIB
-
-    @staticmethod
-    def _buffers(header: GgufHeader, config: EngineConfig, vocabulary: int, share: int) -> int:
-        """llama.cpp's largest graph: logits of every token, and attention scores without flash attention."""
-        tokens = max(config.batch_tokens, config.parallel)
-        heads = 0 if config.flash_attention else header.number("attention.head_count")
-        return max(MIN_BUFFERS, MIN_BUFFERS // 4 + 4 * tokens * (vocabulary + heads * share))
-
-    @property
-    def kv(self) -> int:
-        return self.per_cell * self.cells
-
-    @property
-    def needed(self) -> int:
-        return self.model + self.kv + self.compute + self.draft
-
-    @property
-    def total(self) -> int:
-        """Everything at its largest."""
-        return self.needed + self.embedding + self.grammars + self.states
+        self.kv = self.per_cell * self.cells
+        self.needed = self.model + self.kv + self.compute + self.draft
+        self.total = self.needed + self.embedding + self.grammars + self.states  # everything at its largest
 
     @property
     def fits(self) -> bool:
         """Whether the needed part fits; the rest uses what is left."""
         return self.available is None or self.needed <= self.available
 
-    @property
-    def available_for_states(self) -> int:
-        """RAM for saved states beside everything else, bytes."""
-        if self.available is None:
-            return self.states
-        return max(0, min(self.states, self.available - self.needed - self.embedding - self.grammars))
-
     def describe(self) -> str:
         """The sum, in MiB."""
-        available = "unknown" if self.available is None else f"{self.available // _MIB} MiB"
-        draft = f"+ draft model {self.draft // _MIB} MiB " if self.draft else ""
+        available = "unknown" if self.available is None else _mib(self.available)
+        draft = f"+ draft model {_mib(self.draft)} " if self.draft else ""
         return (
-            f"model {self.model // _MIB} MiB + KV {self.kv // _MIB} MiB ({self.cells} cells) "
-            f"+ compute {self.compute // _MIB} MiB {draft}= {self.needed // _MIB} MiB, available {available}"
+            f"model {_mib(self.model)} + KV {_mib(self.kv)} ({self.cells} cells) "
+            f"+ compute {_mib(self.compute)} {draft}= {_mib(self.needed)}, available {available}"
         )
 
     def describe_rest(self) -> str:
         """The parts that are allocated on use, in MiB."""
         return (
-            f"embeddings {self.embedding // _MIB} MiB + grammars {self.grammars // _MIB} MiB "
-            f"+ states {self.states // _MIB} MiB, {self.total // _MIB} MiB in all"
+            f"embeddings {_mib(self.embedding)} + grammars {_mib(self.grammars)} "
+            f"+ states {_mib(self.states)}, {_mib(self.total)} in all"
         )
 
 
@@ -179,15 +157,19 @@ def prepare(config: EngineConfig) -> EngineConfig:
     if config.draft_model:
         draft = Path(config.draft_model).expanduser().resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
-    return with_less_ram(_with_cells(header, config), header)
-
-
-def with_less_ram(config: EngineConfig, header: GgufHeader, available: int | None = None) -> EngineConfig:
-    """Limit the RAM for prefix cache and swap to what is available; logs it where that is less."""
-    fit = MemoryFit(header, config, available=available)
-    if fit.available_for_states >= fit.states:
+    fit = MemoryFit(header, config)
+    if not fit.fits:
+        assert fit.available is not None
+        affordable = (fit.available - fit.model - fit.compute - fit.draft) // max(1, fit.per_cell)
+        cells = affordable // config.parallel // 256 * 256 * config.parallel
+        if config.ctx_size or cells < 512 * config.parallel:
+            hint = "try a smaller --ctx-size or --parallel"
+            raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {hint}")
+        config = msgspec.structs.replace(config, ctx_size=cells)
+        fit = MemoryFit(header, config)
+    if fit.available is None or fit.total <= fit.available:
         return config
-    limit_mb = fit.available_for_states // _MIB
+    limit_mb = max(0, fit.available - (fit.total - fit.states)) // _MIB
     log.warning(
         "memory is tight (%s; %s): %d MiB instead of %d for the prefix cache and preempted requests",
         *(fit.describe(), fit.describe_rest(), limit_mb, fit.states // _MIB),
@@ -197,16 +179,3 @@ def with_less_ram(config: EngineConfig, header: GgufHeader, available: int | Non
         cache_ram_mb=min(config.cache_ram_mb, limit_mb),
         swap_space_mb=min(config.swap_space_mb, limit_mb),
     )
-
-
-def _with_cells(header: GgufHeader, config: EngineConfig) -> EngineConfig:
-    """The KV cells asked for, or by default as many as fit. Raises NotEnoughMemory with the sum."""
-    fit = MemoryFit(header, config)
-    if fit.fits:
-        return config
-    assert fit.available is not None
-    affordable = (fit.available - fit.model - fit.compute - fit.draft) // max(1, fit.per_cell)
-    cells = affordable // config.parallel // 256 * 256 * config.parallel
-    if config.ctx_size or cells < 512 * config.parallel:
-        raise NotEnoughMemory(f"not enough memory: {fit.describe()}; try a smaller --ctx-size or --parallel")
-    return msgspec.structs.replace(config, ctx_size=cells)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
+from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
 from cllm.types import InfillTokens, ModelInfo, Pooling
 
@@ -24,20 +25,17 @@ class LlamaModel(Owned):
     def __init__(
         self,
         library: Library,
-        path: Path,
+        config: EngineConfig,
         deferred_frees: DeferredFrees,
         *,
         vocabulary_only: bool = False,
-        extra_buffers: bool = True,
-        gpu_layers: int = -1,
-        pooling: str = "",
         progress: Callable[[float], None] | None = None,
     ) -> None:
         api = library.api
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
-        params.use_extra_bufts = extra_buffers
-        params.n_gpu_layers = gpu_layers
+        params.use_extra_bufts = config.extra_buffers
+        params.n_gpu_layers = config.gpu_layers
 
         def on_progress(fraction: float, _: Any) -> bool:
             if progress is not None:
@@ -46,20 +44,28 @@ class LlamaModel(Owned):
 
         callback = api.llama_progress_callback(on_progress)
         params.progress_callback = callback
+        path = Path(config.model)
         pointer = api.llama_model_load_from_file(str(path).encode(), params)
         if not pointer:
             raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
         self.name = path.stem
-        self._asked_pooling = pooling
         self.vocabulary = LlamaVocabulary(self)
+        self.context_train = int(api.llama_model_n_ctx_train(pointer))
+        self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))
+        self.sliding_window = int(api.llama_model_n_swa(pointer))
+        self.architecture = self._metadata("general.architecture") or "unknown"
+        # A token of a causal model attends only to those before it.
+        self.causal = self._metadata(f"{self.architecture}.attention.causal") != "false"
+        # Not LAST by default: a generating model's last state is about the next token, not about the text.
+        own_pooling = _POOLING.get(self._metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
+        self.pooling = Pooling(config.pooling) if config.pooling else own_pooling
+        ranks = self.pooling is Pooling.RANK
+        length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out
+        self.vector_length = int(length(pointer))
 
-    @property
-    def context_train(self) -> int:
-        return int(self.api.llama_model_n_ctx_train(self.pointer))
-
-    def metadata(self, key: str) -> str | None:
+    def _metadata(self, key: str) -> str | None:
         """A scalar of the GGUF's metadata as text."""
         buffer = ctypes.create_string_buffer(1024)
         length = self.api.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
@@ -70,36 +76,8 @@ class LlamaModel(Owned):
         # For a few models llama.cpp returns the name of a built-in template instead of a template.
         return template.decode("utf-8", "replace") if template and b"{" in template else None
 
-    @cached_property
-    def architecture(self) -> str:
-        return self.metadata("general.architecture") or "unknown"
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token attends only to those before it."""
-        return self.metadata(f"{self.architecture}.attention.causal") != "false"
-
-    @property
-    def pooling(self) -> Pooling:
-        """The pooling asked for, else the file's own, else the mean.
-
-        The mean, because the last state of a generating model is about the next token, not about the text.
-        """
-        if self._asked_pooling:
-            return Pooling(self._asked_pooling)
-        return _POOLING.get(self.metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
-
-    @property
-    def vector_length(self) -> int:
-        if self.pooling is Pooling.RANK:
-            return int(self.api.llama_model_n_cls_out(self.pointer))
-        return int(self.api.llama_model_n_embd_out(self.pointer))
-
     def info(self, chat_template: str = "", *, generates: bool = True) -> ModelInfo:
-        """Describe the model. A `chat_template` replaces all templates of the file.
-
-        Whether it generates is known only to its context.
-        """
+        """Describe the model. A `chat_template` replaces the file's; only a context knows if it generates."""
         api, pointer = self.api, self.pointer
         description = ctypes.create_string_buffer(256)
         api.llama_model_desc(pointer, description, len(description))
@@ -115,8 +93,8 @@ class LlamaModel(Owned):
             layers=api.llama_model_n_layer(pointer),
             chat_template=chat_template or self._template(None),
             tool_template=None if chat_template else self._template(b"tool_use"),
-            recurrent=bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer)),
-            sliding_window=api.llama_model_n_swa(pointer),
+            recurrent=self.recurrent,
+            sliding_window=self.sliding_window,
             generates=generates,
             pooling=self.pooling,
             vector_length=self.vector_length,
@@ -130,7 +108,7 @@ class LlamaVocabulary:
         self._model = model
         self._api = model.api
         self._pointer = model.api.llama_model_get_vocab(model.pointer)
-        self._size = int(self._api.llama_vocab_n_tokens(self.pointer))
+        self.size = int(self._api.llama_vocab_n_tokens(self._pointer))
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -138,22 +116,18 @@ class LlamaVocabulary:
         assert self._model.pointer, "the vocabulary is part of the model"
         return self._pointer
 
-    @property
-    def size(self) -> int:
-        return self._size
-
     @cached_property
     def ends(self) -> frozenset[int]:
         """Every end-of-generation token."""
         is_end = self._api.llama_vocab_is_eog
-        return frozenset(token for token in range(self._size) if is_end(self.pointer, token))
+        return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
         attributes, text = self._api.llama_vocab_get_attr, self._api.llama_vocab_get_text
         return frozenset(
             text(self.pointer, token).decode("utf-8", "replace")
-            for token in range(self._size)
+            for token in range(self.size)
             if attributes(self.pointer, token) & _CONTROL_OR_UNKNOWN
         )
 
@@ -182,7 +156,7 @@ class LlamaVocabulary:
         return InfillTokens(**found) if {"prefix", "suffix", "middle"} <= found.keys() else None
 
     def _spelling(self, token: int) -> str:
-        if not 0 <= token < self._size:
+        if not 0 <= token < self.size:
             return ""
         return str(self._api.llama_vocab_get_text(self.pointer, token).decode("utf-8", "replace"))
 
@@ -194,12 +168,8 @@ class LlamaVocabulary:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode()
-        capacity = len(data) + 8  # a token has at least one byte; a few more for added ones
-        tokens = (ctypes.c_int32 * capacity)()
-        count = self._api.llama_tokenize(
-            self.pointer, data, len(data), tokens, capacity, add_special, parse_special
-        )
-        if count < 0:
+        count = -(len(data) + 8)  # a token has at least one byte; a few more for added ones
+        while count < 0:  # so many are needed
             tokens = (ctypes.c_int32 * -count)()
             count = self._api.llama_tokenize(
                 self.pointer, data, len(data), tokens, -count, add_special, parse_special
@@ -235,16 +205,12 @@ class LlamaVocabulary:
     def piece(self, token: int) -> bytes:
         piece = self._pieces.get(token)
         if piece is None:
-            piece = self._pieces[token] = self._read_piece(token)
+            count = -64
+            while count < 0:  # so many bytes are needed
+                buffer = ctypes.create_string_buffer(-count)
+                count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
+            piece = self._pieces[token] = buffer.raw[:count]
         return piece
-
-    def _read_piece(self, token: int) -> bytes:
-        buffer = ctypes.create_string_buffer(64)
-        count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
-        if count < 0:
-            buffer = ctypes.create_string_buffer(-count)
-            count = self._api.llama_token_to_piece(self.pointer, token, buffer, len(buffer), 0, False)
-        return buffer.raw[:count]
 
 
 Tokenize = Callable[[str, bool], list[int]]  # text, parse_special

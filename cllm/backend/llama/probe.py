@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import find
 from cllm.build.build import cache_directory
 from cllm.config import EngineConfig
@@ -56,21 +59,26 @@ def run_probe(config: EngineConfig) -> ProbeResult:
         )
     except subprocess.TimeoutExpired:
         return ProbeResult(False, f"it did not finish within {PROBE_LIMIT_S:.0f} s")
-    if done.returncode < 0:
-        return ProbeResult(False, f"it was ended by {signal.Signals(-done.returncode).name}")
     if done.returncode != 0:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return ProbeResult(False, lines[-1] if lines else f"it exited with code {done.returncode}")
+        return ProbeResult(False, exit_reason(done.returncode, done.stderr))
     return ProbeResult(True, tokens_per_second=float(done.stdout))
 
 
-def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: bool = False) -> EngineConfig:
+def exit_reason(code: int, stderr: bytes) -> str:
+    """The last line that a process wrote, or the signal or code it ended with."""
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return last or f"it exited with code {code}"
+
+
+def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
     """The first settings that pass the probe; remembered, so the next start does not probe again.
 
     Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
     """
     record = _record_path(config)
-    if not fresh and record.is_file():
+    if record.is_file():
         chosen: int = json.loads(record.read_text())["chosen"]
         return settings_to_try(config)[chosen][1]
     failures: list[str] = []
@@ -92,23 +100,15 @@ def find_working(config: EngineConfig, say: Callable[[str], None], *, fresh: boo
 def _record_path(config: EngineConfig) -> Path:
     """One record for each combination of machine, library, model and settings."""
     model, library = Path(config.model), find()
-    fingerprint = [
-        platform.node(),
-        str(library),
-        *(f"{file.name}:{file.stat().st_mtime_ns}" for file in sorted(library.glob("libggml*"))),
-        str(model),
-        f"{model.stat().st_size}:{model.stat().st_mtime_ns}",
-        f"{config.extra_buffers}:{config.flash_attention}:{config.threads}:{config.gpu_layers}",
-    ]
-    digest = hashlib.sha256("\n".join(fingerprint).encode()).hexdigest()[:24]
+    settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
+    file = (model, model.stat().st_size, model.stat().st_mtime_ns)
+    fingerprint = (platform.node(), library, library_digest(library), *file, *settings)
+    digest = hashlib.sha256("\n".join(map(str, fingerprint)).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
 
 
 def _main() -> int:
     """Run the probe: prints tokens per second, or one line on standard error."""
-    import os
-    import time
-
     from cllm.backend.base import Batch, BatchKind, Row, StepStatus
     from cllm.backend.llama.runner import LlamaRunner
     from cllm.types import SamplingParams

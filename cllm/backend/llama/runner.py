@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from cllm.backend.base import (
     Batch,
@@ -23,24 +23,18 @@ from cllm.backend.base import (
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.batch_sampler import BatchSampler
 from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
-from cllm.backend.llama.draft_model import DraftModel, check_cuttable, draft_config
+from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
 from cllm.backend.llama.memory import MemoryFit
-from cllm.backend.llama.model import LlamaModel, LlamaVocabulary
+from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
-from cllm.types import Limits, ModelInfo, SamplingParams
+from cllm.types import Limits, SamplingParams
 
 MAX_SAMPLER_THREADS = 8
-_NOTHING_EXCLUDED: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-
-
-def _with_padding(batch: Batch) -> tuple[Row, ...]:
-    padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
-    return tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
 
 
 class LlamaRunner(ModelRunner):
@@ -53,60 +47,46 @@ class LlamaRunner(ModelRunner):
         library: Library | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        library = library or load()
-        self._library = library
+        self._library = library or load()
         self._config = config
-        self._api = library.api
+        self._api = self._library.api
         self._deferred_frees = DeferredFrees()
-        self._model = LlamaModel(
-            library,
-            Path(config.model),
-            self._deferred_frees,
-            extra_buffers=config.extra_buffers,
-            gpu_layers=config.gpu_layers,
-            pooling=config.pooling,
-            progress=progress,
-        )
         self._embedding: EmbeddingContext | None = None
-        try:
-            self._context = LlamaContext(library, self._model, config, self._deferred_frees)
-        except BaseException:
-            self._model.close()
-            raise
-        try:
-            self._limits = self._read_limits(config)
-            if not self._context.generates:
-                self.open_embedding()
-        except BaseException:
-            self._context.close()
-            self._model.close()
-            raise
-        self._vocabulary = self._model.vocabulary
-        self._ends = np.array(sorted(self._vocabulary.ends), np.int32)
-        self._info = self._model.info(config.chat_template, generates=self._context.generates)
+        self._drafts: DraftModel | None = None
         self._submitted: Batch | None = None
         self._rows: tuple[Row, ...] = ()
         self._code, self._submitted_at = 0, 0.0
-        self._batch = NativeBatch(self._api, self._context.batch_tokens, config.parallel)
-        threads = min(MAX_SAMPLER_THREADS, config.threads or default_threads())
-        self.batch_sampler = BatchSampler(self._api, self._vocabulary.size, threads)
-        self._dry = DryPrototypes(
-            self._api, self._vocabulary.pointer, self._limits.sequence_cells, self._deferred_frees
-        )
-        self._warm_up()
-        self._drafts: DraftModel | None = None
-        if config.draft_model and self._context.generates:
-            try:
-                self._drafts = self._open_draft_model()
-            except BaseException:
-                self.close()
-                raise
+        self._open = ExitStack()  # what is open; closed in reverse order
+        try:
+            self._load(progress)
+        except BaseException:
+            self.close()
+            raise
 
-    def _open_draft_model(self) -> DraftModel:
-        """Raises SetupError where it cannot draft for this model."""
-        check_cuttable(self._info, "served")
-        config = draft_config(self._config, self._limits.request_tokens)
-        return DraftModel(LlamaRunner(config, library=self._library), self._vocabulary)
+    def _load(self, progress: Callable[[float], None] | None) -> None:
+        config, library, deferred_frees = self._config, self._library, self._deferred_frees
+        self._model = self._open.enter_context(LlamaModel(library, config, deferred_frees, progress=progress))
+        self._context = self._open.enter_context(LlamaContext(library, self._model, config, deferred_frees))
+        self._open.callback(deferred_frees.free_all)
+        self.info = self._model.info(config.chat_template, generates=self._context.generates)
+        self.limits = self._read_limits(config)
+        self.vocabulary = self._model.vocabulary
+        self._ends = np.array(sorted(self.vocabulary.ends), np.int32)
+        self._batch = NativeBatch(self._api, self.limits.batch_tokens, config.parallel)
+        threads = min(MAX_SAMPLER_THREADS, config.threads or default_threads())
+        self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads)
+        self._open.callback(self.batch_sampler.close)
+        context = self.limits.sequence_cells
+        self._dry = DryPrototypes(self._api, self.vocabulary.pointer, context, deferred_frees)
+        self._open.callback(self._dry.close)
+        if not self.info.generates:
+            self.open_embedding()
+        self._warm_up()
+        if config.draft_model and self.info.generates:
+            check_cuttable(self.info, "served")
+            draft = LlamaRunner(draft_config(config, self.limits.request_tokens), library=library)
+            self._drafts = DraftModel(draft, self.vocabulary)
+            self._open.callback(self._drafts.close)
 
     def _warm_up(self) -> None:
         """A token or two through the model: the first request must not pay for reading the weights."""
@@ -119,38 +99,28 @@ class LlamaRunner(ModelRunner):
 
     def _read_limits(self, config: EngineConfig) -> Limits:
         context = self._context
-        most = min(context.sequence_cells, self._model.context_train)
-        # The layout must not decide who gets a 400: the default is one split stream's share in both.
-        share = min(most, context.request_share)
-        request_tokens = min(config.max_request_tokens or share, most)
+        sequence_cells = min(context.sequence_cells, self._model.context_train)
+        # The layout must not decide which request gets a 400: the default is one KV stream's share in both.
+        request_tokens = min(config.max_request_tokens or context.request_share, sequence_cells)
         return Limits(
             sequences=config.parallel,
             cells=context.cells,
-            sequence_cells=most,
+            sequence_cells=sequence_cells,
             request_tokens=request_tokens,
             batch_tokens=context.batch_tokens,
             unified=context.unified,
             embed=embed_limits(self._model, config, request_tokens, generates=context.generates),
         )
 
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def limits(self) -> Limits:
-        return self._limits
-
-    @property
-    def vocabulary(self) -> LlamaVocabulary:
-        return self._vocabulary
-
     def submit(self, batch: Batch) -> None:
         self._deferred_frees.free_all()
         self._submitted = batch
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
-        self._rows = _with_padding(batch) if batch.padding else batch.rows
+        self._rows = batch.rows
+        if batch.padding:
+            padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
+            self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
         self._batch.fill(self._rows)
         self._submitted_at = time.perf_counter()
         self._code = self._context.decode(self._batch.struct)
@@ -191,21 +161,11 @@ class LlamaRunner(ModelRunner):
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
         if not params.greedy:
-            pointer = build_chain(
-                self._api,
-                params,
-                dry=self._dry,
-                vocabulary_size=self._vocabulary.size,
-                context=self._limits.sequence_cells,
-            )
+            size, context = self.vocabulary.size, self.limits.sequence_cells
+            pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
-        return LlamaSampler(
-            self._api,
-            params,
-            chain,
-            self._deferred_frees,
-            self._ends if params.ignore_eos else _NOTHING_EXCLUDED,
-        )
+        excluded = self._ends if params.ignore_eos else self._ends[:0]
+        return LlamaSampler(self._api, params, chain, excluded)
 
     def next_position(self, seq_id: int) -> int:
         return self._context.next_position(seq_id)
@@ -225,8 +185,8 @@ class LlamaRunner(ModelRunner):
     def memory_bytes(self) -> dict[str, int]:
         fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
         return {
-            "model": self._info.size_bytes,
-            "kv": fit.per_cell * self._limits.cells,
+            "model": self.info.size_bytes,
+            "kv": fit.per_cell * self.limits.cells,
             "buffers": fit.compute,
             "embedding_limit": fit.embedding,
             "grammars_limit": fit.grammars,
@@ -241,26 +201,18 @@ class LlamaRunner(ModelRunner):
                 self._library,
                 self._model,
                 self._config,
-                self._limits.embed,
+                self.limits.embed,
                 self._context.workers,
                 self._deferred_frees,
             )
+            self._open.callback(self._embedding.close)  # before the context, whose workers it borrows
 
     def reset_embedding(self) -> None:
         if self._embedding is not None:
             self._embedding.reset()
 
     def create_drafter(self) -> Drafter | None:
-        return self._drafts.new_drafter() if self._drafts is not None else None
+        return ModelDrafter(self._drafts) if self._drafts is not None else None
 
     def close(self) -> None:
-        if self._drafts is not None:
-            self._drafts.close()
-            self._drafts = None
-        self.batch_sampler.close()
-        self._dry.close()
-        self._deferred_frees.free_all()
-        if self._embedding is not None:
-            self._embedding.close()  # before the context whose workers it borrows
-        self._context.close()
-        self._model.close()
+        self._open.close()

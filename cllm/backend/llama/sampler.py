@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,18 +19,12 @@ class LlamaSampler:
     """The sampler of one sequence. A greedy one needs no chain: then `chain` is None."""
 
     def __init__(
-        self,
-        api: Any,
-        params: SamplingParams,
-        chain: Owned | None,
-        deferred_frees: DeferredFrees,
-        excluded: npt.NDArray[np.int32],
+        self, api: Any, params: SamplingParams, chain: Owned | None, excluded: npt.NDArray[np.int32]
     ) -> None:
         self._api = api
         self.params = params
         self.chain = chain
         self.prefilter = TopKPrefilter(params)
-        self._deferred_frees = deferred_frees
         self.excluded = excluded  # tokens never sampled (end tokens, with `ignore_eos`)
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -47,13 +41,6 @@ class LlamaSampler:
         self._api.llama_sampler_accept(self.chain.pointer, token)
         return token
 
-    def clone(self) -> LlamaSampler:
-        chain = None
-        if self.chain is not None:
-            copy = self._api.llama_sampler_clone(self.chain.pointer)
-            chain = Owned(copy, self._api.llama_sampler_free, self._deferred_frees)
-        return LlamaSampler(self._api, self.params, chain, self._deferred_frees, self.excluded)
-
     def close(self) -> None:
         if self.chain is not None:
             self.chain.close()
@@ -63,37 +50,31 @@ class DryPrototypes:
     """DRY samplers to clone from. Making one walks the whole vocabulary for each sequence breaker; a clone
     is cheap, so only the first request with its settings pays."""
 
-    REMEMBERED = 16
-
     def __init__(self, api: Any, vocabulary: Any, context: int, deferred_frees: DeferredFrees) -> None:
         self._api = api
         self._vocabulary = vocabulary
         self._context = context
         self._deferred_frees = deferred_frees
-        self._made: OrderedDict[tuple[Any, ...], Owned] = OrderedDict()
+        self._prototype = lru_cache(maxsize=16)(self._make)  # those it drops go to the deferred free list
 
     def clone(self, params: SamplingParams) -> Any:
         """A new sampler; the caller owns it."""
-        key = (
+        prototype = self._prototype(
+            params.dry_sequence_breakers,
             params.dry_multiplier,
             params.dry_base,
             params.dry_allowed_length,
             get_lookback(params.dry_penalty_last_n, self._context),
-            params.dry_sequence_breakers,
         )
-        prototype = self._made.get(key)
-        if prototype is None:
-            breakers = [text.encode() for text in params.dry_sequence_breakers]
-            array = (ctypes.c_char_p * len(breakers))(*breakers)
-            pointer = self._api.llama_sampler_init_dry(self._vocabulary, *key[:-1], array, len(breakers))
-            prototype = self._made[key] = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
-            if len(self._made) > self.REMEMBERED:
-                self._made.popitem(last=False)[1].close()
         return self._api.llama_sampler_clone(prototype.pointer)
 
+    def _make(self, breakers: Sequence[str], *settings: float) -> Owned:
+        texts = (ctypes.c_char_p * len(breakers))(*(text.encode() for text in breakers))
+        pointer = self._api.llama_sampler_init_dry(self._vocabulary, *settings, texts, len(texts))
+        return Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
+
     def close(self) -> None:
-        for prototype in self._made.values():
-            prototype.close()
+        self._prototype.cache_clear()
 
 
 def get_lookback(count: int, context: int) -> int:
@@ -114,44 +95,22 @@ def build_chain(
         biases = (api.llama_logit_bias * len(params.logit_bias))(*params.logit_bias)
         add(api.llama_sampler_init_logit_bias(vocabulary_size, len(biases), biases))
     if params.penalises:
-        add(
-            api.llama_sampler_init_penalties(
-                vocabulary_size,
-                get_lookback(params.penalty_last_n, context),
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-            )
-        )
+        lookback = get_lookback(params.penalty_last_n, context)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        add(api.llama_sampler_init_penalties(vocabulary_size, lookback, *penalties))
     if params.dry_multiplier > 0:
         add(dry.clone(params))
     if params.temperature <= 0:
         add(api.llama_sampler_init_greedy())
         return chain
     if params.mirostat:
+        mirostat = (params.seed, params.mirostat_tau, params.mirostat_eta)
         add(api.llama_sampler_init_temp(params.temperature))
-        add(_mirostat(api, params, vocabulary_size))
+        if params.mirostat == 1:
+            add(api.llama_sampler_init_mirostat(vocabulary_size, *mirostat, 100))
+        else:
+            add(api.llama_sampler_init_mirostat_v2(*mirostat))
         return chain
-    _add_truncation(api, params, add)
-    if params.dynatemp_range > 0:
-        dynamic = (params.dynatemp_range, params.dynatemp_exponent)
-        add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
-    else:
-        add(api.llama_sampler_init_temp(params.temperature))
-    add(api.llama_sampler_init_dist(params.seed))
-    return chain
-
-
-def _mirostat(api: Any, params: SamplingParams, vocabulary_size: int) -> Any:
-    if params.mirostat == 1:
-        return api.llama_sampler_init_mirostat(
-            vocabulary_size, params.seed, params.mirostat_tau, params.mirostat_eta, 100
-        )
-    return api.llama_sampler_init_mirostat_v2(params.seed, params.mirostat_tau, params.mirostat_eta)
-
-
-def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
-    """The samplers that only cut candidates away."""
     if params.top_n_sigma >= 0:
         add(api.llama_sampler_init_top_n_sigma(params.top_n_sigma))
     if params.top_k > 0:
@@ -166,6 +125,13 @@ def _add_truncation(api: Any, params: SamplingParams, add: Any) -> None:
         add(api.llama_sampler_init_min_p(params.min_p, 1))
     if params.xtc_probability > 0:
         add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
+    if params.dynatemp_range > 0:
+        dynamic = (params.dynatemp_range, params.dynatemp_exponent)
+        add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
+    else:
+        add(api.llama_sampler_init_temp(params.temperature))
+    add(api.llama_sampler_init_dist(params.seed))
+    return chain
 
 
 def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:

@@ -7,7 +7,6 @@ one.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -103,17 +102,13 @@ class ThreadGovernor:
         if self._last is None or now < self._next_look:
             return self.threads
         self._next_look = now + self.INTERVAL_S
-        times = self._read()
-        if times is None:
-            return self.threads
-        last, self._last = self._last, times
-        elapsed = times.now - last.now
-        own = times.own - last.own
-        # An average over a time with hardly any computing says nothing. A long time with much of it is one
-        # slow step: the other program is already there.
-        if elapsed < self.INTERVAL_S / 2 or own < self.COMPUTING * elapsed:
-            return self.threads
-        self._decide(times.others_since(last), looks=max(1, int(elapsed / self.INTERVAL_S)))
+        if (times := self._read()) is not None:
+            last, self._last = self._last, times
+            elapsed = times.now - last.now
+            # An average over a time with hardly any computing says nothing. A long time with much of it is
+            # one slow step: the other program is already there.
+            if elapsed >= self.INTERVAL_S / 2 and times.own - last.own >= self.COMPUTING * elapsed:
+                self._decide(times.others_since(last), looks=max(1, int(elapsed / self.INTERVAL_S)))
         return self.threads
 
     def _decide(self, others: float, looks: int) -> None:
@@ -127,30 +122,11 @@ class ThreadGovernor:
             self.threads, self._looks = wanted, 0
 
 
-def cores_used_by_others(window_s: float = 0.4) -> float | None:
-    """Cores that other programs keep busy now, over a short window; None where that is unknown."""
-    before = read_cpu_times()
-    if before is None:
-        return None
-    time.sleep(window_s)
-    after = read_cpu_times()
-    return None if after is None else after.others_since(before)
-
-
-class Threadpool(Owned):
-    """Persistent ggml workers. Without one, ggml starts and joins threads at every decode."""
-
-    def __init__(self, library: Library, threads: int, poll: int, deferred_frees: DeferredFrees) -> None:
-        params = ThreadpoolParams()
-        library.threadpool_params(ctypes.byref(params), threads)
-        params.poll = poll
-        super().__init__(
-            library.threadpool_new(ctypes.byref(params)), library.threadpool_free, deferred_frees
-        )
-
-
 class Workers:
-    """Thread pools that compute for one context at a time. Close them after every such context."""
+    """ggml's thread pools, which compute for one context at a time. Close them after every such context.
+
+    Without one, ggml starts and joins threads at every decode.
+    """
 
     def __init__(self, library: Library, config: EngineConfig, deferred_frees: DeferredFrees) -> None:
         self._library = library
@@ -160,7 +136,7 @@ class Workers:
         self.threads = config.threads or min(config.max_threads or cores, cores)
         # An explicit number is kept; the default adapts to other programs.
         self.governor = None if config.threads else ThreadGovernor(self.threads, cores)
-        self._pools: dict[int, Threadpool] = {}
+        self._pools: dict[int, Owned] = {}
         self._attached: dict[Any, int] = {}  # by context: its number of threads
 
     def work_for(self, context: Any) -> None:
@@ -169,12 +145,16 @@ class Workers:
             self.threads = self.governor.look()
         if self._attached.get(context) == self.threads:
             return
+        library = self._library
         pool = self._pools.get(self.threads)
         if pool is None:
-            pool = Threadpool(self._library, self.threads, self._poll, self._deferred_frees)
+            params = ThreadpoolParams()
+            library.threadpool_params(params, self.threads)
+            params.poll = self._poll
+            pool = Owned(library.threadpool_new(params), library.threadpool_free, self._deferred_frees)
             self._pools[self.threads] = pool
-        self._library.attach_threadpool(context, pool.pointer, pool.pointer)
-        self._library.api.llama_set_n_threads(context, self.threads, self.threads)
+        library.attach_threadpool(context, pool.pointer, pool.pointer)
+        library.api.llama_set_n_threads(context, self.threads, self.threads)
         self._attached[context] = self.threads
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from cllm.errors import (
     StorageFailed,
 )
 from cllm.types import Failure
-from cllm.workers.messages import Report, RestorePrefixes, SavePrefixes, StateFileDone
+from cllm.workers.messages import Report, StateFileDone, UseStateFile
 
 log = logging.getLogger(__name__)
 
@@ -256,12 +256,6 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
 
 
-class _Job(NamedTuple):
-    call_id: int
-    what: str
-    work: Work
-
-
 class CacheFileJobs:
     """Saves and restores the prefix cache, a slice between two steps; each job ends with one report.
 
@@ -275,7 +269,7 @@ class CacheFileJobs:
         self._host = host
         self._folder = folder
         self._emit = emit
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[tuple[int, str, Work]] = deque()  # call id, label, work
         self._fingerprint = ""  # computed when it is first needed: that reads the model's file
         self._waits = False  # for the disk: nothing to do at once
 
@@ -288,33 +282,32 @@ class CacheFileJobs:
         """There is a job that does not wait for the disk."""
         return bool(self._jobs) and not self._waits
 
-    def add(self, command: SavePrefixes | RestorePrefixes) -> None:
+    def add(self, command: UseStateFile) -> None:
         """Begin a job, or report at once why not."""
         try:
             path = get_path(self._folder, command.name)
             if len(self._jobs) >= MAX_JOBS:
                 raise EngineError(f"{MAX_JOBS} state files are being written or read already")
             self._fingerprint = self._fingerprint or self._runner.state_fingerprint()
-            saving = isinstance(command, SavePrefixes)
-            work = (save if saving else restore)(self._host, path, self._fingerprint)
-            label = f"{'save' if saving else 'restore'} {command.name}"
-            self._jobs.append(_Job(command.call_id, label, work))
+            work = (save if command.save else restore)(self._host, path, self._fingerprint)
+            label = f"{'save' if command.save else 'restore'} {command.name}"
+            self._jobs.append((command.call_id, label, work))
         except Exception as error:
             self._fail(command.call_id, error)
 
     def slice(self) -> None:
         """Go on with the job at hand, a few milliseconds of it. There must be one."""
-        job = self._jobs[0]
+        call_id, label, work = self._jobs[0]
         try:
-            self._waits = next(job.work)
+            self._waits = next(work)
             return
         except StopIteration as end:
             moved = end.value
-            log.info("%s: %d entries, %d tokens", job.what, moved.entries, moved.tokens)
-            self._emit(StateFileDone(job.call_id, moved.entries, moved.tokens, moved.size, moved.skipped))
+            log.info("%s: %d entries, %d tokens", label, moved.entries, moved.tokens)
+            self._emit(StateFileDone(call_id, moved.entries, moved.tokens, moved.size, moved.skipped))
         except Exception as error:
-            log.warning("%s failed: %s", job.what, error)
-            self._fail(job.call_id, error)
+            log.warning("%s failed: %s", label, error)
+            self._fail(call_id, error)
         self._waits = False
         self._jobs.popleft()
 
@@ -326,6 +319,6 @@ class CacheFileJobs:
 
     def close(self) -> None:
         """Give up what is left; half-written files are removed."""
-        for job in self._jobs:
-            job.work.close()
+        for *_, work in self._jobs:
+            work.close()
         self._jobs.clear()

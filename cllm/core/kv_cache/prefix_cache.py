@@ -165,7 +165,7 @@ class PrefixCache:
             if entry is not None:
                 held = self._restore(sequence.seq_id, entry, match.length)
             elif match.source is not None:
-                held = self._transfer.copy(match.source.seq_id, sequence.seq_id, match.length)
+                held = self._runner.copy(match.source.seq_id, sequence.seq_id, match.length)
         except Exception:
             log.exception("the cached prefix of request %s could not be applied; it is computed", sequence.id)
         if held != match.length:

@@ -44,11 +44,6 @@ class KVTransfer:
             self._cost.observe_transfer(len(state), time.perf_counter() - started, restore=True)
         return restored
 
-    def copy(self, source: int, target: int, length: int) -> int:
-        """As `ModelRunner.copy`. Between KV streams, the work itself is part of the next step."""
-        with self._timed():
-            return self._runner.copy(source, target, length)
-
     @contextmanager
     def _timed(self) -> Iterator[float]:
         started = time.perf_counter()

@@ -252,6 +252,7 @@ class ConstrainedBody(SamplingBody):
 
     def constraint(self) -> ConstraintSpec | None:
         """The constraint on the answer; raises InvalidRequest when there are several."""
+        own = self.form and getattr(self, self.form.partition(".")[0])
         given = [
             (kind, value)
             for kind, value in (
@@ -259,15 +260,15 @@ class ConstrainedBody(SamplingBody):
                 (ConstraintKind.REGEX, self.regex),
                 (ConstraintKind.CHOICE, self.choice),
                 (ConstraintKind.JSON_SCHEMA, self.json_schema),
-                (ConstraintKind.JSON_SCHEMA, self.form_schema()),
+                (ConstraintKind.JSON_SCHEMA, self.form_schema() if own else None),
             )
             if value is not None
         ]
         if not given:
             return None
         if len(given) > 1:
-            own = f", {self.form}" if self.form else ""
-            message = f"give only one of grammar, regex, choice, json_schema{own}"
+            others = ("grammar", "regex", "choice", "json_schema", *filter(None, [self.form]))
+            message = f"give only one of {', '.join(others)}"
             raise InvalidRequest(message, self.form_field)
         kind, value = given[0]
         return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value))

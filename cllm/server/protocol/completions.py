@@ -26,6 +26,15 @@ MAX_PROMPTS = 256
 Name = Annotated[str, Field(max_length=256)]
 
 
+class ModelBody(Body):
+    """Fields that nearly all of OpenAI's routes have."""
+
+    model: Name | None = Field(
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
+    )
+    user: Name | None = Field(None, description="Ignored", examples=["ann"])
+
+
 class StreamOptions(Body):
     """What a stream sends besides the answer."""
 
@@ -63,16 +72,12 @@ class ResponseFormat(Body):
         return self
 
 
-class OpenAIFields(NullableBody, ConstrainedBody):
+class OpenAIFields(NullableBody, ModelBody, ConstrainedBody):
     """Fields that `/v1/responses` shares with `OpenAIBody`."""
 
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
-    )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
         None, description="Texts that end the answer and are not part of it", examples=[["\n\n"]]
     )
-    user: Name | None = Field(None, description="Ignored", examples=["ann"])
     repetition_penalty: float = sampling_field(
         "repetition_penalty", validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )

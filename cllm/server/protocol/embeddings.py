@@ -8,18 +8,15 @@ import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.server.protocol.base import Body, Text, TokenIds
-from cllm.server.protocol.completions import Name
+from cllm.server.protocol.completions import ModelBody
 
 MAX_INPUTS = 2048
 
 InputText = Annotated[Text, Field(min_length=1)]
+InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)]
 InputTokens = Annotated[TokenIds, Field(min_length=1)]
-Input = (
-    InputText
-    | InputTokens
-    | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)]
-    | Annotated[list[InputTokens], Field(min_length=1, max_length=MAX_INPUTS)]
-)
+InputTokenLists = Annotated[list[InputTokens], Field(min_length=1, max_length=MAX_INPUTS)]
+Input = InputText | InputTokens | InputTexts | InputTokenLists
 
 
 def as_list(value: Input) -> list[str] | list[list[int]]:
@@ -29,15 +26,12 @@ def as_list(value: Input) -> list[str] | list[list[int]]:
     return [value] if isinstance(value[0], int) else value
 
 
-class EmbeddingsBody(Body):
+class EmbeddingsBody(ModelBody):
     """`POST /v1/embeddings`."""
 
     input: Input = Field(
         description=f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",
         examples=["The cat sat.", ["The cat sat.", "A feline rested."]],
-    )
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
     )
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`float`: numbers; `base64`: little-endian 32-bit floats"
@@ -48,7 +42,6 @@ class EmbeddingsBody(Body):
         description="Keep only the first dimensions of an embedding, scaled to length 1 again",
         examples=[64],
     )
-    user: Name | None = Field(None, description="Ignored", examples=["ann"])
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": ["The cat sat.", "A feline rested."], "dimensions": 64}}
@@ -77,7 +70,7 @@ class DocumentBody(Body):
     text: InputText = Field(description="The text to rank", examples=["It is a bear."])
 
 
-class RerankBody(Body):
+class RerankBody(ModelBody):
     """`POST /v1/rerank`."""
 
     query: InputText = Field(
@@ -93,10 +86,6 @@ class RerankBody(Body):
         None, ge=1, description="Return only the best documents; none: all", examples=[1]
     )
     return_documents: bool = Field(False, description="Return each document beside its score")
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
-    )
-    user: Name | None = Field(None, description="Ignored", examples=["ann"])
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -109,18 +98,15 @@ class RerankBody(Body):
         return tuple(one if isinstance(one, str) else one.text for one in self.documents)
 
 
-class ScoreBody(Body):
+class ScoreBody(ModelBody):
     """`POST /v1/score`."""
 
-    text_1: InputText | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
+    text_1: InputText | InputTexts = Field(
         description="One text, or as many as `text_2` has", examples=["What is a panda?"]
     )
-    text_2: InputText | Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)] = Field(
+    text_2: InputText | InputTexts = Field(
         description=f"The texts to score against `text_1`; at most {MAX_INPUTS}",
         examples=[["It is a bear.", "hi"]],
-    )
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
     )
 
     model_config = ConfigDict(

@@ -98,16 +98,6 @@ class LlamaTokenizeBody(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"content": "1+1="}})
 
 
-class LlamaDetokenizeBody(Body):
-    """`POST /detokenize`."""
-
-    tokens: TokenIds = Field(
-        max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [403, 253]}})
-
-
 class LlamaLogprob(msgspec.Struct, frozen=True):
     id: int
     token: str

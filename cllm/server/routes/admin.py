@@ -7,14 +7,15 @@ import time
 from concurrent.futures import Future
 
 from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import Health
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.submit import get_registry
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
@@ -46,88 +47,91 @@ _NOT_RELOADED = (
     "another model is being loaded already; try again when it serves",
     "The model could not be changed; the old one serves on",
 )
+router = APIRouter(tags=["operation"])
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["operation"])
+@router.get("/health", **documented(api.HealthResponse("ok", "ready")))
+async def health(http: HttpRequest) -> Response:
+    """Alive: 200 as long as this process answers."""
+    return StructResponse(api.HealthResponse("ok", get_registry(http).current.health.value))
 
-    @router.get("/health", **documented(api.HealthResponse("ok", "ready")))
-    async def health() -> Response:
-        """Alive: 200 as long as this process answers."""
-        return StructResponse(api.HealthResponse("ok", registry.current.health.value))
 
-    @router.get("/ready", **documented(api.HealthResponse("ready")))
-    async def ready() -> Response:
-        """Ready: 200 when a request sent now would be computed."""
-        health = registry.current.health
-        return StructResponse(api.HealthResponse(health.value), 200 if health is Health.READY else 503)
+@router.get("/ready", **documented(api.HealthResponse("ready")))
+async def ready(http: HttpRequest) -> Response:
+    """Ready: 200 when a request sent now would be computed."""
+    health = get_registry(http).current.health
+    return StructResponse(api.HealthResponse(health.value), 200 if health is Health.READY else 503)
 
-    @router.get("/metrics", **documented(_METRICS))
-    async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
-        metrics = registry.current.metrics
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.get("/debug/kv", **documented(api.KV_EXAMPLE))
-    async def debug_kv() -> Response:
-        """Show the slots, the KV cells and every lease, taken between two steps."""
-        try:
-            async with asyncio.timeout(INSPECT_LIMIT_S):
-                snapshot = await asyncio.wrap_future(registry.current.inspect())
-        except TimeoutError:
-            raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
-        total, leased = snapshot.sequences_total, len(snapshot.leases)
-        response = api.KVResponse(
-            sequences=api.SlotCounts(total, leased, total - leased),
-            cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used),
-            leases=snapshot.leases,
-            counters=api.LeaseCounters(
-                snapshot.leased_total,
-                snapshot.released_total,
-                snapshot.cleared_cells_total,
-                snapshot.integrity_failures,
-            ),
+@router.get("/metrics", **documented(_METRICS))
+async def metrics(http: HttpRequest) -> Response:
+    """Metrics in Prometheus' text format."""
+    metrics = get_registry(http).current.metrics
+    return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/debug/kv", **documented(api.KV_EXAMPLE))
+async def debug_kv(http: HttpRequest) -> Response:
+    """Show the slots, the KV cells and every lease, taken between two steps."""
+    try:
+        async with asyncio.timeout(INSPECT_LIMIT_S):
+            snapshot = await asyncio.wrap_future(get_registry(http).current.inspect())
+    except TimeoutError:
+        raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
+    total, leased = snapshot.sequences_total, len(snapshot.leases)
+    response = api.KVResponse(
+        sequences=api.SlotCounts(total, leased, total - leased),
+        cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used),
+        leases=snapshot.leases,
+        counters=api.LeaseCounters(
+            snapshot.leased_total,
+            snapshot.released_total,
+            snapshot.cleared_cells_total,
+            snapshot.integrity_failures,
+        ),
+    )
+    return StructResponse(response)
+
+
+@router.get("/debug/requests", **documented(api.RequestsResponse([_REQUEST])))
+async def debug_requests(http: HttpRequest) -> Response:
+    """List the accepted requests: stage, age, progress. Never their text."""
+    now = time.monotonic()
+    requests = [
+        api.RequestInfo(
+            id=state.request.id,
+            place=state.stage.value,
+            age_s=round(now - state.arrived, 3),
+            prompt_tokens=state.request.input_tokens,
+            generated_tokens=state.generated,
+            max_tokens=state.request.max_tokens,
         )
-        return StructResponse(response)
+        for state in get_registry(http).requests
+    ]
+    return StructResponse(api.RequestsResponse(requests))
 
-    @router.get("/debug/requests", **documented(api.RequestsResponse([_REQUEST])))
-    async def debug_requests() -> Response:
-        """List the accepted requests: stage, age, progress. Never their text."""
-        now = time.monotonic()
-        requests = [
-            api.RequestInfo(
-                id=state.request.id,
-                place=state.stage.value,
-                age_s=round(now - state.arrived, 3),
-                prompt_tokens=state.request.input_tokens,
-                generated_tokens=state.generated,
-                max_tokens=state.request.max_tokens,
-            )
-            for state in registry.requests
-        ]
-        return StructResponse(api.RequestsResponse(requests))
 
-    async def answer(asked: Future[StateFileDone]) -> Response:
-        # A large file takes its time: streams go on meanwhile.
-        done = await asyncio.wrap_future(asked)
-        return StructResponse(api.StateFileResponse(done.entries, done.tokens, done.size, done.skipped))
+async def answer(asked: Future[StateFileDone]) -> Response:
+    # A large file takes its time: streams go on meanwhile.
+    done = await asyncio.wrap_future(asked)
+    return StructResponse(api.StateFileResponse(done.entries, done.tokens, done.size, done.skipped))
 
-    @router.post("/admin/prefixes/save", **documented(_STATE_FILE, errors={507: _NOT_WRITTEN}))
-    async def save(body: api.StateFileBody) -> Response:
-        """Write the prefix cache in RAM to a file."""
-        return await answer(registry.current.save_prefixes(body.name))
 
-    @router.post("/admin/prefixes/restore", **documented(_STATE_FILE, errors=_NOT_RESTORED))
-    async def restore(body: api.StateFileBody) -> Response:
-        """Load a file into the prefix cache in RAM, as far as it fits."""
-        return await answer(registry.current.restore_prefixes(body.name))
+@router.post("/admin/prefixes/save", **documented(_STATE_FILE, errors={507: _NOT_WRITTEN}))
+async def save(body: api.StateFileBody, http: HttpRequest) -> Response:
+    """Write the prefix cache in RAM to a file."""
+    return await answer(get_registry(http).current.save_prefixes(body.name))
 
-    @router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))
-    async def reload(body: api.ReloadBody) -> Response:
-        """Load a model beside the one that serves, then change over; running streams end on the old one."""
-        info, limits = loaded(await registry.reload(body.model))
-        answer = api.ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
-        return StructResponse(answer)
 
-    return router
+@router.post("/admin/prefixes/restore", **documented(_STATE_FILE, errors=_NOT_RESTORED))
+async def restore(body: api.StateFileBody, http: HttpRequest) -> Response:
+    """Load a file into the prefix cache in RAM, as far as it fits."""
+    return await answer(get_registry(http).current.restore_prefixes(body.name))
+
+
+@router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))
+async def reload(body: api.ReloadBody, http: HttpRequest) -> Response:
+    """Load a model beside the one that serves, then change over; running streams end on the old one."""
+    info, limits = loaded(await get_registry(http).reload(body.model))
+    answer = api.ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
+    return StructResponse(answer)

@@ -15,18 +15,18 @@ from starlette.responses import Response
 
 from cllm.chat.reply import ChatReply, ReplyBuilder
 from cllm.chat.session import ChatSession, open_chat
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import chat as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.completions import make_usage
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
-from cllm.server.submit import check_model, make_request, model_name
+from cllm.server.submit import check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import RequestOutput, TokenLogprob
 
 ROUTE = "/v1/chat/completions"
+router = APIRouter(tags=["OpenAI"])
 EXAMPLE_EVENTS = (*map(encode, api.EXAMPLE_CHUNKS), DONE)
 _json = msgspec.json.Encoder()
 _CONTENT = b',"delta":{"content":'
@@ -120,33 +120,27 @@ def _make_delta(event: OutputEvent) -> api.ChunkDelta:
             )
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["OpenAI"])
-
-    @router.post(ROUTE, **documented(api.EXAMPLE, events=EXAMPLE_EVENTS, computes=True))
-    async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
-        """Answer a conversation, possibly with tool calls."""
-        engine = registry.current
-        check_model(body.model)
-        request = await make_request(
-            engine,
-            http,
-            body,
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            max_tokens=body.max_tokens,
-            stop=body.stops,
-            logprobs=max(1, body.top) if body.top is not None else 0,
-        )
-        session = await open_chat(engine, body.conversation(), request, body.n)
-        head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
-        renderer = ChatRenderer(head, body.top, include_usage=body.include_usage)
-        if body.stream:
-            return EventStream(engine, session.streams, renderer.chunks(session))
-        outputs = await collect(engine, session.streams, http)
-        if outputs is None:
-            return Response(status_code=GONE)
-        replies = [ReplyBuilder(session.parse(choice)).reply() for choice in outputs]
-        return StructResponse(renderer.whole(replies, session.prompt_tokens))
-
-    return router
+@router.post(ROUTE, **documented(api.EXAMPLE, events=EXAMPLE_EVENTS, computes=True))
+async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
+    """Answer a conversation, possibly with tool calls."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    request = await make_request(
+        engine,
+        http,
+        body,
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        max_tokens=body.max_tokens,
+        stop=body.stops,
+        logprobs=max(1, body.top) if body.top is not None else 0,
+    )
+    session = await open_chat(engine, body.conversation(), request, body.n)
+    head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
+    renderer = ChatRenderer(head, body.top, include_usage=body.include_usage)
+    if body.stream:
+        return EventStream(engine, session.streams, renderer.chunks(session))
+    outputs = await collect(engine, session.streams, http)
+    if outputs is None:
+        return Response(status_code=GONE)
+    replies = [ReplyBuilder(session.parse(choice)).reply() for choice in outputs]
+    return StructResponse(renderer.whole(replies, session.prompt_tokens))

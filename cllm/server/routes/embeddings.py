@@ -17,12 +17,11 @@ from starlette.responses import Response
 from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.protocol import embeddings as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.sse import GONE, collect
-from cllm.server.submit import check_model, check_tokens, model_name
+from cllm.server.submit import check_model, check_tokens, get_registry, model_name
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
 from cllm.workers.messages import TokenizePairs, TokenizeTexts, TokenLists
@@ -42,6 +41,7 @@ _SCORED = api.ScoreResponse(
     usage=_USAGE,
 )
 _RANKED = api.RerankResponse(model="bge-reranker-v2-m3", results=[api.Ranked(0, 5.27)], usage=_USAGE)
+router = APIRouter(tags=["embeddings"])
 
 
 async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:
@@ -122,89 +122,86 @@ async def score_pairs(
     return [float(to_vector(data, norm=RAW)[0]) for data in found[0]], found[1]
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["embeddings"])
-
-    @router.post("/v1/embeddings", **documented(_EMBEDDINGS, computes=True))
-    async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
-        """Turn texts into embeddings of length 1."""
-        engine = registry.current
-        check_model(body.model)
-        length = embedding_length(engine)
-        if body.dimensions is not None and body.dimensions > length:
-            raise InvalidRequest(
-                f"dimensions is {body.dimensions}, but this model's embeddings have {length}",
-                field="dimensions",
-            )
-        found = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
-        if found is None:
-            return Response(status_code=GONE)
-        arrays = (to_vector(data, body.dimensions) for data in found[0])
-        as_text = body.encoding_format == "base64"
-        entries = await encode_entries(
-            api.Embedding(
-                index=index,
-                embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist(),
-            )
-            for index, array in enumerate(arrays)
+@router.post("/v1/embeddings", **documented(_EMBEDDINGS, computes=True))
+async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
+    """Turn texts into embeddings of length 1."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    length = embedding_length(engine)
+    if body.dimensions is not None and body.dimensions > length:
+        raise InvalidRequest(
+            f"dimensions is {body.dimensions}, but this model's embeddings have {length}",
+            field="dimensions",
         )
-        model = model_name(engine, body.model)
-        return StructResponse(api.EmbeddingList(model=model, usage=found[1], data=entries))
-
-    @router.post("/embedding", **documented([api.LlamaEmbedding(0, [_VECTOR])], computes=True))
-    @router.post("/embeddings", response_model=None, include_in_schema=False)
-    async def llama_embedding(body: api.LlamaEmbeddingBody, http: HttpRequest) -> Response:
-        """Turn texts into embeddings, in llama-server's shape."""
-        engine = registry.current
-        embedding_length(engine)
-        found = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
-        if found is None:
-            return Response(status_code=GONE)
-        arrays = (to_vector(data, norm=body.embd_normalize) for data in found[0])
-        entries = (api.LlamaEmbedding(index, [array.tolist()]) for index, array in enumerate(arrays))
-        return StructResponse(await encode_entries(entries))
-
-    @router.post("/v1/rerank", **documented(_RANKED, computes=True))
-    @router.post("/v1/reranking", response_model=None, include_in_schema=False)
-    @router.post("/rerank", response_model=None, include_in_schema=False)
-    @router.post("/reranking", response_model=None, include_in_schema=False)
-    async def rerank(body: api.RerankBody, http: HttpRequest) -> Response:
-        """Order documents by how well they answer a query; needs a reranker."""
-        engine = registry.current
-        check_model(body.model)
-        found = await score_pairs(engine, [body.query], body.texts, "documents", http)
-        if found is None:
-            return Response(status_code=GONE)
-        scores, usage = found
-        best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
-        results = [
-            api.Ranked(
-                index,
-                scores[index],
-                api.RankedText(body.texts[index]) if body.return_documents else msgspec.UNSET,
-            )
-            for index in best
-        ]
-        model = model_name(engine, body.model)
-        return StructResponse(api.RerankResponse(model=model, results=results, usage=usage))
-
-    @router.post("/v1/score", **documented(_SCORED, computes=True))
-    @router.post("/score", response_model=None, include_in_schema=False)
-    async def score(body: api.ScoreBody, http: HttpRequest) -> Response:
-        """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
-        engine = registry.current
-        check_model(body.model)
-        found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
-        if found is None:
-            return Response(status_code=GONE)
-        response = api.ScoreResponse(
-            id=f"score-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=model_name(engine, body.model),
-            data=[api.Score(index=index, score=score) for index, score in enumerate(found[0])],
-            usage=found[1],
+    found = await embed(engine, await tokenize_inputs(engine, body.input, "input"), http)
+    if found is None:
+        return Response(status_code=GONE)
+    arrays = (to_vector(data, body.dimensions) for data in found[0])
+    as_text = body.encoding_format == "base64"
+    entries = await encode_entries(
+        api.Embedding(
+            index=index,
+            embedding=base64.b64encode(array.tobytes()).decode() if as_text else array.tolist(),
         )
-        return StructResponse(response)
+        for index, array in enumerate(arrays)
+    )
+    model = model_name(engine, body.model)
+    return StructResponse(api.EmbeddingList(model=model, usage=found[1], data=entries))
 
-    return router
+
+@router.post("/embedding", **documented([api.LlamaEmbedding(0, [_VECTOR])], computes=True))
+@router.post("/embeddings", response_model=None, include_in_schema=False)
+async def llama_embedding(body: api.LlamaEmbeddingBody, http: HttpRequest) -> Response:
+    """Turn texts into embeddings, in llama-server's shape."""
+    engine = get_registry(http).current
+    embedding_length(engine)
+    found = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
+    if found is None:
+        return Response(status_code=GONE)
+    arrays = (to_vector(data, norm=body.embd_normalize) for data in found[0])
+    entries = (api.LlamaEmbedding(index, [array.tolist()]) for index, array in enumerate(arrays))
+    return StructResponse(await encode_entries(entries))
+
+
+@router.post("/v1/rerank", **documented(_RANKED, computes=True))
+@router.post("/v1/reranking", response_model=None, include_in_schema=False)
+@router.post("/rerank", response_model=None, include_in_schema=False)
+@router.post("/reranking", response_model=None, include_in_schema=False)
+async def rerank(body: api.RerankBody, http: HttpRequest) -> Response:
+    """Order documents by how well they answer a query; needs a reranker."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    found = await score_pairs(engine, [body.query], body.texts, "documents", http)
+    if found is None:
+        return Response(status_code=GONE)
+    scores, usage = found
+    best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
+    results = [
+        api.Ranked(
+            index,
+            scores[index],
+            api.RankedText(body.texts[index]) if body.return_documents else msgspec.UNSET,
+        )
+        for index in best
+    ]
+    model = model_name(engine, body.model)
+    return StructResponse(api.RerankResponse(model=model, results=results, usage=usage))
+
+
+@router.post("/v1/score", **documented(_SCORED, computes=True))
+@router.post("/score", response_model=None, include_in_schema=False)
+async def score(body: api.ScoreBody, http: HttpRequest) -> Response:
+    """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
+    if found is None:
+        return Response(status_code=GONE)
+    response = api.ScoreResponse(
+        id=f"score-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=model_name(engine, body.model),
+        data=[api.Score(index=index, score=score) for index, score in enumerate(found[0])],
+        usage=found[1],
+    )
+    return StructResponse(response)

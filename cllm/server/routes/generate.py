@@ -13,13 +13,12 @@ from starlette.responses import Response
 
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_event
 from cllm.server.protocol import generate as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.sse import GONE, EventStream, collect, encode
-from cllm.server.submit import check_tokens, make_request
+from cllm.server.submit import check_tokens, get_registry, make_request
 from cllm.types import FinishReason, Request, Usage
 from cllm.workers.messages import Detokenize, Text, TokenizeText, Tokens
 
@@ -34,6 +33,7 @@ _EVENTS = (
         )
     ),
 )
+router = APIRouter(tags=["cLLM"])
 
 
 async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
@@ -68,62 +68,60 @@ async def _make_request(engine: EngineClient, body: api.GenerateBody, http: Http
     )
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["cLLM"])
+@router.post("/generate", **documented(api.GENERATE_EXAMPLE, events=_EVENTS, computes=True))
+async def generate(body: api.GenerateBody, http: HttpRequest) -> Response:
+    """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
+    if body.stream:
+        return await generate_stream(body, http)
+    engine = get_registry(http).current
+    started = time.perf_counter()
+    request = await _make_request(engine, body, http)
+    stream = engine.submit(request, AsyncOutputStream)
+    collected = await collect(engine, [stream], http)
+    if collected is None:
+        return Response(status_code=GONE)
+    outputs, seconds = collected[0], time.perf_counter() - started
+    last = outputs[-1]
+    assert last.usage is not None and last.finish_reason is not None
+    generated = last.usage.completion_tokens
+    data = api.Generated(
+        id=request.id,
+        text="".join(output.text for output in outputs),
+        response_time=round(seconds, 6),
+        tokens_per_second=round(generated / seconds, 3) if seconds > 0 else 0.0,
+        generated_tokens=generated,
+        max_tokens=request.max_tokens,
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+    )
+    return StructResponse(api.GenerateResponse(data=data))
 
-    @router.post("/generate", **documented(api.GENERATE_EXAMPLE, events=_EVENTS, computes=True))
-    async def generate(body: api.GenerateBody, http: HttpRequest) -> Response:
-        """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
-        if body.stream:
-            return await generate_stream(body, http)
-        engine = registry.current
-        started = time.perf_counter()
-        request = await _make_request(engine, body, http)
-        stream = engine.submit(request, AsyncOutputStream)
-        collected = await collect(engine, [stream], http)
-        if collected is None:
-            return Response(status_code=GONE)
-        outputs, seconds = collected[0], time.perf_counter() - started
-        last = outputs[-1]
-        assert last.usage is not None and last.finish_reason is not None
-        generated = last.usage.completion_tokens
-        data = api.Generated(
-            id=request.id,
-            text="".join(output.text for output in outputs),
-            response_time=round(seconds, 6),
-            tokens_per_second=round(generated / seconds, 3) if seconds > 0 else 0.0,
-            generated_tokens=generated,
-            max_tokens=request.max_tokens,
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-        )
-        return StructResponse(api.GenerateResponse(data=data))
 
-    @router.post("/generate_stream", **documented(None, events=_EVENTS, computes=True))
-    async def generate_stream(body: api.GenerateBody, http: HttpRequest) -> Response:
-        """Complete a prompt as server-sent events."""
-        engine = registry.current
-        stream = engine.submit(await _make_request(engine, body, http), AsyncOutputStream)
-        return EventStream(engine, [stream], events(stream))
+@router.post("/generate_stream", **documented(None, events=_EVENTS, computes=True))
+async def generate_stream(body: api.GenerateBody, http: HttpRequest) -> Response:
+    """Complete a prompt as server-sent events."""
+    engine = get_registry(http).current
+    stream = engine.submit(await _make_request(engine, body, http), AsyncOutputStream)
+    return EventStream(engine, [stream], events(stream))
 
-    @router.post("/encode", **documented(api.EncodeResponse((6403, 1980, 253, 655), 4)))
-    async def encode_text(body: api.EncodeBody) -> Response:
-        """Convert text to token ids."""
-        tokens = (await run_tokenizer(registry.current, TokenizeText(body.text), Tokens)).tokens
-        return StructResponse(api.EncodeResponse(tokens, len(tokens)))
 
-    @router.post("/decode", **documented(api.DecodeResponse("Once upon")))
-    async def decode_tokens(body: api.DecodeBody) -> Response:
-        """Convert token ids to text."""
-        engine = registry.current
-        task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
-        return StructResponse(api.DecodeResponse((await run_tokenizer(engine, task, Text)).text))
+@router.post("/encode", **documented(api.EncodeResponse((6403, 1980, 253, 655), 4)))
+async def encode_text(body: api.EncodeBody, http: HttpRequest) -> Response:
+    """Convert text to token ids."""
+    tokens = (await run_tokenizer(get_registry(http).current, TokenizeText(body.text), Tokens)).tokens
+    return StructResponse(api.EncodeResponse(tokens, len(tokens)))
 
-    @router.get("/model/info", **documented(api.MODEL_EXAMPLE))
-    async def model_info() -> Response:
-        """Describe the model that is served, and its limits."""
-        info, limits = loaded(registry.current)
-        return StructResponse(api.ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits))
 
-    return router
+@router.post("/decode", **documented(api.DecodeResponse("Once upon")))
+async def decode_tokens(body: api.DecodeBody, http: HttpRequest) -> Response:
+    """Convert token ids to text."""
+    engine = get_registry(http).current
+    task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
+    return StructResponse(api.DecodeResponse((await run_tokenizer(engine, task, Text)).text))
+
+
+@router.get("/model/info", **documented(api.MODEL_EXAMPLE))
+async def model_info(http: HttpRequest) -> Response:
+    """Describe the model that is served, and its limits."""
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(api.ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits))

@@ -11,17 +11,17 @@ from starlette.responses import Response
 
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from cllm.chat.session import count_tokens, open_chat
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.errors import failure_body
 from cllm.server.protocol import messages as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.submit import check_constraint, check_model, make_request, model_name
+from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import OutputEvent
 from cllm.text.tool_formats import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 ROUTE = "/v1/messages"
+router = APIRouter(tags=["Anthropic"])
 EXAMPLE_EVENTS = encode_events(
     [
         api.MessageEvent("message_start", message=api.EXAMPLE),
@@ -111,34 +111,30 @@ def _render(event: BlockEvent) -> api.MessageEvent:
     return api.MessageEvent("content_block_stop", index=block.index)
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["Anthropic"])
+@router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
+async def messages(body: api.MessagesBody, http: HttpRequest) -> Response:
+    """Answer a conversation, possibly with tool calls."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    request = await make_request(
+        engine,
+        http,
+        body,
+        request_id=f"msg_{uuid.uuid4().hex}",
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+    )
+    session = await open_chat(engine, body.conversation(), request)
+    renderer = MessageRenderer(request.id, model_name(engine, body.model), session.prompt_tokens)
+    return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
-    async def messages(body: api.MessagesBody, http: HttpRequest) -> Response:
-        """Answer a conversation, possibly with tool calls."""
-        engine = registry.current
-        check_model(body.model)
-        request = await make_request(
-            engine,
-            http,
-            body,
-            request_id=f"msg_{uuid.uuid4().hex}",
-            max_tokens=body.max_tokens,
-            stop=tuple(body.stop_sequences or ()),
-        )
-        session = await open_chat(engine, body.conversation(), request)
-        renderer = MessageRenderer(request.id, model_name(engine, body.model), session.prompt_tokens)
-        return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(f"{ROUTE}/count_tokens", **documented(api.TokenCount(14)))
-    async def count(body: api.CountBody) -> Response:
-        """Count the tokens of a conversation, as the chat template renders it."""
-        engine = registry.current
-        check_model(body.model)
-        constrained = await check_constraint(engine, body) is not None
-        tokens = await count_tokens(engine, body.conversation(), constrained=constrained)
-        return StructResponse(api.TokenCount(tokens))
-
-    return router
+@router.post(f"{ROUTE}/count_tokens", **documented(api.TokenCount(14)))
+async def count(body: api.CountBody, http: HttpRequest) -> Response:
+    """Count the tokens of a conversation, as the chat template renders it."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    if (constraint := body.constraint()) is not None:
+        await check_constraint(engine, constraint, body.form_field)
+    tokens = await count_tokens(engine, body.conversation(), constrained=constraint is not None)
+    return StructResponse(api.TokenCount(tokens))

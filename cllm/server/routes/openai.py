@@ -13,13 +13,12 @@ from starlette.responses import Response
 
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
-from cllm.server.submit import check_model, check_tokens, make_request
+from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
 from cllm.workers.messages import Detokenize, Text, TokenizeInfill, TokenizerTask, TokenizeText, Tokens
@@ -30,55 +29,51 @@ _json = msgspec.json.Encoder()
 _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
 _CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " there")], usage=msgspec.UNSET)
+router = APIRouter(tags=["OpenAI"])
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["OpenAI"])
+@router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))
+async def models(http: HttpRequest) -> Response:
+    """List the models."""
+    return StructResponse(api.ModelList(data=[api.Model(loaded(get_registry(http).current)[0].name)]))
 
-    @router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))
-    async def models() -> Response:
-        """List the models."""
-        return StructResponse(api.ModelList(data=[api.Model(loaded(registry.current)[0].name)]))
 
-    @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
-    async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
-        """Complete prompts."""
-        engine = registry.current
-        check_model(body.model)
-        info, limits = loaded(engine)
-        best_of = body.best_of or body.n
-        logprobs = body.logprobs is not None
-        request = await make_request(
-            engine,
-            http,
-            body,
-            request_id=f"cmpl-{uuid.uuid4().hex}",
-            max_tokens=body.max_tokens,
-            stop=body.stops,
-            logprobs=body.logprobs or int(logprobs or best_of > body.n),
-        )
-        given = body.prompts
-        prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
-        echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
-        streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
-        model = body.model or info.name
-        head = api.Completion(id=request.id, created=int(time.time()), model=model, choices=[])
-        if body.stream:
-            return EventStream(engine, streams, _events(body, head, prompts, echoes, streams))
-        collected = await collect(engine, streams, http)
-        if collected is None:
-            return Response(status_code=GONE)
-        usage = api.make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
-        if best_of > body.n:
-            collected = _best(collected, best_of, body.n)
-        choices = []
-        for index, outputs in enumerate(collected):
-            echo = echoes[index // body.n]
-            choices.append(api.make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
-        return StructResponse(_replace(head, choices=choices, usage=usage))
-
-    return router
+@router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
+async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
+    """Complete prompts."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    info, limits = loaded(engine)
+    best_of = body.best_of or body.n
+    logprobs = body.logprobs is not None
+    request = await make_request(
+        engine,
+        http,
+        body,
+        request_id=f"cmpl-{uuid.uuid4().hex}",
+        max_tokens=body.max_tokens,
+        stop=body.stops,
+        logprobs=body.logprobs or int(logprobs or best_of > body.n),
+    )
+    given = body.prompts
+    prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
+    echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
+    streams = submit_all(engine, request, prompts, best_of, AsyncOutputStream)
+    model = body.model or info.name
+    head = api.Completion(id=request.id, created=int(time.time()), model=model, choices=[])
+    if body.stream:
+        return EventStream(engine, streams, _events(body, head, prompts, echoes, streams))
+    collected = await collect(engine, streams, http)
+    if collected is None:
+        return Response(status_code=GONE)
+    usage = api.make_usage([outputs[-1].usage for outputs in collected], sum(map(len, prompts)))
+    if best_of > body.n:
+        collected = _best(collected, best_of, body.n)
+    choices = []
+    for index, outputs in enumerate(collected):
+        echo = echoes[index // body.n]
+        choices.append(api.make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
+    return StructResponse(_replace(head, choices=choices, usage=usage))
 
 
 async def _events(

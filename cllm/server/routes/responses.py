@@ -14,16 +14,16 @@ from starlette.responses import Response
 from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import NotFound
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.protocol import responses as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.protocol.chat import ChatTokenLogprob, make_logprobs
-from cllm.server.submit import check_constraint, check_model, make_request, model_name
+from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import OutputEvent
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"
+router = APIRouter(tags=["OpenAI"])
 EXAMPLE_EVENTS = encode_events(
     [
         api.ResponseEvent("response.created", 0, response=api.EXAMPLE),
@@ -141,9 +141,9 @@ class ResponseRenderer(BlockRenderer):
         part = None if called else self._make_part(block, started=started)
         if started:
             added = [self._event("response.output_item.added", **item)]
-            return (
-                added if called else [*added, self._event("response.content_part.added", **within, part=part)]
-            )
+            if part is not None:
+                added.append(self._event("response.content_part.added", **within, part=part))
+            return added
         if part is None:
             done = [self._event(f"{kind}.done", **within, name=block.name, arguments=block.text)]
         else:
@@ -155,42 +155,39 @@ class ResponseRenderer(BlockRenderer):
         return [*done, self._event("response.output_item.done", **item)]
 
 
-def routes(registry: EngineRegistry) -> APIRouter:
-    """The router. Each handler asks the registry once for the engine that serves its request."""
-    router = APIRouter(tags=["OpenAI"])
+@router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
+async def responses(body: api.ResponsesBody, http: HttpRequest) -> Response:
+    """Answer an input, possibly with tool calls. Nothing is stored."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    request = await make_request(
+        engine,
+        http,
+        body,
+        request_id=f"resp_{uuid.uuid4().hex}",
+        max_tokens=body.max_output_tokens,
+        stop=body.stops,
+        logprobs=max(1, body.top) if body.top is not None else 0,
+    )
+    session = await open_chat(engine, body.to_conversation(), request)
+    renderer = ResponseRenderer(request.id, api.echo(body, model_name(engine, body.model)), body.top)
+    return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
-    async def responses(body: api.ResponsesBody, http: HttpRequest) -> Response:
-        """Answer an input, possibly with tool calls. Nothing is stored."""
-        engine = registry.current
-        check_model(body.model)
-        request = await make_request(
-            engine,
-            http,
-            body,
-            request_id=f"resp_{uuid.uuid4().hex}",
-            max_tokens=body.max_output_tokens,
-            stop=body.stops,
-            logprobs=max(1, body.top) if body.top is not None else 0,
-        )
-        session = await open_chat(engine, body.to_conversation(), request)
-        renderer = ResponseRenderer(request.id, api.echo(body, model_name(engine, body.model)), body.top)
-        return await renderer.respond(http, session, stream=body.stream)
 
-    @router.post(f"{ROUTE}/input_tokens", **documented(api.InputTokens(14)))
-    async def input_tokens(body: api.ResponsesBody) -> Response:
-        """Count the tokens of an input, as the chat template renders it."""
-        engine = registry.current
-        check_model(body.model)
-        constrained = await check_constraint(engine, body) is not None
-        count = await count_tokens(engine, body.to_conversation(), constrained=constrained)
-        return StructResponse(api.InputTokens(count))
+@router.post(f"{ROUTE}/input_tokens", **documented(api.InputTokens(14)))
+async def input_tokens(body: api.ResponsesBody, http: HttpRequest) -> Response:
+    """Count the tokens of an input, as the chat template renders it."""
+    engine = get_registry(http).current
+    check_model(body.model)
+    if (constraint := body.constraint()) is not None:
+        await check_constraint(engine, constraint, body.form_field)
+    count = await count_tokens(engine, body.to_conversation(), constrained=constraint is not None)
+    return StructResponse(api.InputTokens(count))
 
-    @router.get(f"{ROUTE}/{{response_id:path}}", include_in_schema=False)
-    @router.delete(f"{ROUTE}/{{response_id:path}}", include_in_schema=False)
-    @router.post(f"{ROUTE}/{{response_id:path}}", include_in_schema=False)
-    async def stored(response_id: str) -> None:
-        """Retrieve, delete, cancel, list input items: no response is ever stored."""
-        raise NotFound("this response does not exist: the server is stateless and stores nothing")
 
-    return router
+@router.get(f"{ROUTE}/{{response_id:path}}", include_in_schema=False)
+@router.delete(f"{ROUTE}/{{response_id:path}}", include_in_schema=False)
+@router.post(f"{ROUTE}/{{response_id:path}}", include_in_schema=False)
+async def stored(response_id: str) -> None:
+    """Retrieve, delete, cancel, list input items: no response is ever stored."""
+    raise NotFound("this response does not exist: the server is stateless and stores nothing")

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cllm.backend.llama.threads import (
-    CpuTimes,
-    ThreadGovernor,
-    core_quota,
-    cores_used_by_others,
-    default_threads,
-    read_cpu_times,
-)
+from cllm.backend.llama.threads import CpuTimes, ThreadGovernor, core_quota, default_threads, read_cpu_times
 
 
 class Machine:
@@ -120,8 +113,3 @@ def test_a_quota_is_read_and_nonsense_is_none(tmp_path: Path) -> None:
         (tmp_path / "cpu.max").write_text(text)
         assert core_quota(tmp_path) == quota
     assert read_cpu_times(tmp_path / "stat") is None
-
-
-def test_others_are_looked_at_for_a_moment() -> None:
-    others = cores_used_by_others(0.05)
-    assert others is None if read_cpu_times() is None else others is not None and 0 <= others <= 1024

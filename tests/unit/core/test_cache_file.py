@@ -59,7 +59,7 @@ def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.M
     assert run(restore(again, path, "here")) == (0, 0, 0, 3), "they are known"
 
 
-def test_restoring_keeps_to_the_bytes_and_pushes_nobody_out(path: Path) -> None:
+def test_restoring_keeps_to_the_byte_budget_and_evicts_nothing(path: Path) -> None:
     tier = tier_of(("", "old", 100), ("", "mid", 100), ("", "new", 100))
     run(save(tier, path, ""))
     small = tier_of(("", "own", 100), limit=2 * (100 + 24) + 10)
@@ -68,7 +68,7 @@ def test_restoring_keeps_to_the_bytes_and_pushes_nobody_out(path: Path) -> None:
     assert small.cached_bytes <= small.cached_limit and small.evictions == 0
 
 
-def test_what_is_pushed_out_while_it_is_saved_is_left_out(path: Path) -> None:
+def test_an_entry_evicted_while_it_is_saved_is_left_out(path: Path) -> None:
     tier = tier_of(("", "abc", 100), ("", "abd", 100), ("", "xyz", 100))
     work = save(tier, path, "")
     next(work)  # in the middle of the last one

@@ -1,11 +1,10 @@
-"""Calls for vectors on the fake runner: what comes out, who takes turns, and who pays for a failure."""
+"""Embedding requests on the fake runner: their results, their turns, and failures that stay their own."""
 
 from __future__ import annotations
 
 import random
 import struct
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,26 +13,22 @@ import pytest
 
 from cllm.backend.base import Batch, RowResult, StepResult, StepStatus
 from cllm.config import EngineConfig
-from cllm.core.engine_core import EngineCore
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS
-from cllm.testing import END_TOKEN, FakeRunner, expected_text, expected_vector
+from cllm.testing import END_TOKEN, FakeRunner, expected_vector
 from cllm.text.embeddings import to_vector
-from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, SamplingParams, Usage
+from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import (
-    Cancel,
     Refused,
-    Report,
-    StepReport,
-    Submit,
     TokenizePairs,
     TokenizeTexts,
     TokenLists,
 )
 from cllm.workers.tokenizer import TokenizerWorker
+from tests.driver.engine import StepDriver
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
@@ -54,73 +49,15 @@ class Spied(FakeRunner):
         return "".join(batch.kind.value[0] for batch in self.batches)
 
 
-class EngineSim:
-    """A loop driven by hand, and what it told whom."""
+def generate(driver: StepDriver, prompt: bytes, max_tokens: int) -> str:
+    return driver.add(prompt, max_tokens, ignore_eos=True)
 
-    def __init__(self, runner: FakeRunner) -> None:
-        self.runner = runner
-        self.loop = EngineCore(runner, EngineConfig(), self._take)
-        self.requests: dict[str, Request] = {}
-        self.deltas: dict[str, list[RequestOutput]] = defaultdict(list)
 
-    def _take(self, report: Report) -> None:
-        assert isinstance(report, StepReport)
-        for delta in report.outputs:
-            before = self.deltas[delta.request_id]
-            assert not before or before[-1].finish_reason is None, "law 4: a delta after the last one"
-            before.append(delta)
-
-    def embed(self, *inputs: bytes | tuple[int, ...]) -> str:
-        name = f"e{len(self.requests)}"
-        return self._add(Request(id=name, prompt=(), max_tokens=0, embed=tuple(map(tuple, inputs))))
-
-    def generate(self, prompt: bytes, max_tokens: int) -> str:
-        sampling = SamplingParams(ignore_eos=True)
-        name = f"g{len(self.requests)}"
-        return self._add(Request(id=name, prompt=tuple(prompt), max_tokens=max_tokens, sampling=sampling))
-
-    def _add(self, request: Request) -> str:
-        self.requests[request.id] = request
-        self.loop._handle(Submit(request))
-        return request.id
-
-    def cancel(self, name: str) -> None:
-        self.loop._handle(Cancel(name))
-
-    def run(self, most_steps: int = 2000) -> None:
-        for _ in range(most_steps):
-            self.loop.step()
-            if self.loop.idle:
-                break
-        assert self.loop.idle, "it did not come to rest"
-        self.loop.scheduler.check_idle()
-        self.loop.embedding.check_idle()
-        assert self.runner.embedding_memory == []
-        assert set(self.deltas) == set(self.requests)
-        for name in self.requests:
-            self.last(name)
-
-    def last(self, name: str) -> RequestOutput:
-        ends = [delta for delta in self.deltas[name] if delta.finish_reason is not None]
-        assert len(ends) == 1, f"{name} has {len(ends)} terminal deltas"
-        return ends[0]
-
-    def check(self, name: str) -> None:
-        """It ended well, with what a model alone would say."""
-        request, last = self.requests[name], self.last(name)
-        assert last.error is None
-        if request.embed:
-            assert last.finish_reason is FinishReason.STOP
-            assert last.embeddings == tuple(map(expected_vector, request.embed))
-            assert last.usage is not None and last.usage.prompt_tokens == sum(map(len, request.embed))
-        else:
-            text = "".join(delta.text for delta in self.deltas[name])
-            assert text == expected_text(request.prompt, request.max_tokens, ends=False)
-
-    def error(self, name: str) -> str:
-        failure = self.last(name).error
-        assert failure is not None
-        return failure.code
+def check(driver: StepDriver, name: str) -> None:
+    """The request ended well, with what a model alone would say."""
+    assert driver.answers[name].error_code is None
+    assert driver.outcome(name) is (FinishReason.STOP if driver.requests[name].embed else FinishReason.LENGTH)
+    driver.check_answer(name)
 
 
 def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
@@ -128,19 +65,19 @@ def texts(count: int, length: int = 10, seed: int = 0) -> list[bytes]:
     return [bytes(source.randrange(97, 123) for _ in range(length)) for _ in range(count)]
 
 
-def test_every_input_becomes_its_own_vector_in_order() -> None:
-    life = EngineSim(Spied(batch_tokens=64))
-    name = life.embed(*texts(11, 10), b"x", b"y" * 63)
-    life.run()
-    life.check(name)
+def test_every_input_becomes_its_own_embedding_in_order() -> None:
+    driver = StepDriver(Spied(batch_tokens=64))
+    name = driver.embed(*texts(11, 10), b"x", b"y" * 63)
+    driver.finish()
+    check(driver, name)
 
 
 def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
     runner = Spied(batch_tokens=64)
-    life = EngineSim(runner)
-    life.embed(*texts(8, 10))
-    life.embed(*texts(3, 40))
-    life.run()
+    driver = StepDriver(runner)
+    driver.embed(*texts(8, 10))
+    driver.embed(*texts(3, 40))
+    driver.finish()
     assert all(len(batch.rows) <= 4 and batch.token_count <= 64 for batch in runner.batches)
     assert len(runner.batches) <= 5, "11 inputs of 200 tokens need no more"
 
@@ -148,30 +85,30 @@ def test_inputs_are_packed_up_to_the_limits_of_a_step() -> None:
 @pytest.mark.parametrize("length", [65, 128, 129, 256])
 def test_a_long_input_is_computed_over_several_steps(length: int) -> None:
     runner = Spied(batch_tokens=64)
-    life = EngineSim(runner)
-    name = life.embed(b"before", *texts(1, length), b"after")
-    life.run()
-    life.check(name)
+    driver = StepDriver(runner)
+    name = driver.embed(b"before", *texts(1, length), b"after")
+    driver.finish()
+    check(driver, name)
     assert max(batch.token_count for batch in runner.batches) <= 64
 
 
 def test_an_input_that_cannot_be_cut_is_a_step_of_its_own() -> None:
     runner = Spied(batch_tokens=64, embed=UNCHUNKED)
-    life = EngineSim(runner)
-    name = life.embed(b"before", *texts(1, 200), b"after")
-    life.run()
-    life.check(name)
+    driver = StepDriver(runner)
+    name = driver.embed(b"before", *texts(1, 200), b"after")
+    driver.finish()
+    check(driver, name)
     assert [batch.token_count for batch in runner.batches if len(batch.rows) == 1].count(200) == 1
 
 
-def test_vectors_and_tokens_take_turns() -> None:
+def test_embeddings_and_generation_take_turns() -> None:
     runner = Spied(sequences=4)
-    life = EngineSim(runner)
-    streams = [life.generate(prompt, 30) for prompt in texts(3, 20)]
-    call = life.embed(*texts(60, 20))
-    life.run()
+    driver = StepDriver(runner)
+    streams = [generate(driver, prompt, 30) for prompt in texts(3, 20)]
+    call = driver.embed(*texts(60, 20))
+    driver.finish()
     for name in (*streams, call):
-        life.check(name)
+        check(driver, name)
     assert "gege" in runner.kinds
     together = runner.kinds[: runner.kinds.rindex("g")]
     assert "ee" not in together, "two batches of vectors between two steps of tokens"
@@ -179,58 +116,60 @@ def test_vectors_and_tokens_take_turns() -> None:
 
 def test_the_smallest_batches_beside_many_streams_come_to_an_end() -> None:
     limits = EmbedLimits(tokens=10, batch_tokens=1, rows=2, chunked=True)
-    life = EngineSim(Spied(sequences=8, embed=limits))
-    names = [life.generate(prompt, 30) for prompt in texts(8, 5)]
-    names.append(life.embed(b"0123456789", b"x"))
-    life.run()
+    driver = StepDriver(Spied(sequences=8, embed=limits))
+    names = [generate(driver, prompt, 30) for prompt in texts(8, 5)]
+    names.append(driver.embed(b"0123456789", b"x"))
+    driver.finish()
     for name in names:
-        life.check(name)
+        check(driver, name)
 
 
 def test_a_stream_alone_and_a_call_alone_never_wait_for_the_other() -> None:
     runner = Spied()
-    life = EngineSim(runner)
-    life.generate(b"only me", 5)
-    life.run()
-    assert set(runner.kinds) == {"g"} and not runner.embedding_open, "nobody pays who does not embed"
+    driver = StepDriver(runner)
+    generate(driver, b"only me", 5)
+    driver.finish()
+    assert set(runner.kinds) == {"g"} and not runner.embedding_open, (
+        "generation alone pays nothing for embeddings"
+    )
     runner.batches.clear()
-    life.embed(*texts(9))
-    life.run()
+    driver.embed(*texts(9))
+    driver.finish()
     assert set(runner.kinds) == {"e"}
 
 
 def test_a_short_call_does_not_wait_for_a_long_one() -> None:
-    life = EngineSim(Spied(batch_tokens=64))
-    long = life.embed(*texts(100, 30))
-    life.loop.step()
-    short = life.embed(b"me first")
+    driver = StepDriver(Spied(batch_tokens=64))
+    long = driver.embed(*texts(100, 30))
+    driver.step()
+    short = driver.embed(b"me first")
     for _ in range(3):
-        life.loop.step()
-    life.check(short)
-    assert long not in life.deltas
-    life.run()
-    life.check(long)
+        driver.step()
+    check(driver, short)
+    assert driver.answers[long].finish_reason is None
+    driver.finish()
+    check(driver, long)
 
 
 def test_a_call_with_large_inputs_is_not_passed_over_for_ever() -> None:
-    life = EngineSim(Spied(batch_tokens=64))
+    driver = StepDriver(Spied(batch_tokens=64))
     for seed in range(3):
-        life.embed(*texts(400, 30, seed))
-    large = life.embed(b"z" * 60)
+        driver.embed(*texts(400, 30, seed))
+    large = driver.embed(b"z" * 60)
     for _ in range(8):
-        life.loop.step()
-    life.check(large)
+        driver.step()
+    check(driver, large)
 
 
 def test_one_refused_input_ends_its_own_call_only() -> None:
-    life = EngineSim(Spied(sequences=4))
-    bad = life.embed(b"good", (65, END_TOKEN), b"good")  # the fake refuses to read the end token
-    good = life.embed(*texts(5))
-    stream = life.generate(b"and a stream", 10)
-    life.run()
-    assert life.error(bad) == "bad_batch"
-    life.check(good)
-    life.check(stream)
+    driver = StepDriver(Spied(sequences=4))
+    bad = driver.embed(b"good", (65, END_TOKEN), b"good")  # the fake refuses to read the end token
+    good = driver.embed(*texts(5))
+    stream = generate(driver, b"and a stream", 10)
+    driver.finish()
+    assert driver.answers[bad].error_code == "bad_batch"
+    check(driver, good)
+    check(driver, stream)
 
 
 def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
@@ -245,29 +184,29 @@ def test_an_input_without_a_vector_ends_its_own_call_only() -> None:
             )
             return result._replace(rows=tuple(rows))
 
-    life = EngineSim(Blurred())
-    bad, good = life.embed(b"fine", b"bad", b"fine too"), life.embed(b"one", b"two")
-    life.run()
-    failure = life.last(bad).error
-    assert failure is not None and failure.message == "input 1: not finite"
-    life.check(good)
+    driver = StepDriver(Blurred())
+    bad, good = driver.embed(b"fine", b"bad", b"fine too"), driver.embed(b"one", b"two")
+    driver.finish()
+    assert driver.answers[bad].error_message == "input 1: not finite"
+    check(driver, good)
 
 
 def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:
-    life = EngineSim(Spied())
-    other = life.embed(*texts(3))
-    long = life.embed(*texts(2, 250))
-    while not life.runner.embedding_memory:
-        life.loop.step()
-    life.cancel(long)
-    life.cancel(long)
-    assert life.runner.embedding_memory == []
-    life.run()
-    assert life.last(long).finish_reason is FinishReason.CANCELLED and life.last(long).embeddings == ()
-    life.check(other)
-    again = life.embed(*texts(1, 250))
-    life.run()
-    life.check(again)
+    driver = StepDriver(Spied())
+    other = driver.embed(*texts(3))
+    long = driver.embed(*texts(2, 250))
+    while not driver.fake.embedding_memory:
+        assert not driver.core.idle
+        driver.step()
+    driver.cancel(long)
+    driver.cancel(long)
+    assert driver.fake.embedding_memory == []
+    driver.finish()
+    assert driver.outcome(long) is FinishReason.CANCELLED and driver.answers[long].embeddings == ()
+    check(driver, other)
+    again = driver.embed(*texts(1, 250))
+    driver.finish()
+    check(driver, again)
 
 
 @pytest.mark.parametrize("status", [StepStatus.ABORTED, StepStatus.FAILED])
@@ -275,67 +214,69 @@ def test_a_cancelled_call_ends_once_and_leaves_nothing() -> None:
 def test_a_failed_step_only_costs_time(status: StepStatus, at: int) -> None:
     numbers = iter(range(1000))
     runner = Spied(fail=lambda _, name: status if name == "embed" and next(numbers) == at else None)
-    life = EngineSim(runner)
-    names = [life.embed(*texts(5, 40)), life.embed(*texts(2, 200)), life.generate(b"a stream", 12)]
-    life.run()
+    driver = StepDriver(runner)
+    names = [driver.embed(*texts(5, 40)), driver.embed(*texts(2, 200)), generate(driver, b"a stream", 12)]
+    driver.finish()
     for name in names:
-        life.check(name)
+        check(driver, name)
 
 
-def test_two_failed_steps_in_a_row_end_the_engine_and_everybody_is_told() -> None:
+def test_two_failed_steps_in_a_row_end_the_engine_and_every_request() -> None:
     runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "embed" else None)
-    life = EngineSim(runner)
-    for request in ({"embed": ((1, 2),)}, {"embed": ((3,),)}, {"prompt": (1,), "max_tokens": 9}):
-        name = f"r{len(life.requests)}"
-        life.requests[name] = Request(**{"id": name, "prompt": (), "max_tokens": 0, **request})  # type: ignore[arg-type]
-        life.loop.inbox.put(Submit(life.requests[name]))
+    driver = StepDriver(runner)
+    driver.enqueue(
+        Request(id="a", prompt=(), max_tokens=0, embed=((1, 2),)),
+        Request(id="b", prompt=(), max_tokens=0, embed=((3,),)),
+        Request(id="c", prompt=(1,), max_tokens=9),
+    )
     with pytest.raises(EngineDied, match="two steps in a row"):
-        life.loop.run()
-    assert {life.error(name) for name in life.requests} == {"engine_died"}
+        driver.core.run()
+    assert {answer.error_code for answer in driver.answers.values()} == {"engine_died"}
 
 
 @pytest.mark.parametrize("number", range(24))
-def test_whatever_native_call_raises_everybody_ends_once(number: int) -> None:
+def test_whatever_native_call_raises_every_request_ends_once(number: int) -> None:
     def fail(call: int, name: str) -> Exception | None:
         return RuntimeError("injected") if call == number and name != "truncate" else None
 
-    life = EngineSim(FakeRunner(fail=fail))
-    names = [life.embed(*texts(3, 40)), life.embed(*texts(1, 200)), life.generate(b"a stream", 6)]
-    life.run()
-    failed = [name for name in names if life.last(name).error is not None]
+    driver = StepDriver(FakeRunner(fail=fail))
+    names = [driver.embed(*texts(3, 40)), driver.embed(*texts(1, 200)), generate(driver, b"a stream", 6)]
+    driver.run()
+    driver.check_end()
+    failed = [name for name in names if driver.answers[name].error_code is not None]
     assert len(failed) <= 1, "one call failed: at most one request suffers"
     for name in set(names) - set(failed):
-        life.check(name)
+        check(driver, name)
 
 
-def test_memory_that_is_not_there_is_told_to_the_caller_and_tried_again() -> None:
+def test_missing_memory_is_an_error_of_the_request_and_tried_again() -> None:
     short_of_memory = [True]
 
     def fail(_: int, name: str) -> Exception | None:
         return NotEnoughMemory("too little") if name == "open_embedding" and short_of_memory[0] else None
 
-    life = EngineSim(FakeRunner(fail=fail))
-    stream = life.generate(b"a stream", 6)
-    refused = life.embed(b"x")
-    life.run()
-    assert life.error(refused) == "not_enough_memory"
-    life.check(stream)
+    driver = StepDriver(FakeRunner(fail=fail))
+    stream = generate(driver, b"a stream", 6)
+    refused = driver.embed(b"x")
+    driver.finish()
+    assert driver.answers[refused].error_code == "not_enough_memory"
+    check(driver, stream)
     short_of_memory[0] = False
-    later = life.embed(b"x")
-    life.run()
-    life.check(later)
+    later = driver.embed(b"x")
+    driver.finish()
+    check(driver, later)
 
 
-def test_a_model_without_a_voice_refuses_to_generate() -> None:
-    life = EngineSim(FakeRunner(generates=False))
-    mute, vectors = life.generate(b"say something", 5), life.embed(b"x")
-    life.run()
-    assert life.error(mute) == "invalid_request"
-    life.check(vectors)
+def test_an_embedding_model_refuses_to_generate() -> None:
+    driver = StepDriver(FakeRunner(generates=False))
+    mute, vectors = generate(driver, b"say something", 5), driver.embed(b"x")
+    driver.finish()
+    assert driver.answers[mute].error_code == "invalid_request"
+    check(driver, vectors)
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_lives(seed: int) -> None:
+def test_random_workloads(seed: int) -> None:
     source = random.Random(seed)
     failures = (StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.NO_ROOM)
 
@@ -343,29 +284,25 @@ def test_random_lives(seed: int) -> None:
         return source.choice(failures) if name == "embed" and source.random() < 0.1 else None
 
     limits = source.choice([None, UNCHUNKED])
-    life = EngineSim(Spied(sequences=2, fail=fail, embed=limits))
+    driver = StepDriver(Spied(sequences=2, fail=fail, embed=limits))
     for _ in range(80):
         match source.randrange(6):
             case 0:
                 sizes = [source.choice([1, 5, 30, 64, 65, 250]) for _ in range(source.randrange(1, 9))]
-                life.embed(*(texts(1, size, source.randrange(99))[0] for size in sizes))
+                driver.embed(*(texts(1, size, source.randrange(99))[0] for size in sizes))
             case 1:
-                life.generate(texts(1, source.randrange(1, 90), 7)[0], source.randrange(1, 20))
-            case 2 if life.requests:
-                life.cancel(source.choice(list(life.requests)))
+                generate(driver, texts(1, source.randrange(1, 90), 7)[0], source.randrange(1, 20))
+            case 2 if driver.requests:
+                driver.cancel(source.choice(list(driver.requests)))
             case _:
-                life.loop.step()
-    life.run()
-    for name in life.requests:
-        last = life.last(name)
-        if last.finish_reason is FinishReason.STOP or (not last.error and name.startswith("g")):
-            if last.finish_reason is not FinishReason.CANCELLED:
-                life.check(name)
-        else:
-            assert last.finish_reason is FinishReason.CANCELLED or life.error(name) == "bad_batch"
+                driver.step()
+    driver.finish()
+    for name, answer in driver.answers.items():
+        driver.check_answer(name)
+        assert answer.error_code in (None, "bad_batch")
 
 
-# The parent's side ---------------------------------------------------------------------------------
+# The HTTP process ---------------------------------------------------------------------------------
 
 
 def call(name: str, *inputs: bytes) -> Request:
@@ -397,7 +334,7 @@ def test_inputs_that_cannot_fit_are_refused_with_both_numbers(
     engine.submit(call("fits", b"x" * 256), BlockingOutputStream)
 
 
-def test_calls_for_vectors_do_not_take_the_places_of_streams(
+def test_embedding_requests_take_no_slots(
     scripted: tuple[EngineClient, ScriptedExecutor],
 ) -> None:
     engine, host = scripted
@@ -451,7 +388,7 @@ def test_many_threads_on_the_real_loop_all_get_their_own_vectors() -> None:
     with_engine(FakeRunner(), use)
 
 
-def test_a_model_without_a_voice_refuses_at_once() -> None:
+def test_an_embedding_model_refuses_generation_at_once() -> None:
     def use(engine: EngineClient) -> None:
         with pytest.raises(InvalidRequest, match="generates no text") as refusal:
             engine.submit(Request(id="g", prompt=(1,), max_tokens=1), BlockingOutputStream)
@@ -462,7 +399,7 @@ def test_a_model_without_a_voice_refuses_at_once() -> None:
     with_engine(FakeRunner(generates=False, embed=UNCHUNKED), use)
 
 
-def test_a_cancelled_call_is_told_while_it_is_computed() -> None:
+def test_a_cancelled_call_ends_while_it_is_computed() -> None:
     runner = FakeRunner(step_s=0.05)  # a second or so for all of it
 
     def use(engine: EngineClient) -> None:
@@ -496,7 +433,7 @@ def test_texts_and_pairs_are_tokenised_together_and_bounded() -> None:
     assert isinstance(refused, Refused) and refused.field == "documents"
 
 
-def test_vectors_are_cut_then_scaled() -> None:
+def test_embeddings_are_cut_then_scaled() -> None:
     data = struct.pack("<4f", 3.0, 4.0, 12.0, 0.0)
     np.testing.assert_allclose(to_vector(data), np.array([3, 4, 12, 0]) / 13, rtol=1e-6)
     np.testing.assert_allclose(to_vector(data, 2), [0.6, 0.8], rtol=1e-6)

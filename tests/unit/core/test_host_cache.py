@@ -28,7 +28,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert tier.evictions == 1 and tier.cached_bytes == 300
 
 
-def test_what_is_too_large_pushes_nobody_out() -> None:
+def test_an_entry_that_is_too_large_evicts_nothing() -> None:
     tier = HostKVCache(cached_limit=300)
     tier.put(entry("abc"))
     assert not tier.put(entry("big", 301))
@@ -50,7 +50,7 @@ def test_tenants_do_not_see_each_other() -> None:
     assert not held(tier, "abc", "other") and not held(tier, "abc")
 
 
-def test_the_parked_push_the_cached_out_and_never_the_reverse() -> None:
+def test_preempted_states_evict_cached_ones_and_never_the_reverse() -> None:
     tier = HostKVCache(cached_limit=300, swap_limit=200)
     for name in ("aaa", "bbb", "ccc"):
         tier.put(entry(name))

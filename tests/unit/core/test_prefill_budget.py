@@ -161,7 +161,7 @@ def test_the_shape_of_a_step() -> None:
     assert StepShape.of(Batch(rows, padding=(2, 3)), 2, split=True) == StepShape(2, 4, 3, 100.5 + 4 * 52)
 
 
-def test_a_chunk_of_whole_tiles_is_told_from_one_that_is_not() -> None:
+def test_a_chunk_of_whole_tiles_is_distinguished_from_one_that_is_not() -> None:
     decode = Row(0, 100, (1,), 1, None)
     for count, tiled in ((64, 0), (65, 65), (66, 66 / 65 * 128), (129, 129)):
         shape = StepShape.of(Batch((decode, Row(1, 1000, (1,) * count, 0, None))), 2, split=True)

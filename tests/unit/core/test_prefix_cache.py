@@ -3,73 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from typing import Any
 
 import pytest
 
 from cllm.backend.base import StepStatus
-from cllm.config import EngineConfig
-from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, Usage
-from cllm.workers.messages import Report, StepReport, StepStats
+from cllm.types import FinishReason
+from tests.driver.engine import StepDriver
 
 SYSTEM = tuple(b"You are a helpful assistant that answers in as few words as it can. " * 2)  # 136 tokens
 
 
-class Talk:
-    """An engine on the fake runner that is asked one thing after the other."""
+class Talk(StepDriver):
+    """An engine on the fake runner with a prefix cache of 1 MiB, asked one thing after the other."""
 
-    def __init__(self, runner: FakeRunner | None = None, **settings: object) -> None:
-        self.runner = runner or FakeRunner(sequences=4, cells=8192, batch_tokens=64)
-        self.stats: list[StepStats] = []
-        self.deltas: dict[str, list[RequestOutput]] = {}
-        config = EngineConfig(**{"cache_ram_mb": 1, **settings})  # type: ignore[arg-type]
-        self.loop = EngineCore(self.runner, config, self._take)
-        self.tier = self.loop.scheduler.prefix_cache.host
-
-    def _take(self, report: Report) -> None:
-        assert isinstance(report, StepReport)
-        self.stats.append(report.stats)
-        for delta in report.outputs:
-            self.deltas[delta.request_id].append(delta)
-
-    def submit(self, prompt: Tokens[int], count: int = 8, tenant: str = "", *, reuse: bool = True) -> str:
-        name = f"r{len(self.deltas)}"
-        self.deltas[name] = []
-        self.loop.scheduler.add(
-            Request(
-                id=name,
-                prompt=tuple(prompt),
-                max_tokens=count,
-                sampling=SamplingParams(ignore_eos=True),
-                tenant=tenant,
-                reuse=reuse,
-            )
+    def __init__(self, runner: FakeRunner | None = None, *, cache_mb: int = 1, **settings: Any) -> None:
+        super().__init__(
+            runner or FakeRunner(sequences=4, cells=8192, batch_tokens=64), cache_mb=cache_mb, **settings
         )
-        return name
 
-    def run(self) -> None:
-        while not self.loop.scheduler.idle:
-            self.loop.step()
-        self.loop.scheduler.check_idle()
+    def send(self, prompt: Tokens[int], count: int = 8, tenant: str = "", *, reuse: bool = True) -> str:
+        return self.add(prompt, count, tenant=tenant, reuse=reuse, ignore_eos=True)
 
     def ask(self, prompt: Tokens[int], count: int = 8, tenant: str = "", *, reuse: bool = True) -> int:
-        """Ask alone, check the text; how many tokens were not computed."""
-        name = self.submit(prompt, count, tenant, reuse=reuse)
-        self.run()
+        """Ask alone, check the text; how many tokens came from the cache."""
+        name = self.send(prompt, count, tenant, reuse=reuse)
+        self.finish()
         assert self.text(name) == expected_text(prompt, count, ends=False)
         return self.usage(name).cached_tokens
-
-    def text(self, name: str) -> str:
-        return "".join(delta.text for delta in self.deltas[name])
-
-    def usage(self, name: str) -> Usage:
-        usage = self.deltas[name][-1].usage
-        assert usage is not None
-        return usage
 
     def total(self, field: str) -> int:
         return sum(getattr(stats, field) for stats in self.stats)
@@ -93,10 +58,10 @@ def test_a_growing_history_is_computed_once_and_held_once() -> None:
         assert talk.ask(history, 20) == known
         known = len(history) + len(answer) - 1  # the last token of an answer is told, not computed
         history += tuple(answer)
-    assert len(talk.tier) == 1, "a longer state covers the shorter"
+    assert len(talk.host_cache) == 1, "a longer state covers the shorter"
 
 
-def test_a_history_that_is_told_otherwise_is_used_up_to_there() -> None:
+def test_a_history_that_changed_is_used_up_to_the_change() -> None:
     talk = Talk()
     talk.ask(SYSTEM + tuple(b"x" * 100), 20)
     assert talk.ask(SYSTEM + tuple(b"x" * 50 + b"y" * 80)) == len(SYSTEM) + 50
@@ -106,63 +71,63 @@ def test_different_questions_share_the_common_part_from_either() -> None:
     talk = Talk()
     for letter in b"abc":
         assert talk.ask(SYSTEM + (letter,) * 100) == (0 if letter == ord("a") else len(SYSTEM))
-    assert len(talk.tier) == 3
+    assert len(talk.host_cache) == 3
 
 
 def test_what_brings_little_new_is_not_kept() -> None:
     talk = Talk()
     for letter in b"abcdef":
         talk.ask(SYSTEM + (letter,) * 20)
-    assert len(talk.tier) == 1 and talk.total("prefix_saves") == 1
+    assert len(talk.host_cache) == 1 and talk.total("prefix_saves") == 1
 
 
 def test_short_prompts_are_left_alone() -> None:
     talk = Talk()
     assert talk.ask(b"short", 20) == talk.ask(b"short", 20) == 0
-    assert len(talk.tier) == 0
+    assert len(talk.host_cache) == 0
 
 
-def test_tenants_share_nothing_unless_told_to() -> None:
+def test_tenants_share_nothing_unless_configured() -> None:
     talk = Talk()
     assert talk.ask(SYSTEM, tenant="one") == 0
     assert talk.ask(SYSTEM, tenant="two") == 0
     assert talk.ask(SYSTEM, tenant="one") == len(SYSTEM) - 1
-    names = [talk.submit(SYSTEM * 2, tenant=tenant) for tenant in ("three", "four", "four")]
-    talk.run()
+    names = [talk.send(SYSTEM * 2, tenant=tenant) for tenant in ("three", "four", "four")]
+    talk.finish()
     assert [talk.usage(name).cached_tokens for name in names] == [0, 0, 2 * len(SYSTEM) - 1]
     talk = Talk(share_prefixes_across_tenants=True)
     assert talk.ask(SYSTEM, tenant="one") == 0
     assert talk.ask(SYSTEM, tenant="two") == len(SYSTEM) - 1
 
 
-def test_who_does_not_want_reuse_neither_gives_nor_takes() -> None:
+def test_a_request_without_reuse_neither_stores_nor_matches() -> None:
     talk = Talk()
     assert talk.ask(SYSTEM, reuse=False) == 0
     assert talk.ask(SYSTEM) == 0
     assert talk.ask(SYSTEM, reuse=False) == 0
-    names = [talk.submit(SYSTEM[::-1], reuse=reuse) for reuse in (False, True, False)]
-    talk.run()
+    names = [talk.send(SYSTEM[::-1], reuse=reuse) for reuse in (False, True, False)]
+    talk.finish()
     assert [talk.usage(name).cached_tokens for name in names] == [0, 0, 0]
 
 
 def test_without_ram_nothing_is_kept() -> None:
-    talk = Talk(cache_ram_mb=0)
+    talk = Talk(cache_mb=0)
     assert talk.ask(SYSTEM) == talk.ask(SYSTEM) == 0
     assert talk.total("prefix_saves") == 0
 
 
-def test_the_bytes_are_never_passed_and_the_oldest_go() -> None:
+def test_the_byte_budget_holds_and_the_oldest_are_evicted() -> None:
     talk = Talk(swap_space_mb=0)
-    talk.tier.cached_limit = talk.tier.limit = 4000  # bytes: two or three prompts of 150 tokens
+    talk.host_cache.cached_limit = talk.host_cache.limit = 4000  # bytes: two or three prompts of 150 tokens
     for letter in b"abcde" * 2:
         assert talk.ask((letter,) * 150) == 0, "five take turns where there is room for fewer"
-        assert talk.stats[-1].prefix_bytes == talk.tier.cached_bytes <= 4000
+        assert talk.stats[-1].prefix_bytes == talk.host_cache.cached_bytes <= 4000
     assert talk.total("prefix_evictions") > 5
     assert talk.ask((ord("e"),) * 150) == 149
 
 
 @pytest.mark.parametrize("trimmable", [True, False])
-def test_memory_that_cannot_be_cut_serves_those_who_begin_with_all_of_it(trimmable: bool) -> None:
+def test_memory_that_cannot_be_cut_serves_only_whole_prefixes(trimmable: bool) -> None:
     talk = Talk(FakeRunner(sequences=2, cells=8192, batch_tokens=64, trimmable=trimmable))
     answer = tuple(expected_text(SYSTEM, 30, ends=False).encode())
     assert talk.ask(SYSTEM, 30) == 0
@@ -172,24 +137,24 @@ def test_memory_that_cannot_be_cut_serves_those_who_begin_with_all_of_it(trimmab
     assert talk.ask(turn, 80) == (len(turn) - 1 if trimmable else len(SYSTEM) + 29)
 
 
-def test_a_cancelled_request_leaves_what_it_has_computed() -> None:
+def test_a_cancelled_request_stores_what_it_has_computed() -> None:
     talk = Talk()
-    name = talk.submit(SYSTEM * 3)
+    name = talk.send(SYSTEM * 3)
     for _ in range(3):
-        talk.loop.step()
-    talk.loop.scheduler.cancel(name)
+        talk.step()
+    talk.cancel(name)
     assert talk.ask(SYSTEM * 3) == 3 * 64
 
 
 def test_a_failed_request_leaves_nothing() -> None:
     talk = Talk()
-    talk.submit(SYSTEM)
+    talk.send(SYSTEM)
     for _ in range(4):
-        talk.loop.step()
-    talk.runner.fail = lambda _, name: StepStatus.BAD_BATCH if name == "collect" else None
-    talk.run()
-    assert talk.deltas["r0"][-1].finish_reason is FinishReason.ERROR
-    assert len(talk.tier) == 0
+        talk.step()
+    talk.fake.fail = lambda _, name: StepStatus.BAD_BATCH if name == "collect" else None
+    talk.finish()
+    assert talk.outcome("r0") is FinishReason.ERROR
+    assert len(talk.host_cache) == 0
 
 
 def failing_once(talk: Talk, call: str, number: int) -> list[str]:
@@ -201,10 +166,9 @@ def failing_once(talk: Talk, call: str, number: int) -> list[str]:
         seen += name == call
         return RuntimeError("native") if name == call and seen == number else None
 
-    talk.runner.fail = fail
-    names = [talk.submit(prompt) for prompt in FAILING]
-    while not talk.loop.scheduler.idle:
-        talk.loop.step()
+    talk.fake.fail = fail
+    names = [talk.send(prompt) for prompt in FAILING]
+    talk.run()
     return names if seen >= number else []
 
 
@@ -222,7 +186,7 @@ def test_a_call_that_fails_around_the_cache_costs_a_recompute_at_most(call: str,
         if not (names := failing_once(talk, call, number)):
             assert number > 1 or call == "copy"
             return
-        failed = [name for name in names if talk.deltas[name][-1].finish_reason is FinishReason.ERROR]
+        failed = [name for name in names if talk.outcome(name) is FinishReason.ERROR]
         assert len(failed) <= victims
         for name, prompt in zip(names, FAILING, strict=True):
             if name not in failed:
@@ -231,13 +195,13 @@ def test_a_call_that_fails_around_the_cache_costs_a_recompute_at_most(call: str,
 
 def test_what_is_being_computed_is_waited_for_and_then_copied() -> None:
     talk = Talk()
-    names = [talk.submit(SYSTEM * 4 + tail) for tail in ((), (1,), (2, 3))]
-    talk.run()
+    names = [talk.send(SYSTEM * 4 + tail) for tail in ((), (1,), (2, 3))]
+    talk.finish()
     assert [talk.usage(name).cached_tokens for name in names] == [0, 4 * len(SYSTEM), 4 * len(SYSTEM)]
 
 
 @pytest.mark.parametrize(("cells", "copies"), [(65_536, 0), (2048, 3)], ids=["long streams", "short ones"])
-def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_streams(
+def test_a_load_is_served_through_ram_where_that_is_quicker_than_copying_kv_streams(
     cells: int, copies: int
 ) -> None:
     talk = Talk(FakeRunner(sequences=4, cells=cells, batch_tokens=64))
@@ -247,66 +211,66 @@ def test_a_crowd_is_served_through_ram_where_that_is_quicker_than_copying_stream
     def listen(_: int, name: str) -> None:
         calls.append(name)
 
-    talk.runner.fail = listen
+    talk.fake.fail = listen
     prompts = [(*SYSTEM, *SYSTEM, letter) for letter in b"abcd"]
-    names = [talk.submit(prompt, 30) for prompt in prompts]
-    while talk.loop.scheduler.waiting_count:
-        talk.loop.step()
+    names = [talk.send(prompt, 30) for prompt in prompts]
+    while talk.scheduler.snapshot().waiting:
+        talk.step()
     assert [calls.count(name) for name in ("copy", "save", "restore")] == [copies, copies == 0, 3 - copies]
-    talk.run()
+    talk.finish()
     assert [talk.usage(name).cached_tokens for name in names] == [0, *[2 * len(SYSTEM)] * 3]
     for name, prompt in zip(names, prompts, strict=True):
         assert talk.text(name) == expected_text(prompt, 30, ends=False)
 
 
-def test_two_who_share_more_with_each_other_wait_for_each_other() -> None:
+def test_requests_that_share_more_with_each_other_wait_for_each_other() -> None:
     talk = Talk()
-    first = talk.submit(SYSTEM + (1,) * 300)
-    second = talk.submit(SYSTEM + (2,) * 300 + (3,))
-    third = talk.submit(SYSTEM + (2,) * 300 + (4,))
-    talk.run()
+    first = talk.send(SYSTEM + (1,) * 300)
+    second = talk.send(SYSTEM + (2,) * 300 + (3,))
+    third = talk.send(SYSTEM + (2,) * 300 + (4,))
+    talk.finish()
     cached = [talk.usage(name).cached_tokens for name in (first, second, third)]
     assert cached == [0, len(SYSTEM), len(SYSTEM) + 300]
 
 
-def test_nobody_waits_for_who_is_behind_what_lies_in_ram() -> None:
+def test_no_request_waits_for_one_that_is_behind_the_cache() -> None:
     talk = Talk()
-    slow = talk.submit(SYSTEM * 10)
-    talk.loop.step()
-    talk.tier.put(Entry("", SYSTEM * 2, b"".join(token.to_bytes(2, "little") for token in SYSTEM * 2)))
-    quick = talk.submit((*SYSTEM, *SYSTEM, 6))
-    talk.loop.step()
-    assert talk.loop.scheduler.running_count == 2, "it does not wait"
-    talk.run()
+    slow = talk.send(SYSTEM * 10)
+    talk.step()
+    talk.host_cache.put(Entry("", SYSTEM * 2, b"".join(token.to_bytes(2, "little") for token in SYSTEM * 2)))
+    quick = talk.send((*SYSTEM, *SYSTEM, 6))
+    talk.step()
+    assert talk.scheduler.running_count == 2, "it does not wait"
+    talk.finish()
     assert talk.usage(quick).cached_tokens == 2 * len(SYSTEM)
     assert talk.usage(slow).cached_tokens == 0
 
 
 def test_a_long_prompt_that_a_short_one_waits_for_is_computed_first() -> None:
     talk = Talk(FakeRunner(sequences=4, cells=16_384, batch_tokens=64))
-    oldest = talk.submit(tuple(b"o" * 2000), 1)
-    long = talk.submit(SYSTEM * 20 + (1,), 1)
-    talk.loop.step()
-    middle = talk.submit(tuple(b"m" * 600), 1)
-    short = talk.submit((*SYSTEM, 2), 1)
+    oldest = talk.send(tuple(b"o" * 2000), 1)
+    long = talk.send(SYSTEM * 20 + (1,), 1)
+    talk.step()
+    middle = talk.send(tuple(b"m" * 600), 1)
+    short = talk.send((*SYSTEM, 2), 1)
     done: list[str] = []
-    while not talk.loop.scheduler.idle:
-        talk.loop.step()
-        done += [name for name, deltas in talk.deltas.items() if deltas and name not in done]
+    while not talk.scheduler.idle:
+        talk.step()
+        done += [name for name, answer in talk.answers.items() if answer.tokens and name not in done]
     assert done[:2] == [short, middle] and set(done[2:]) == {oldest, long}
     assert talk.usage(short).cached_tokens == len(SYSTEM)
 
 
-def test_the_cheapest_state_that_covers_the_beginning_is_restored() -> None:
+def test_the_cheapest_state_that_covers_the_prefix_is_restored() -> None:
     talk = Talk()
     restored: list[int] = []
-    original = talk.runner.restore
+    original = talk.fake.restore
 
     def restore(seq_id: int, state: bytes) -> bool:
         restored.append(len(state) // 2)
         return original(seq_id, state)
 
-    talk.runner.restore = restore  # type: ignore[method-assign]
+    talk.fake.restore = restore  # type: ignore[method-assign]
     talk.ask(SYSTEM + (1,) * 1500, 1)
     talk.ask(SYSTEM + (2,) * 100, 1)
     restored.clear()
@@ -316,7 +280,7 @@ def test_the_cheapest_state_that_covers_the_beginning_is_restored() -> None:
 
 def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
     talk = Talk()
-    cost = talk.loop.scheduler.budget.cost
+    cost = talk.scheduler.budget.cost
     talk.ask(SYSTEM)
     for _ in range(20):
         cost.observe_shape(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
@@ -328,31 +292,31 @@ def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
 
 def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     talk = Talk(target_itl_ms=1)
-    cost = talk.loop.scheduler.budget.cost
+    cost = talk.scheduler.budget.cost
     for _ in range(9):
         cost.observe_transfer(1000, 0.01, restore=False)
         cost.observe_transfer(1000, 1e-9, restore=True)
-    talk.submit(tuple(b"z" * 20), 200)
-    assert talk.submit(SYSTEM, 1)
-    talk.run()
+    talk.send(tuple(b"z" * 20), 200)
+    assert talk.send(SYSTEM, 1)
+    talk.finish()
     assert talk.total("prefix_saves") == 1, "the one that ended last, when nobody waited"
 
 
-def test_preempted_requests_push_prefixes_out() -> None:
+def test_preempted_requests_evict_prefixes() -> None:
     runner = FakeRunner(sequences=4, cells=400, batch_tokens=64, unified=True, request_tokens=390)
     talk = Talk(runner, swap_space_mb=1)
-    talk.tier.cached_limit = talk.tier.swap_limit = talk.tier.limit = 1500
+    talk.host_cache.cached_limit = talk.host_cache.swap_limit = talk.host_cache.limit = 1500
     for letter in b"ab":
         talk.ask((letter,) * 100, 1)
-    assert talk.tier.cached_bytes > 900
-    names = [talk.submit(tuple(b"%c" % letter * 70), 150) for letter in b"xyz"]
-    while not talk.loop.scheduler.idle:
-        talk.loop.step()
-        assert talk.tier.cached_bytes + talk.tier.swapped_bytes <= 1500
+    assert talk.host_cache.cached_bytes > 900
+    names = [talk.send(tuple(b"%c" % letter * 70), 150) for letter in b"xyz"]
+    while not talk.scheduler.idle:
+        talk.step()
+        assert talk.host_cache.cached_bytes + talk.host_cache.swapped_bytes <= 1500
     assert talk.total("prefix_evictions") > 0
     for name, letter in zip(names, b"xyz", strict=True):
         assert talk.text(name) == expected_text((letter,) * 70, 150, ends=False)
-    assert talk.tier.swapped_bytes == 0
+    assert talk.host_cache.swapped_bytes == 0
 
 
 @pytest.mark.parametrize(("common", "taken"), [(8, 0), (15, 0), (16, 16), (30, 30), (63, 63)])
@@ -364,13 +328,13 @@ def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) ->
     assert talk.ask(system + b"2" * 5) == taken
 
 
-def test_of_many_who_begin_alike_only_some_are_looked_at() -> None:
-    talk = Talk(cache_ram_mb=64)
+def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
+    talk = Talk(cache_mb=64)
     system = b"you are a helpful assistant"
     for number in range(prefix.MAX_CANDIDATES + 10):
         talk.ask(system + b"%03d" % number * 25, count=1)
     asked: list[prefix.PrefixMatch] = []
-    prefixes = talk.loop.scheduler.prefix_cache
+    prefixes = talk.scheduler.prefix_cache
     gain = prefixes._gain_s
 
     def counted(match: prefix.PrefixMatch) -> float:

@@ -13,7 +13,7 @@ from cllm.errors import IntegrityError
 from cllm.testing import FakeRunner
 
 
-def test_ids_are_leased_lowest_first_and_never_shared() -> None:
+def test_slots_are_leased_lowest_first_and_never_shared() -> None:
     pool = SlotPool(FakeRunner(sequences=3))
     leases = [pool.lease(str(number)) for number in range(3)]
     assert [lease.seq_id for lease in leases if lease] == [0, 1, 2]
@@ -24,7 +24,7 @@ def test_ids_are_leased_lowest_first_and_never_shared() -> None:
     assert again is not None and again.seq_id == 1
 
 
-def test_kv_is_cleared_before_the_id_is_free() -> None:
+def test_kv_is_cleared_before_the_slot_is_free() -> None:
     free_when_cleared: list[int] = []
 
     def watch(_: int, name: str) -> None:
@@ -52,7 +52,7 @@ def test_a_second_release_is_a_bug_and_says_so() -> None:
     assert pool.leases == (other,)
 
 
-def test_an_id_that_cannot_be_cleared_is_retired() -> None:
+def test_a_slot_that_cannot_be_cleared_is_retired() -> None:
     pool = SlotPool(FakeRunner(sequences=1, fail=lambda *_: RuntimeError("no")))
     lease = pool.lease("a")
     assert lease is not None
@@ -60,7 +60,7 @@ def test_an_id_that_cannot_be_cleared_is_retired() -> None:
     assert pool.retired == {0} and pool.lease("b") is None and not pool.leases
 
 
-def test_the_log_tells_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_shows_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     runner = FakeRunner(sequences=4)
     lease = SlotPool(runner).lease("r1")

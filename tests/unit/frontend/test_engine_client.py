@@ -115,7 +115,7 @@ def test_the_engine_gets_a_few_more_than_it_can_run_and_the_rest_wait(
     assert executor.submitted()[-1] == "r4"
 
 
-def test_a_full_queue_refuses_at_once_with_a_time_to_come_back(engine: EngineClient) -> None:
+def test_a_full_queue_refuses_at_once_with_retry_after(engine: EngineClient) -> None:
     for number in range(14):
         engine.submit(request(f"r{number}"), BlockingOutputStream)
     with pytest.raises(QueueFull) as refusal:
@@ -142,7 +142,7 @@ def test_a_cancel_in_the_queue_never_reaches_the_engine(
     assert Cancel("r0") in executor.sent
 
 
-def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
+def test_at_a_crash_begun_streams_fail_and_other_requests_are_replayed(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
@@ -157,7 +157,7 @@ def test_at_a_death_begun_streams_fail_and_the_silent_are_replayed(
     assert engine.requests == () and engine.health is Health.READY
 
 
-def test_a_request_that_kills_the_engine_is_isolated_and_failed_as_poison(
+def test_a_request_that_crashes_the_engine_is_isolated_and_failed(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     poison = engine.submit(request("poison"), BlockingOutputStream)
@@ -186,7 +186,7 @@ def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, executor: Sc
     assert stream.finished
 
 
-def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
+def test_an_engine_that_keeps_crashing_fails_present_and_later_requests(
     engine: EngineClient, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Backoff, "MAX_IN_A_ROW", 1)
@@ -201,7 +201,7 @@ def test_an_engine_that_keeps_dying_tells_present_and_later_callers(
         engine.submit(request("later"), BlockingOutputStream)
 
 
-def test_what_keeps_the_model_from_loading_reaches_whoever_waits() -> None:
+def test_the_reason_why_a_model_does_not_load_reaches_every_waiter() -> None:
     def no_model(_: object) -> FakeRunner:
         raise ModelFileError("no such file")
 
@@ -223,7 +223,7 @@ def test_draining_refuses_the_new_and_lets_the_old_finish(
     assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_stopping_ends_everybody_exactly_once(engine: EngineClient, executor: ScriptedExecutor) -> None:
+def test_stopping_ends_every_request_exactly_once(engine: EngineClient, executor: ScriptedExecutor) -> None:
     streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(9)]
     engine.stop()
     engine.stop()
@@ -259,7 +259,7 @@ def test_a_dying_thread_engine_ends_its_requests() -> None:
     engine.stop()
 
 
-def test_a_slow_reader_gets_one_merged_delta() -> None:
+def test_a_slow_reader_gets_one_merged_output() -> None:
     async def read_late() -> list[RequestOutput]:
         stream = AsyncOutputStream("r0")
         for number in range(50):

@@ -101,7 +101,7 @@ def test_the_queue_is_bounded_by_tokens_too(clock: Clock) -> None:
         line.ask(tokens=1)
 
 
-def test_the_time_to_come_back_is_how_long_the_queue_takes_to_drain(clock: Clock) -> None:
+def test_retry_after_is_how_long_the_queue_takes_to_drain(clock: Clock) -> None:
     rate = DrainRate()
     assert rate.seconds_for(100, 10_000) == 1.0, "nothing is known yet"
     for _ in range(11):
@@ -115,7 +115,7 @@ def test_the_time_to_come_back_is_how_long_the_queue_takes_to_drain(clock: Clock
     assert rate.seconds_for(10, 1000) == 1.0, "an hour ago says nothing about now"
 
 
-def test_in_a_common_pool_those_inside_are_counted_by_what_they_hold(clock: Clock) -> None:
+def test_in_a_unified_pool_running_requests_count_by_their_cells(clock: Clock) -> None:
     line = Line()
     line.limits = limits(8, cells=100, unified=True)
     for _ in range(6):
@@ -229,7 +229,7 @@ def test_shares_of_tokens_are_as_the_weights_whatever_is_sent(seed: int, weight:
     assert had["small"] / had["big"] == pytest.approx(weight, rel=0.25)
 
 
-def test_whoever_was_idle_has_no_credit(clock: Clock) -> None:
+def test_an_idle_tenant_has_no_credit(clock: Clock) -> None:
     line = Line(sequences=1)
     line.queue.tenants.register({"a": TenantLimits(), "b": TenantLimits()})
     line.finish(_run(line, "b"), 0)
@@ -285,7 +285,7 @@ def test_the_places_a_tenant_used_are_kept_for_it_for_a_moment(clock: Clock) -> 
     )
 
 
-def test_higher_priority_goes_first_and_nobody_starves(clock: Clock) -> None:
+def test_higher_priority_goes_first_and_no_request_starves(clock: Clock) -> None:
     line = Line(sequences=1)
     for _ in range(3):  # a lone tenant's engine gets a few more than it can run
         line.ask()

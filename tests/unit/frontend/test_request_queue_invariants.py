@@ -22,7 +22,7 @@ TENANTS = {"heavy": TenantLimits(weight=3.0), "few": TenantLimits(concurrent=3)}
 numbers = st.integers(0, 10**6)
 
 
-class Lives(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Clients keep their own account of accepted and ended requests."""
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ class Lives(RuleBasedStateMachine):
         self.engine.stop()
 
 
-TestLives = Lives.TestCase
-TestLives.settings = settings(
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(
     max_examples=examples(50),
     stateful_step_count=40,
     deadline=None,

@@ -37,10 +37,10 @@ class TemplateRunner(FakeRunner):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._info = type(self._info)(
+        self.info = type(self.info)(
             **{
-                name: getattr(self._info, name)
-                for name in self._info.__struct_fields__
+                name: getattr(self.info, name)
+                for name in self.info.__struct_fields__
                 if name != "chat_template"
             },
             chat_template=TEMPLATE,

@@ -14,7 +14,7 @@ from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
 from cllm.tune.record import TuneMemory, TuneRecord
-from cllm.tune.session import Tuning
+from cllm.tune.search import Tuning
 from cllm.tune.space import fixed_settings
 from cllm.tune.trial import sample_text
 from tests.tiny_models import make_dense
@@ -108,10 +108,11 @@ def test_the_newest_of_the_same_machine_and_model(memory: TuneMemory) -> None:
     assert found is not None and found.fingerprint["parallel"] == "4"
 
 
-def test_what_was_given_stays() -> None:
-    record = make_record(settings={"flash_attention": False, "poll": 0})
-    config = record.applied_to(EngineConfig(poll=70), frozenset({"poll"}))
-    assert (config.flash_attention, config.poll) == (False, 70)
+def test_what_was_given_stays(tmp_path: Path, library: Path) -> None:
+    asked = EngineConfig(model=str(make_dense(tmp_path / "a.gguf")), poll=70)
+    tuning = Tuning(asked, asked, frozenset({"poll", "threads"}))
+    tuning.record = make_record(settings={"flash_attention": False, "poll": 0, "max_threads": 1})
+    assert (tuning.tuned.flash_attention, tuning.tuned.poll, tuning.tuned.max_threads) == (False, 70, 1)
 
 
 def test_a_fingerprint_knows_the_model_by_its_content(tmp_path: Path, library: Path) -> None:
@@ -163,7 +164,9 @@ def test_a_provisional_result_is_used_and_measured_again_when_it_is_quiet(
     assert not Tuning(config, config, frozenset()).is_due(0.0)
 
 
-def test_a_layout_that_would_change_who_is_refused_is_not_varied(tmp_path: Path, library: Path) -> None:
+def test_a_layout_that_would_change_which_request_is_refused_is_not_varied(
+    tmp_path: Path, library: Path
+) -> None:
     model = str(make_dense(tmp_path / "a.gguf"))
     small = EngineConfig(model=model, ctx_size=2048, parallel=4, max_request_tokens=512)
     large = EngineConfig(model=model, ctx_size=2048, parallel=4, max_request_tokens=513)

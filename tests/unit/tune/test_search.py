@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from cllm.cli.tune import bars, figures, headline, options_table, page
 from cllm.config import EngineConfig
 from cllm.tune.record import Option, TuneRecord
-from cllm.tune.report import bars, figures, headline, options_table, page
 from cllm.tune.search import GIVE_UP, MIN_LIMIT_S, Machine, Search, TuneFailed
-from cllm.tune.space import LONG, Part, expected_s, first_look, fitted_plan, make_plans, prompt_plan
-from cllm.tune.trial import CASES, Measurement, Plan, mix_seconds
+from cllm.tune.space import LONG, Part, expected_s, first_look, make_plans
+from cllm.tune.trial import MIX, Measurement, Plan, mix_seconds
 
 CONFIG = EngineConfig(model="m.gguf", parallel=8)
 QUIET = Machine(cores=2, others=0.0, longest=4096)
@@ -23,7 +24,7 @@ Cost = Callable[[EngineConfig], dict[str, float]]
 
 
 def unit(_: EngineConfig) -> dict[str, float]:
-    return {case.name: 0.001 if case.name == "prefill" else 0.01 for case in CASES}
+    return {case: 0.001 if case == "prefill" else 0.01 for case in MIX}
 
 
 def measured_cases(plan: Plan) -> set[str]:
@@ -81,7 +82,7 @@ class Pretend:
 
 
 def everywhere(factor: Callable[[EngineConfig], float]) -> Pretend:
-    return Pretend(**{case.name: factor for case in CASES})
+    return Pretend(**dict.fromkeys(MIX, factor))
 
 
 def option(record: TuneRecord, dimension: str, label: str) -> Option:
@@ -234,7 +235,7 @@ def test_one_request_at_a_time_has_no_layout_and_no_crowd() -> None:
     assert set(record.seconds) == {"prefill", "one_short", "one_long"}
 
 
-def test_a_busy_machine_is_told_and_the_result_is_provisional() -> None:
+def test_a_busy_machine_is_reported_and_the_result_is_provisional() -> None:
     machine = everywhere(lambda config: 0.5 if config.threads == 1 else 1.0)
     record = machine.search(machine=Machine(cores=2, others=1.0, longest=4096))
     assert "1.0 cores" in record.provisional and "provisional" in headline(record)
@@ -250,7 +251,7 @@ def test_a_neighbour_that_comes_later_is_noticed() -> None:
     assert not machine.search().provisional
 
 
-def test_the_time_is_kept_and_what_was_left_out_is_told() -> None:
+def test_the_time_is_kept_and_what_was_left_out_is_reported() -> None:
     slow, fast = Pretend(), Pretend()
     slow.slowness = 30.0  # a big model
     record = slow.search(budget_s=30)
@@ -313,27 +314,30 @@ def test_the_perplexities_are_of_the_same_tokens() -> None:
 
 def test_plans_fit_the_time_and_the_context() -> None:
     look = {"prefill": 0.001, "one_short": 0.006, "all_short": 0.02}
-    plan = fitted_plan(look, 8, longest=4096, budget_s=100, runs=10)
+
+    def plans(longest: int, budget_s: float, parallel: int = 8) -> dict[Part, Plan]:
+        alternatives: dict[Part, int] = {"all": 3, "prompt": 0, "short": 0}
+        return make_plans(look, parallel, alternatives, longest=longest, budget_s=budget_s)
+
+    plan = plans(4096, 100)["all"]
     assert (plan.long, plan.short, plan.requests) == (LONG, 32, 8)
-    assert fitted_plan(look, 8, longest=4096, budget_s=5, runs=10).long < LONG
-    assert (
-        fitted_plan(look, 200, longest=4096, budget_s=100, runs=10).requests == first_look(200).requests == 32
-    )
-    tight = fitted_plan(look, 8, longest=256, budget_s=100, runs=10)
+    assert plans(4096, 5)["all"].long < LONG
+    assert plans(4096, 100, parallel=200)["all"].requests == first_look(200).requests == 32
+    tight = plans(256, 100)["all"]
     assert tight.long + tight.decode_cells <= 256
-    assert prompt_plan(look, longest=4096, budget_s=100).prompt == 1024
-    assert prompt_plan(look, longest=4096, budget_s=15).prompt == 512
-    tight = prompt_plan(look, longest=128, budget_s=100)
+    assert plans(4096, 100)["prompt"].prompt == 1024
+    assert plans(4096, 15)["prompt"].prompt == 512
+    tight = plans(128, 100)["prompt"]
     assert tight.prompt == tight.long == 128 - tight.decode_cells
 
 
 def test_a_small_model_has_long_contexts_in_the_time_of_a_first_start() -> None:
     """About what two cores take for 135 million weights."""
     look = {"prefill": 0.0012, "one_short": 0.006, "all_short": 0.022}
-    plans = make_plans(look, 8, {Part.ALL: 4, Part.PROMPT: 2, Part.SHORT: 2}, longest=4096, budget_s=14)
-    assert plans[Part.ALL].long >= 512 and plans[Part.ALL].steps >= 2
-    assert plans[Part.PROMPT].prompt == 512 and plans[Part.PROMPT].steps == 0
-    assert plans[Part.SHORT].long == plans[Part.SHORT].prompt == 0
+    plans = make_plans(look, 8, {"all": 4, "prompt": 2, "short": 2}, longest=4096, budget_s=14)
+    assert plans["all"].long >= 512 and plans["all"].steps >= 2
+    assert plans["prompt"].prompt == 512 and plans["prompt"].steps == 0
+    assert plans["short"].long == plans["short"].prompt == 0
 
 
 def test_the_mix_is_what_it_says() -> None:
@@ -346,8 +350,13 @@ def test_the_report_shows_every_alternative() -> None:
     record = machine.search()
     table = options_table(record)
     assert table.row_count == len(record.options)
-    assert [column.header for column in table.columns][3:] == ["mix", *(case.title for case in CASES)]
-    picture = bars(record).plain
+    assert [column.header for column in table.columns][3:] == [
+        *("mix", "prefill", "1 short", "1 long", "all short", "ragged", "all long")
+    ]
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(bars(record))
+    picture = captured.get()
     assert "flash attention on " in picture and "1.25" in picture and "█" in picture
     html = page(record)
     for item in record.options:

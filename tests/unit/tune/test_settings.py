@@ -13,8 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cllm.backend.llama.memory import prepare
+from cllm.backend.llama.threads import read_cpu_times
 from cllm.cli.options import with_options
-from cllm.cli.tune import tune_at_start
+from cllm.cli.tune import cores_used_by_others, tune_at_start
 from cllm.config import Config, EngineConfig
 from tests.tiny_models import make_dense
 
@@ -177,3 +178,8 @@ def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(
     (tmp_path / "cache").write_text("a file where a folder should be")
     start(model)
     assert start.tasks
+
+
+def test_others_are_looked_at_for_a_moment() -> None:
+    others = cores_used_by_others(0.05)
+    assert others is None if read_cpu_times() is None else others is not None and 0 <= others <= 1024

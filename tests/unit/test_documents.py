@@ -1,0 +1,57 @@
+"""The documents and the tests name the same invariants and failure modes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAILURE_MODES = ROOT / "tests" / "failure_modes"
+ROW = re.compile(r"^\| `([a-z0-9-]+)` \| .+ \| `(test_\w+\.py)` \|$", re.MULTILINE)
+MARK = re.compile(r'^@pytest\.mark\.failure_mode\("([a-z0-9-]+)"\)$', re.MULTILINE)
+DEFINITION = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
+INVARIANTS = (
+    *("Single owner", "Slots", "Derived positions", "One terminal event", "Isolation"),
+    *("Refusal is an answer", "KV accounting", "Survives native death", "Owned native resources"),
+    "Whole-step rollback",
+)
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+DOCUMENTED = dict(ROW.findall(read(ROOT / "docs" / "failure-modes.md")))
+MARKED = {(name, file.name) for file in FAILURE_MODES.glob("test_*.py") for name in MARK.findall(read(file))}
+SECTIONS = dict(
+    re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", read(ROOT / "docs" / "invariants.md"), re.MULTILINE)
+)
+TESTS = {name for file in (ROOT / "tests").rglob("test_*.py") for name in DEFINITION.findall(read(file))}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_each_failure_mode_has_a_test(name: str) -> None:
+    assert (name, DOCUMENTED[name]) in MARKED
+
+
+def test_each_marked_failure_mode_is_documented() -> None:
+    assert {name for name, _ in MARKED} == set(DOCUMENTED) and len(DOCUMENTED) == 52
+
+
+def test_every_test_of_failure_modes_is_marked() -> None:
+    for file in FAILURE_MODES.glob("test_*.py"):
+        assert len(MARK.findall(read(file))) == len(DEFINITION.findall(read(file))), file.name
+
+
+def test_the_invariants_are_ten() -> None:
+    assert tuple(SECTIONS) == INVARIANTS
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_each_invariant_is_enforced_and_tested(name: str) -> None:
+    modules = re.findall(r"`(cllm/[\w/]+\.py)`", SECTIONS[name])
+    tests = re.findall(r"`(test_\w+)`", SECTIONS[name])
+    assert modules and [module for module in modules if not (ROOT / module).is_file()] == []
+    assert tests and sorted(set(tests) - TESTS) == []
