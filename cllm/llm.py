@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Self, Unpack, overload
 
 import msgspec
 
@@ -26,38 +25,27 @@ from cllm.backend.llama.probe import find_working
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.chat.conversation import Conversation
 from cllm.chat.options import (
-    ChatOptions,
     GenerateOptions,
-    parse_conversation,
-    parse_logprobs,
-    parse_response_format,
+    Messages,
+    Sampling,
+    StreamOptions,
+    WholeOptions,
+    make_chat,
+    make_request,
 )
 from cllm.chat.reply import ChatChunk, ChatReply, ChunkBuilder
 from cllm.chat.session import open_chat, open_chat_blocking
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest, from_code
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
 from cllm.text.embeddings import to_vector
 from cllm.tune.search import with_remembered
-from cllm.types import (
-    SEED_SPACE,
-    FinishReason,
-    ModelInfo,
-    Pooling,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    Usage,
-)
+from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
 
 log = logging.getLogger(__name__)
-Messages = Sequence[Mapping[str, Any]]
-Sampling = SamplingParams | None
-DEFAULT_MAX_TOKENS = 256
-MAX_CHOICES = 64
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,15 +67,6 @@ def _make_completion(outputs: Sequence[RequestOutput]) -> Completion:
         finish_reason=last.finish_reason,
         usage=last.usage,
     )
-
-
-def _get_chosen_settings(config: EngineConfig, settings: Mapping[str, Any]) -> frozenset[str]:
-    """The fields that the caller chose: those set by name, and those that differ from the defaults."""
-    defaults = EngineConfig()
-    differing = {
-        name for name in config.__struct_fields__ if getattr(config, name) != getattr(defaults, name)
-    }
-    return frozenset(differing | set(settings))
 
 
 def _raise_error(output: RequestOutput) -> None:
@@ -123,7 +102,9 @@ class _Base:
         if make_runner is None:
             # The library is probed in a child process: if it crashes, the caller's process lives on.
             ready = find_working(prepare(config), log.info)
-            ready = with_remembered(config, ready, _get_chosen_settings(config, settings))
+            defaults = msgspec.structs.asdict(EngineConfig())
+            chosen = {name for name, value in defaults.items() if getattr(config, name) != value}
+            ready = with_remembered(config, ready, frozenset(chosen.union(settings)))
             executor = ThreadExecutor(lambda progress: LlamaRunner(ready, progress=progress), ready)
         else:
             executor = ThreadExecutor(lambda _: make_runner(config), config)
@@ -136,48 +117,20 @@ class _Base:
             raise EngineNotReady("open it first: `with LLM(...) as llm`")
         return self._engine.info
 
-    def _make_request(
-        self, sampling: Sampling, options: GenerateOptions | ChatOptions, **more: Any
-    ) -> Request:
-        """A request without its prompt. Raises InvalidRequest."""
-        max_tokens, timeout = options.get("max_tokens", DEFAULT_MAX_TOKENS), options.get("timeout")
-        stop = tuple(options.get("stop", ()))
-        if max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1", field="max_tokens")
-        if not all(stop):
-            raise InvalidRequest("stop: a stop string may not be empty", field="stop")
-        if timeout is not None and not timeout > 0:
-            raise InvalidRequest(f"timeout is {timeout}: it must be above 0 seconds", field="timeout")
-        return Request(
-            id=uuid.uuid4().hex,
-            prompt=(),
-            max_tokens=max_tokens,
-            sampling=sampling or SamplingParams(seed=secrets.randbelow(SEED_SPACE)),
-            stop=stop,
-            timeout_s=timeout,
-            **more,
-        )
-
-    def _make_chat(
-        self, messages: Messages, sampling: Sampling, options: ChatOptions
-    ) -> tuple[Conversation, Request, int]:
-        """The arguments of `open_chat`. Raises InvalidRequest."""
-        if unknown := options.keys() - ChatOptions.__annotations__.keys():
-            raise TypeError(f"chat() got an unexpected keyword argument {min(unknown)!r}")
-        n = options.get("n", 1)
-        if not 1 <= n <= MAX_CHOICES:
-            raise InvalidRequest(f"n is {n}: it must be 1 to {MAX_CHOICES}", field="n")
-        request = self._make_request(
-            sampling, options, logprobs=parse_logprobs(options), constraint=parse_response_format(options)
-        )
-        return parse_conversation(messages, options), request, n
+    @contextmanager
+    def _cancel_after(self, *streams: OutputStream) -> Iterator[None]:
+        """Cancel requests that still run when their reader leaves."""
+        try:
+            yield
+        finally:
+            for stream in streams:
+                self._engine.cancel(stream.request_id)
 
     def _make_embed_request(self, answer: TokenizerAnswer) -> Request:
         assert isinstance(answer, TokenLists)
         if self.info.pooling is Pooling.RANK:
             raise InvalidRequest(
-                "this model is a reranker and makes no embeddings, unless it is opened with "
-                "pooling='mean', 'cls' or 'last'"
+                "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
             )
         return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
@@ -210,39 +163,21 @@ class LLM(_Base):
         A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded.
         """
         streams = [self._submit(prompt, sampling, options) for prompt in _texts(prompts)]
-        try:
+        with self._cancel_after(*streams):
             return [_make_completion(list(stream)) for stream in streams]
-        finally:
-            for stream in streams:
-                self._engine.cancel(stream.request_id)
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        sampling: Sampling = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
     ) -> ChatReply: ...
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        sampling: Sampling = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
     ) -> Iterator[ChatChunk]: ...
 
     def chat(
-        self,
-        messages: Messages,
-        sampling: Sampling = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
     ) -> ChatReply | Iterator[ChatChunk]:
         """Reply to a conversation (`[{"role": "user", "content": "…"}]`), with the model's chat template.
 
@@ -250,7 +185,7 @@ class LLM(_Base):
         `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
         all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
         """
-        chunks = self._read_chat(*self._make_chat(messages, sampling, options))
+        chunks = self._read_chat(*make_chat(messages, sampling, options))
         if stream:
             return chunks
         *_, last = chunks
@@ -260,12 +195,10 @@ class LLM(_Base):
     def _read_chat(self, conversation: Conversation, request: Request, n: int) -> Iterator[ChatChunk]:
         session = open_chat_blocking(self._engine, conversation, request, n)
         builder = ChunkBuilder(n)
-        try:
+        with self._cancel_after(*session.streams):
             for step in session.events_blocking():
                 yield from builder.add(*step)
             yield builder.last()
-        finally:
-            session.cancel()
 
     def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
@@ -276,29 +209,23 @@ class LLM(_Base):
             yield from (chunk.text for chunk in chunks if chunk.text)
             return
         stream = self._submit(prompt, sampling, options)
-        try:
+        with self._cancel_after(stream):
             for output in stream:
                 _raise_error(output)
                 if output.text:
                     yield output.text
-        finally:
-            self._engine.cancel(stream.request_id)
 
     def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """An embedding of norm 1 for each text, in their order."""
         if not texts:
             return []
-        request = self._make_embed_request(
-            self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))).result()
-        )
-        stream = self._engine.submit(request, BlockingOutputStream)
-        try:
+        tokens = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))).result()
+        stream = self._engine.submit(self._make_embed_request(tokens), BlockingOutputStream)
+        with self._cancel_after(stream):
             return _make_vectors(list(stream))
-        finally:
-            self._engine.cancel(stream.request_id)
 
     def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> BlockingOutputStream:
-        request = self._make_request(sampling, options)
+        request = make_request(sampling, options)
         answer = self._engine.tokenizer.submit(TokenizeText(prompt)).result()
         return self._engine.submit(_set_prompt(request, answer), BlockingOutputStream)
 
@@ -328,34 +255,19 @@ class AsyncLLM(_Base):
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        sampling: Sampling = None,
-        *,
-        stream: Literal[False] = False,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
     ) -> Coroutine[Any, Any, ChatReply]: ...
 
     @overload
     def chat(
-        self,
-        messages: Messages,
-        sampling: Sampling = None,
-        *,
-        stream: Literal[True],
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[ChatChunk, None]: ...
 
     def chat(
-        self,
-        messages: Messages,
-        sampling: Sampling = None,
-        *,
-        stream: bool = False,
-        **options: Unpack[ChatOptions],
+        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
     ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
-        chunks = self._read_chat(*self._make_chat(messages, sampling, options))
+        chunks = self._read_chat(*make_chat(messages, sampling, options))
         return chunks if stream else self._wait_for_reply(chunks)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
@@ -368,13 +280,11 @@ class AsyncLLM(_Base):
     ) -> AsyncGenerator[ChatChunk, None]:
         session = await open_chat(self._engine, conversation, request, n)
         builder = ChunkBuilder(n)
-        try:
+        with self._cancel_after(*session.streams):
             async for step in session.events():
                 for chunk in builder.add(*step):
                     yield chunk
             yield builder.last()
-        finally:
-            session.cancel()
 
     async def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
@@ -388,13 +298,11 @@ class AsyncLLM(_Base):
                         yield chunk.text
             return
         stream = await self._submit(prompt, sampling, options)
-        try:
+        with self._cancel_after(stream):
             async for output in stream:
                 _raise_error(output)
                 if output.text:
                     yield output.text
-        finally:
-            self._engine.cancel(stream.request_id)
 
     async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """See `LLM.embed`."""
@@ -402,19 +310,15 @@ class AsyncLLM(_Base):
             return []
         tokens = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))))
         stream = self._engine.submit(self._make_embed_request(tokens), AsyncOutputStream)
-        try:
+        with self._cancel_after(stream):
             return _make_vectors([output async for output in stream])
-        finally:
-            self._engine.cancel(stream.request_id)
 
     async def _complete(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> Completion:
         stream = await self._submit(prompt, sampling, options)
-        try:
+        with self._cancel_after(stream):
             return _make_completion([output async for output in stream])
-        finally:
-            self._engine.cancel(stream.request_id)
 
     async def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> AsyncOutputStream:
-        request = self._make_request(sampling, options)
+        request = make_request(sampling, options)
         answer = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeText(prompt)))
         return self._engine.submit(_set_prompt(request, answer), AsyncOutputStream)

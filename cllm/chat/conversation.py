@@ -32,8 +32,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         continued = last["role"] == "assistant" and not last.get("tool_calls")
         return str(last.get("content") or "") if continued else ""
 
-    def for_template(self, tool_format: ToolFormat) -> Chat:
-        """The conversation as the chat template takes it."""
+    def for_template(self, tool_format: ToolFormat, *, constrained: bool = False) -> Chat:
+        """The conversation as the chat template takes it; a constrained answer has no reasoning."""
         messages = self.messages[:-1] if self.prefill else self.messages
         shown = self.tools if tool_format.template_takes_tools else ()
         return Chat(
@@ -42,7 +42,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
             options=self.options,
             opening=tool_format.forced_opening if self.forced else "",
             prefill=self.prefill,
-            think=self.think,
+            think=self.think and not constrained and not self.prefill,
         )
 
 

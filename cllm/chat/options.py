@@ -1,19 +1,25 @@
-"""Options of `LLM.chat` and `AsyncLLM.chat`: the fields of `/v1/chat/completions`, checked."""
+"""Options of `LLM` and `AsyncLLM`, checked; those of a chat are the fields of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
 import json
+import secrets
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import msgspec
 
 from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
 from cllm.errors import InvalidRequest
 from cllm.text.tool_formats import Tool
-from cllm.types import ConstraintKind, ConstraintSpec
+from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, Request, SamplingParams
 
 Kind = TypeVar("Kind")
+Messages = Sequence[Mapping[str, Any]]
+Sampling = SamplingParams | None
+DEFAULT_MAX_TOKENS = 256
+MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
 
 
@@ -38,6 +44,14 @@ class ChatOptions(GenerateOptions, total=False):
     chat_template_kwargs: Mapping[str, Any]  # variables of the chat template
     reasoning_effort: str | None
     reasoning_format: Literal["auto", "none"]  # none: reasoning stays in the text
+
+
+class WholeOptions(ChatOptions, total=False):
+    stream: Literal[False]
+
+
+class StreamOptions(ChatOptions):
+    stream: Literal[True]
 
 
 class _Part(msgspec.Struct):
@@ -75,15 +89,6 @@ class _Tool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class _Named(msgspec.Struct):
-    name: str
-
-
-class _ChosenTool(msgspec.Struct):
-    function: _Named
-    type: Literal["function"]
-
-
 class _Schema(msgspec.Struct):
     schema: dict[str, Any]
 
@@ -100,8 +105,46 @@ def _convert(value: object, kind: type[Kind], field: str) -> Kind:
         raise InvalidRequest(f"{field}: {error}", field) from None
 
 
-def parse_conversation(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> Conversation:
-    """The conversation of a call. Raises InvalidRequest."""
+def make_request(sampling: Sampling, options: GenerateOptions | ChatOptions, **more: Any) -> Request:
+    """A request without its prompt. Raises InvalidRequest."""
+    max_tokens, timeout = options.get("max_tokens", DEFAULT_MAX_TOKENS), options.get("timeout")
+    stop = tuple(options.get("stop", ()))
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1", "max_tokens")
+    if not all(stop):
+        raise InvalidRequest("stop: a stop string may not be empty", "stop")
+    if timeout is not None and not timeout > 0:
+        raise InvalidRequest(f"timeout is {timeout}: it must be above 0 seconds", "timeout")
+    return Request(
+        id=uuid.uuid4().hex,
+        prompt=(),
+        max_tokens=max_tokens,
+        sampling=sampling or SamplingParams(seed=secrets.randbelow(SEED_SPACE)),
+        stop=stop,
+        timeout_s=timeout,
+        **more,
+    )
+
+
+def make_chat(
+    messages: Messages, sampling: Sampling, given: dict[str, Any]
+) -> tuple[Conversation, Request, int]:
+    """The arguments of `open_chat`, from the `ChatOptions` that are given. Raises InvalidRequest."""
+    if unknown := given.keys() - ChatOptions.__annotations__.keys():
+        raise TypeError(f"chat() got an unexpected keyword argument {min(unknown)!r}")
+    options = cast(ChatOptions, given)
+    n, logprobs, top = options.get("n", 1), options.get("logprobs"), options.get("top_logprobs")
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(f"n is {n}: it must be 1 to {MAX_CHOICES}", "n")
+    if top is not None and not logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs=True", "top_logprobs")
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs is {top}: it must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
+    more = {"logprobs": max(1, top or 0) if logprobs else 0, "constraint": _parse_response_format(options)}
+    return _parse_conversation(messages, options), make_request(sampling, options, **more), n
+
+
+def _parse_conversation(messages: Messages, options: ChatOptions) -> Conversation:
     if not messages:
         raise InvalidRequest("messages: there are none", "messages")
     _convert(list(messages), list[_Message], "messages")
@@ -125,12 +168,11 @@ def _parse_choice(options: ChatOptions) -> ToolChoice:
     wanted: Any = options.get("tool_choice", "auto")
     if wanted in ("none", "auto", "required"):
         return ToolChoice(mode=wanted, parallel=options.get("parallel_tool_calls", True))
-    name = _convert(wanted, _ChosenTool, "tool_choice").function.name
+    name = _convert(wanted, _Tool, "tool_choice").function.name
     return ToolChoice(mode="required", names=(name,), parallel=False)
 
 
-def parse_response_format(options: ChatOptions) -> ConstraintSpec | None:
-    """The constraint that a response format sets. Raises InvalidRequest."""
+def _parse_response_format(options: ChatOptions) -> ConstraintSpec | None:
     if (given := options.get("response_format")) is None:
         return None
     wanted = _convert(given, _ResponseFormat, "response_format")
@@ -141,13 +183,3 @@ def parse_response_format(options: ChatOptions) -> ConstraintSpec | None:
         return None
     schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema
     return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
-
-
-def parse_logprobs(options: ChatOptions) -> int:
-    """How many most likely tokens the engine reports; 0: no log-probabilities. Raises InvalidRequest."""
-    top = options.get("top_logprobs")
-    if top is not None and not options.get("logprobs"):
-        raise InvalidRequest("top_logprobs needs logprobs=True", "top_logprobs")
-    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs is {top}: it must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
-    return max(1, top or 0) if options.get("logprobs") else 0

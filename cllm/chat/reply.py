@@ -47,6 +47,13 @@ class BlockKind(Enum):
     TOOL_CALL = "tool call"
 
 
+_KINDS: dict[type[OutputEvent], BlockKind] = {
+    ReasoningText: BlockKind.REASONING,
+    ContentText: BlockKind.TEXT,
+    ToolCallArguments: BlockKind.TOOL_CALL,
+}
+
+
 class Block(msgspec.Struct):
     """One block of a reply. Its text is reasoning, content, or the arguments of a call (JSON text)."""
 
@@ -145,16 +152,16 @@ class ReplyBuilder:
         return changes
 
     def _add_event(self, event: OutputEvent, logprobs: tuple[TokenLogprob, ...]) -> list[BlockEvent]:
-        match event:
-            case ReasoningText(text):
-                return [*self._switch_to(BlockKind.REASONING), self._append(text)]
-            case ContentText(text):
-                return [*self._switch_to(BlockKind.TEXT), self._append(text, logprobs)]
-            case ToolCallStart(_, name):
-                return [*self._end(), self._start(BlockKind.TOOL_CALL, name)]
-            case ToolCallArguments(_, text):
-                assert self._open is not None and self._open.kind is BlockKind.TOOL_CALL
-                return [self._append(text)]
+        if isinstance(event, ToolCallStart):
+            return [*self._end(), self._start(BlockKind.TOOL_CALL, event.name)]
+        kind = _KINDS[type(event)]
+        changes: list[BlockEvent] = []
+        if self._open is None or self._open.kind is not kind:
+            changes = [*self._end(), self._start(kind)]
+        block = self.blocks[-1]
+        block.pieces.append(event.text)
+        block.logprobs += logprobs
+        return [*changes, BlockDelta(block, event.text, logprobs)]
 
     def _finish(self, output: RequestOutput) -> list[BlockEvent]:
         self.finish_reason, self.stop, self.usage = output.finish_reason, output.stop, output.usage
@@ -166,22 +173,10 @@ class ReplyBuilder:
             self._open.logprobs += self._held
         return changes + self._end()
 
-    def _switch_to(self, kind: BlockKind) -> list[BlockEvent]:
-        """Open a block of this kind, unless the open one is."""
-        if self._open is not None and self._open.kind is kind:
-            return []
-        return [*self._end(), self._start(kind)]
-
     def _start(self, kind: BlockKind, name: str = "") -> BlockEvent:
         self._open = Block(len(self.blocks), kind, secrets.token_hex(12), name)
         self.blocks.append(self._open)
         return BlockStart(self._open)
-
-    def _append(self, text: str, logprobs: tuple[TokenLogprob, ...] = ()) -> BlockEvent:
-        assert self._open is not None
-        self._open.pieces.append(text)
-        self._open.logprobs += logprobs
-        return BlockDelta(self._open, text, logprobs)
 
     def _end(self) -> list[BlockEvent]:
         ended, self._open = self._open, None

@@ -27,7 +27,7 @@ ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its
 
 
 class ChatPlan(msgspec.Struct, frozen=True):
-    """How a conversation is opened: by which tool-call format, prompt task and request."""
+    """How a conversation is opened: tool-call format, prompt task and request."""
 
     conversation: Conversation
     tool_format: ToolFormat
@@ -38,42 +38,32 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
 def plan_chat(engine: EngineClient, conversation: Conversation, request: Request) -> ChatPlan:
     """Plan a chat. `request` gives everything but the prompt (and the grammar of forced calls)."""
+    engine.check_capacity()
     info, limits = loaded(engine)
     tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
     constraint, check = request.constraint, None
     if conversation.forced:
         if constraint is not None:
-            raise InvalidRequest(
-                "tool_choice requires a call and the answer has a required format: give only one",
-                "tool_choice",
-            )
+            message = "tool_choice requires a call and the answer has a required format: give only one"
+            raise InvalidRequest(message, "tool_choice")
         constraint = tool_format.make_call_grammar(conversation.tools, parallel=conversation.parallel)
         check = CheckConstraint(constraint)
     markers = tool_format.markers if conversation.tools and constraint is None else ()
     request = msgspec.structs.replace(request, constraint=constraint, markers=markers)
-    prompt = _prompt_task(
-        conversation, tool_format, constrained=constraint is not None, max_tokens=limits.request_tokens
-    )
+    chat = conversation.for_template(tool_format, constrained=constraint is not None)
+    prompt = TokenizeChat(chat, limits.request_tokens)
     return ChatPlan(conversation, tool_format, request, prompt, check)
-
-
-def _prompt_task(
-    conversation: Conversation, tool_format: ToolFormat, *, constrained: bool, max_tokens: int
-) -> TokenizeChat:
-    if constrained or conversation.prefill:  # neither may start inside reasoning
-        conversation = msgspec.structs.replace(conversation, think=False)
-    return TokenizeChat(conversation.for_template(tool_format), max_tokens)
 
 
 class ChatSession(Generic[StreamKind]):
     """A conversation with n choices on their way, each with an output parser of its own."""
 
     def __init__(
-        self, engine: EngineClient, plan: ChatPlan, prompt: Tokens, streams: list[StreamKind]
+        self, engine: EngineClient, plan: ChatPlan, prompt: Tokens, n: int, kind: type[StreamKind]
     ) -> None:
         self.engine = engine
         self.prompt_tokens = len(prompt.tokens)
-        self.streams = streams
+        self.streams = submit_all(engine, plan.request, [prompt.tokens], n, kind)
         self._plan = plan
         self._thinking = prompt.thinking
 
@@ -100,11 +90,6 @@ class ChatSession(Generic[StreamKind]):
         """All outputs of one finished choice with their events."""
         parser = self._make_parser()
         return [(_parse(parser, output), output) for output in outputs]
-
-    def cancel(self) -> None:
-        """End the choices that still run."""
-        for stream in self.streams:
-            self.engine.cancel(stream.request_id)
 
     def _make_parser(self) -> OutputParser:
         conversation, tool_format = self._plan.conversation, self._plan.tool_format
@@ -153,34 +138,28 @@ def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[i
 async def open_chat(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[AsyncOutputStream]:
-    """Submit n choices. Raises InvalidRequest for what the template or the grammar refuses, and the
-    errors of `EngineClient.submit`."""
-    engine.check_capacity()
+    """Submit n choices. Raises InvalidRequest (template, grammar), and what `EngineClient.submit` raises."""
     plan = plan_chat(engine, conversation, request)
     if plan.check is not None:
         await run_tokenizer(engine, plan.check, Text, GRAMMAR_LIMIT_S)
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
-    streams = submit_all(engine, plan.request, [prompt.tokens], n, AsyncOutputStream)
-    return ChatSession(engine, plan, prompt, streams)
+    return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
 
 
 def open_chat_blocking(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[BlockingOutputStream]:
     """`open_chat` for threads, without time limits on tokenizer tasks."""
-    engine.check_capacity()
     plan = plan_chat(engine, conversation, request)
     if plan.check is not None:
         engine.tokenizer.submit(plan.check).result()
     prompt = engine.tokenizer.submit(plan.prompt).result()
     assert isinstance(prompt, Tokens)
-    streams = submit_all(engine, plan.request, [prompt.tokens], n, BlockingOutputStream)
-    return ChatSession(engine, plan, prompt, streams)
+    return ChatSession(engine, plan, prompt, n, BlockingOutputStream)
 
 
 async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
     tool_format = get_tool_format(loaded(engine)[0].template_for(tools=bool(conversation.tools)))
-    constrained = constrained or conversation.forced
-    task = _prompt_task(conversation, tool_format, constrained=constrained, max_tokens=0)
-    return len((await run_tokenizer(engine, task, Tokens)).tokens)
+    chat = conversation.for_template(tool_format, constrained=constrained or conversation.forced)
+    return len((await run_tokenizer(engine, TokenizeChat(chat, 0), Tokens)).tokens)

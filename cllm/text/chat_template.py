@@ -31,7 +31,7 @@ from cllm.errors import ConfigError, InvalidRequest
 RENDER_LIMIT_S = 0.75  # CPU time; below the guard's limit, so that an error comes before the kill
 GUARD_LIMIT_S = 1.0
 MAX_ADDED = 1 << 20  # characters of output beyond those of the messages
-MAX_SOURCE = 1 << 20  # characters of the template itself
+MAX_SOURCE = 1 << 20  # characters of the template itself, bytes of its file
 MAX_ITEMS = 1 << 20  # of a list or text after multiplication
 MAX_BITS = 4096  # of a power
 
@@ -39,17 +39,7 @@ TICKS = 32  # blocks and operations between two reads of the clock
 
 Guard = Callable[[], AbstractContextManager[None]]
 # Filters that can make a large output of a small input and that no chat template needs.
-_REMOVED = (
-    "center",
-    "filesizeformat",
-    "pprint",
-    "random",
-    "striptags",
-    "urlencode",
-    "urlize",
-    "wordwrap",
-    "xmlattr",
-)
+_REMOVED = "center filesizeformat pprint random striptags urlencode urlize wordwrap xmlattr"
 
 
 class TemplateStopped(Exception):
@@ -89,14 +79,9 @@ class ChatTemplate:
             reason = f"failed on these messages ({type(error).__name__})"
         raise InvalidRequest(f"the model's chat template {reason}", field="messages")
 
-    def check(self) -> None:
-        """Compile the template. Raises TemplateSyntaxError or TemplateStopped."""
-        with self._guard():
-            _ = self._compiled
-
     @cached_property
     def _environment(self) -> _Environment:
-        return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=EXTENSIONS)
+        return _Environment(trim_blocks=True, lstrip_blocks=True, extensions=(LoopControls, GenerationTag))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -133,7 +118,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, **options)
-        for name in _REMOVED:
+        for name in _REMOVED.split():
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters["tojson"] = tojson
@@ -182,9 +167,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if left.bit_length() * right > MAX_BITS:
                 raise TemplateStopped(f"it computes numbers of more than {MAX_BITS} bits")
         elif operator == "%" and isinstance(left, str):
-            raise jinja2.TemplateError(
-                "the % operator on text is not supported in chat templates; use ~ or format"
-            )
+            raise jinja2.TemplateError("the % operator on text is not supported: use ~ or format")
         return super().call_binop(context, operator, left, right)
 
     def _check_length(self, length: int) -> None:
@@ -218,9 +201,6 @@ class GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-EXTENSIONS: tuple[type[Extension], ...] = (LoopControls, GenerationTag)
-
-
 def tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -236,41 +216,36 @@ def tojson(
     )
 
 
-MAX_BYTES = 1 << 20
-
-
 def read_template(given: str) -> str:
     """The source of a template, given as a path or as the text itself. Raises ConfigError.
 
     Read once: a file that changes or disappears later cannot fail the restart of a worker.
     """
-    if _is_template(given):
-        return _checked(given, "(inline)")
-    path = Path(given).expanduser()
+    name, source = "(inline)", given
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"chat template {path}: larger than the limit of {MAX_BYTES} bytes")
-        source = data.decode()
+        if not _is_template(given):
+            path = Path(given).expanduser()
+            name = str(path)
+            with path.open("rb") as file:
+                data = file.read(MAX_SOURCE + 1)
+            if len(data) > MAX_SOURCE:
+                raise ConfigError(f"chat template {name}: larger than the limit of {MAX_SOURCE} bytes")
+            source = data.decode()
+            if not _is_template(source):
+                raise ConfigError(f"chat template {name}: no Jinja in it: neither {{{{ nor {{%")
+        _ = ChatTemplate(source)._compiled
     except OSError as error:
-        raise ConfigError(f"chat template {path}: {error.strerror or error}") from None
+        reason = error.strerror or str(error)
     except UnicodeDecodeError:
-        raise ConfigError(f"chat template {path}: not UTF-8 text") from None
-    if not _is_template(source):
-        raise ConfigError(f"chat template {path}: no Jinja in it: neither {{{{ nor {{%")
-    return _checked(source, str(path))
+        reason = "not UTF-8 text"
+    except jinja2.TemplateSyntaxError as error:
+        reason = f"line {error.lineno}: {error.message}"
+    except TemplateStopped as error:
+        reason = str(error)
+    else:
+        return source
+    raise ConfigError(f"chat template {name}: {reason}")
 
 
 def _is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
-
-
-def _checked(source: str, name: str) -> str:
-    try:
-        ChatTemplate(source).check()
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"chat template {name}: line {error.lineno}: {error.message}") from None
-    except TemplateStopped as error:
-        raise ConfigError(f"chat template {name}: {error}") from None
-    return source

@@ -30,20 +30,12 @@ class IncrementalDetokenizer:
         if self.stopped_by is not None or not text:
             return ""
         self._held += text
-        found = min(
-            (
-                (index + len(stop), index, stop)
-                for stop in self._stop
-                if (index := self._held.find(stop)) >= 0
-            ),
-            default=None,
-        )
-        if found is not None:
-            _, begin, self.stopped_by = found
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            _, begin, self.stopped_by = min(found)
             certain, self._held = self._held[:begin], ""
             return certain
-        keep = self._possible_stop_length()
-        cut = len(self._held) - keep
+        cut = len(self._held) - count_possible(self._held, self._stop)
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain
 
@@ -55,12 +47,10 @@ class IncrementalDetokenizer:
         held, self._held = self._held, ""
         return held
 
-    def _possible_stop_length(self) -> int:
-        """Length of the longest suffix of the held text that is a proper prefix of a stop string."""
-        held = self._held
-        longest = max(len(stop) for stop in self._stop) - 1
-        for length in range(min(longest, len(held)), 0, -1):
-            tail = held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
+
+def count_possible(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of a mark, so may become one."""
+    for length in range(min(max(map(len, marks)) - 1, len(text)), 0, -1):
+        if any(len(mark) > length and mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0

@@ -9,7 +9,8 @@ from enum import Enum
 
 import msgspec
 
-from cllm.text.tool_formats.base import ToolFormat
+from cllm.text.detokenizer import count_possible
+from cllm.text.tool_formats import ToolFormat
 
 THINK_START, THINK_END = "<think>", "</think>"
 
@@ -145,11 +146,6 @@ class OutputParser:
 
     def _read_content(self, events: list[OutputEvent], final: bool) -> None:
         opening = self._tool_format.opening if self._tool_format is not None else ""
-        if not opening:
-            text, self._buffer = self._buffer, ""
-            if text:
-                events.append(ContentText(text))
-            return
         certain, mark = self._take_until(opening, final)
         if certain:
             events.append(ContentText(certain))
@@ -208,14 +204,15 @@ class OutputParser:
     def _take_until(self, mark: str, final: bool) -> tuple[str, str]:
         """Take the text that certainly precedes the mark; then, if it is there, blanks and mark.
 
-        Blanks before a mark are dropped, so they are held back until other text follows.
+        Blanks before a mark are dropped, so they are held back until other text follows. Without a mark
+        all text is certain.
         """
-        text, found, rest = self._buffer.partition(mark)
+        text, found, rest = self._buffer.partition(mark) if mark else (self._buffer, "", "")
         certain = text
         if found:
             certain = text.rstrip()
-        elif not final:
-            certain = text[: len(text) - len(_held_back(text, mark))].rstrip()
+        elif mark and not final:
+            certain = text[: len(text) - count_possible(text, [mark])].rstrip()
         self._buffer = rest if found else text[len(certain) :]
         return certain, text[len(certain) :] + mark if found else ""
 
@@ -224,14 +221,6 @@ class OutputParser:
         if self._opening:
             self._opening += self._buffer[:count]
         self._buffer = self._buffer[count:]
-
-
-def _held_back(text: str, mark: str) -> str:
-    """The longest suffix of `text` that is a prefix of `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-length:]):
-            return text[-length:]
-    return ""
 
 
 NAME_KEYS = ("name", "function")
@@ -267,9 +256,7 @@ class ToolCallParser:
         self._wants = _Wants.OBJECT if name is None else _Wants.VALUE
         self._key = "" if name is None else ARGUMENT_KEYS[0]
         self.foreign = False  # it has a key that no tool call has
-        self._part: list[
-            str
-        ] = []  # the key or value being read; a list, because appending to a str copies it
+        self._part: list[str] = []  # the key or value being read; appending to a str would copy it
         self._nesting = 0  # inside the value
         self._in_string = False
         self._escaped = False
@@ -277,14 +264,14 @@ class ToolCallParser:
 
     def feed(self, text: str) -> str:
         """Read text; returns what follows the object's end, or the text from where it is malformed."""
+        end = len(text)
         for index, character in enumerate(text):
             self._read(character)
-            if self.failed:
-                return text[index:]
-            self._raw.append(character)
-            if self.done:
-                return text[index + 1 :]
-        return ""
+            if self.done or self.failed:
+                end = index + self.done
+                break
+        self._raw.append(text[:end])
+        return text[end:]
 
     @property
     def raw(self) -> str:

@@ -155,9 +155,9 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
     """
     marks = vocabulary.infill
     if marks is None:
+        field = "suffix" if gap.snippets is None else "input_suffix"
         raise InvalidRequest(
-            "this model has no fill-in-the-middle tokens: send a plain prompt, without a suffix",
-            field="suffix" if gap.snippets is None else "input_suffix",
+            "this model has no fill-in-the-middle tokens: send a prompt without suffix", field
         )
 
     def plain(text: str) -> list[int]:
@@ -166,7 +166,7 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
     prompt = vocabulary.tokenize(gap.prompt, add_special=False, parse_special=True)
     prefix = plain(gap.prefix) if isinstance(gap.prefix, str) else list(gap.prefix)
     suffix = plain(gap.suffix)
-    around = _project(vocabulary, marks, gap.snippets) if gap.snippets is not None else []
+    around = [] if gap.snippets is None else _project(plain, marks, gap.snippets)
     if max_tokens:
         left = max(0, max_tokens - len(prompt) - 3 - (marks.begin is not None))
         kept = max(min(len(suffix), left // 4), left - len(prefix))  # tokens of the suffix
@@ -177,12 +177,10 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
     return [*begin, *around, marks.prefix, *prefix, *prompt, marks.suffix, *suffix, marks.middle]
 
 
-def _project(vocabulary: Vocabulary, marks: InfillTokens, snippets: Sequence[Snippet]) -> list[int]:
+def _project(
+    plain: Callable[[str], list[int]], marks: InfillTokens, snippets: Sequence[Snippet]
+) -> list[int]:
     """The other files, then the name of this one, as models with such tokens were trained."""
-
-    def plain(text: str) -> list[int]:
-        return vocabulary.tokenize(text, add_special=False, parse_special=False)
-
     tokens: list[int] = []
     if marks.repository is not None:
         tokens += [marks.repository, *plain(PROJECT)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -21,6 +21,7 @@ from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 MAX_SOURCE = 256 << 10  # characters
 MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
 MAX_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
+CACHE_SIZE = 64  # compiled grammars
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
@@ -73,53 +74,28 @@ class Constraint:
             raise InvalidRequest(_EXHAUSTED if "NoExtension" in reason else f"the grammar failed: {reason}")
 
 
-class BitmaskBuilder:
-    """Builds the bitmasks of all sequences of a step in one native call."""
-
-    def __init__(self, vocabulary_size: int) -> None:
-        self._size = vocabulary_size
-        self._executor = LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
-
-    def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """For each constraint the result of `Constraint.mask`, or the error that it would raise."""
-        words = allocate_token_bitmask(len(constraints), self._size)
-        matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
-        fill_next_token_bitmask_par(self._executor, matchers, words)
-        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
-        found: list[TokenMask | InvalidRequest] = []
-        for constraint, line in zip(constraints, bits, strict=True):
-            try:
-                found.append(constraint._checked(line[: self._size]))
-            except InvalidRequest as error:
-                found.append(error)
-        return found
-
-
 class GrammarCompiler:
     """Grammar compiler for one vocabulary, with a cache of compiled grammars."""
-
-    CACHE_SIZE = 64
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._size = vocabulary.size
         wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
         self._tokenizer = LLTokenizer(wrapper, eos_token=sorted(vocabulary.ends))
-        self._compiled: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
+        self._cached = lru_cache(CACHE_SIZE)(self._compile)
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
         """A new constraint. Raises InvalidRequest for a grammar that is invalid or too complex."""
-        matcher = self._compiled.get(spec)
-        if matcher is None:
-            matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=_LIMITS)
-            if matcher.is_error():
-                field = spec.kind.field
-                raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field=field)
-            _check_satisfiable(matcher, spec.kind.field)
-            self._compiled[spec] = matcher
-            if len(self._compiled) > self.CACHE_SIZE:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(spec)
-        return Constraint(matcher.deep_copy(), self._size)
+        return Constraint(self._cached(spec).deep_copy(), self._size)
+
+    def _compile(self, spec: ConstraintSpec) -> LLMatcher:
+        field = spec.kind.field
+        matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field)
+        copy = matcher.deep_copy()
+        if not any(copy.compute_bitmask()) or copy.is_error():  # for example with circular references
+            raise InvalidRequest(f"{field}: no text matches it", field)
+        return matcher
 
 
 def to_llguidance(spec: ConstraintSpec) -> str:
@@ -147,8 +123,6 @@ def to_llguidance(spec: ConstraintSpec) -> str:
             case ConstraintKind.GRAMMAR:
                 lark = spec.source if is_lark_syntax(spec.source) else gbnf_to_lark(spec.source)
                 return LLMatcher.grammar_from_lark(lark)
-    except InvalidRequest:
-        raise
     except Exception as error:  # the converters raise any type
         raise InvalidRequest(f"{field}: {_first_line(str(error)) or type(error).__name__}", field) from None
 
@@ -159,14 +133,8 @@ def _literal(text: str) -> str:
 
 
 def _depth(source: str) -> int:
-    depth = deepest = 0
-    for character in source:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    return deepest
+    changes = ((character in "([{") - (character in ")]}") for character in source)
+    return max(accumulate(changes, initial=0))
 
 
 def _rules(spec: ConstraintSpec) -> int:
@@ -177,13 +145,6 @@ def _rules(spec: ConstraintSpec) -> int:
         bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
         return bare.count("::=") + bare.replace("::=", "").count(":")
     return 0
-
-
-def _check_satisfiable(matcher: LLMatcher, field: str) -> None:
-    """Raises InvalidRequest when no text matches, for example with circular references."""
-    copy = matcher.deep_copy()
-    if not any(copy.compute_bitmask()) or copy.is_error():
-        raise InvalidRequest(f"{field}: no text matches it", field)
 
 
 def _first_line(text: str) -> str:
@@ -212,7 +173,7 @@ class _Tokenizer:
 
 
 class GrammarCompilerThread:
-    """Grammar compiler thread. Its only native access is to the vocabulary, read-only."""
+    """Grammar compiler in a thread, and bitmasks. Its only native access is to the vocabulary, read-only."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -226,12 +187,25 @@ class GrammarCompilerThread:
         return GrammarCompiler(self._vocabulary)  # takes half a second, so made on first use
 
     @cached_property
-    def _masks(self) -> BitmaskBuilder:
-        return BitmaskBuilder(self._vocabulary.size)
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """For each constraint its bitmask, or the error. Called on the owner thread, once a step."""
-        return self._masks.masks(constraints) if constraints else []
+        """`mask()` of each constraint, or the error it raises, in one native call. On the owner thread."""
+        if not constraints:
+            return []
+        size = self._vocabulary.size
+        words = allocate_token_bitmask(len(constraints), size)
+        matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
+        fill_next_token_bitmask_par(self._executor, matchers, words)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        found: list[TokenMask | InvalidRequest] = []
+        for constraint, line in zip(constraints, bits, strict=True):
+            try:
+                found.append(constraint._checked(line[:size]))
+            except InvalidRequest as error:
+                found.append(error)
+        return found
 
     def submit(self, spec: ConstraintSpec) -> Future[Constraint]:
         """Compile in the thread; the future fails with InvalidRequest."""

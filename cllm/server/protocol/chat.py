@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,41 +11,45 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, ToolDescription
-from cllm.server.protocol.completions import (
-    CompletionUsage,
-    Name,
-    OpenAIBody,
-    PromptTokensDetails,
-    decode_piece,
-)
+from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, ToolDescription, kinds
+from cllm.server.protocol.completions import CompletionUsage, Name, OpenAIBody, PromptTokensDetails
 from cllm.text.tool_formats import Tool
 from cllm.types import FinishReason, TokenLogprob
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+# What the bodies of the three chat APIs share: types of fields, descriptions, examples.
+QUESTION = "What is AI?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+REASONING = "The user wants to know what AI is."
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", examples=["get_weather"])]
+ToolMode = Literal["none", "auto", "required"]
+Effort = Annotated[
+    Annotated[str, Field(max_length=32)] | None,
+    Field(description="A variable for the chat template; `none` switches reasoning off", examples=["low"]),
+]
+TemplateOptions = Annotated[
+    Annotated[JsonObject, Field(max_length=32)] | None,
+    Field(description="Variables for the chat template", examples=[{"enable_thinking": False}]),
+]
 
 
 class TextPart(Body):
-    """A part of a message."""
-
     type: Literal["text"] = Field(description="Always `text`: the model accepts text only")
-    text: Text = Field(description="The text of this part", examples=["What is AI?"])
+    text: Text = Field(description="The text of this part", examples=[QUESTION])
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise ValueError(f"content type {kind[:32]!r} is not supported: {UNSUPPORTED_MEDIA}")
-        return value
+
+TextParts = Annotated[
+    list[Annotated[TextPart, kinds("text", why={"": UNSUPPORTED_MEDIA})]], Field(max_length=MAX_MESSAGES)
+]
 
 
 class CalledFunction(Body):
-    """The function of a tool call, with its arguments."""
-
-    name: FunctionName = Field(description="The tool that was called", examples=["get_weather"])
+    name: FunctionName = Field(description="The tool that was called")
     arguments: Text = Field("{}", description="Its arguments as JSON text")
 
 
@@ -54,20 +58,17 @@ class ToolCallBody(Body):
 
     id: Name = Field(description="The id from the response", examples=["call_1"])
     type: Literal["function"] = Field("function", description="Always `function`")
-    function: CalledFunction = Field(
-        description="The tool and its arguments",
-        examples=[{"name": "get_weather", "arguments": '{"city": "Bern"}'}],
-    )
+    function: CalledFunction = Field(description="The tool and its arguments", examples=[{"name": "now"}])
 
 
 class MessageBody(Body):
     """One message, text only."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The author")
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = Field(
+    content: Text | TextParts | None = Field(
         None,
         description="Text, or parts of text; the text of control tokens stays plain text",
-        examples=["What is AI?", [{"type": "text", "text": "What is AI?"}]],
+        examples=[QUESTION, [{"type": "text", "text": QUESTION}]],
     )
     name: Name | None = Field(None, description="Of the author, for templates that use it", examples=["Ann"])
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -75,47 +76,33 @@ class MessageBody(Body):
         description="Tool calls of an assistant message",
         examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
     )
-    tool_call_id: Name | None = Field(
-        None, description="The call that a `tool` message answers", examples=["call_1"]
-    )
+    tool_call_id: Name | None = Field(None, description="The call that this answers", examples=["call_1"])
     reasoning_content: Text | None = Field(
-        None,
-        description="Reasoning of an assistant message, for templates that repeat it",
-        examples=["The user wants to know what AI is."],
+        None, description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]
     )
 
 
 class FunctionBody(Body):
     """A function the model may call."""
 
-    name: FunctionName = Field(
-        description="Letters, digits, `_`, `-` and `.`, at most 64", examples=["get_weather"]
-    )
+    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 64")
     description: ToolDescription = None
     parameters: JsonObject | None = Field(
-        None,
-        description="JSON schema of its arguments; left out: it takes none",
-        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
+        None, description="JSON schema of its arguments; left out: it takes none", examples=[PARAMETERS]
     )
-    strict: bool | None = Field(
-        None, description="Ignored: forced calls always match the schema", examples=[True]
-    )
+    strict: bool | None = Field(None, description="Ignored: forced calls always match", examples=[True])
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.parameters or {})
 
 
 class ToolBody(Body):
-    """A tool: a function."""
-
     type: Literal["function"] = Field(description="Always `function`")
     function: FunctionBody = Field(description="The function", examples=[{"name": "now"}])
 
 
 class ChosenFunction(Body):
-    """The name of a tool."""
-
-    name: FunctionName = Field(description="One of the tools", examples=["get_weather"])
+    name: FunctionName = Field(description="One of the tools")
 
 
 class ChosenTool(Body):
@@ -132,33 +119,22 @@ class ConversationBody(Body):
         min_length=1,
         max_length=MAX_MESSAGES,
         description="The conversation; an assistant message at its end is continued",
-        examples=[[{"role": "user", "content": "What is AI?"}]],
+        examples=[MESSAGES],
     )
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = Field(
         None,
         description="Functions the model may call",
         examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
     )
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool = Field(
-        "auto",
-        description="Whether a tool may or must be called, or which; forced calls always match their schema",
-    )
+    tool_choice: ToolMode | ChosenTool = Field("auto", description=TOOL_CHOICE)
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
-    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
-        None, description="Variables for the chat template", examples=[{"enable_thinking": False}]
-    )
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None,
-        description="A variable for the chat template; `none` also switches `enable_thinking` off",
-        examples=["none", "low"],
-    )
+    chat_template_kwargs: TemplateOptions = None
+    reasoning_effort: Effort = None
     reasoning_format: Literal["auto", "none"] = Field(
         "auto", description="`auto`: reasoning goes to `reasoning_content`; `none`: it stays in the text"
     )
 
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
-    )
+    model_config = ConfigDict(json_schema_extra={"example": {"messages": MESSAGES}})
 
     @model_validator(mode="after")
     def _check_tools(self) -> ConversationBody:
@@ -197,11 +173,7 @@ class ChatBody(ConversationBody, OpenAIBody):
         None, ge=0, le=20, description="And of this many most likely tokens; needs `logprobs`", examples=[2]
     )
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"messages": [{"role": "user", "content": "What is AI?"}], "max_tokens": 64}
-        }
-    )
+    model_config = ConfigDict(json_schema_extra={"example": {"messages": MESSAGES, "max_tokens": 64}})
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatBody:
@@ -239,7 +211,7 @@ def make_logprobs(entries: Sequence[TokenLogprob], top: int) -> list[ChatTokenLo
     """One entry a token, each with the `top` most likely ones."""
 
     def fields(piece: bytes, logprob: float) -> tuple[str, float, list[int]]:
-        return decode_piece(piece), logprob, list(piece)
+        return piece.decode(errors="replace"), logprob, list(piece)
 
     return [
         ChatTokenLogprob(
@@ -291,10 +263,8 @@ class ReplyMessage(msgspec.Struct):
         )
 
 
-def get_finish_reason(reason: FinishReason | None, *, called: bool) -> str | None:
+def get_finish_reason(reason: FinishReason, *, called: bool) -> str:
     """`tool_calls` where the answer stopped after a call."""
-    if reason is None:
-        return None
     return "tool_calls" if called and reason is FinishReason.STOP else reason.value
 
 
@@ -316,8 +286,6 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: CompletionUsage
-
-    EXAMPLE: ClassVar[ChatCompletion]
 
 
 class ChunkDelta(msgspec.Struct, omit_defaults=True):
@@ -348,16 +316,14 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     usage: CompletionUsage | UnsetType = UNSET
     choices: list[ChunkChoice] = []  # last: a stream encodes what precedes it once
 
-    EXAMPLE: ClassVar[tuple[ChatCompletionChunk, ...]]
-
 
 _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}
-ChatCompletion.EXAMPLE = ChatCompletion(
+EXAMPLE = ChatCompletion(
     **_HEAD,
     choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
 )
-ChatCompletionChunk.EXAMPLE = (
+EXAMPLE_CHUNKS = (
     ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(role="assistant", content="AI"))]),
     ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(), finish_reason="stop")]),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from cllm.chat.conversation import MESSAGE_JOINT, Conversation, MessageBuilder, ToolChoice
 from cllm.errors import InvalidRequest
 from cllm.server.blocks import StreamEvent
+from cllm.server.protocol import chat
 from cllm.server.protocol.base import (
     UNSUPPORTED_MEDIA,
     Body,
@@ -23,17 +24,97 @@ from cllm.server.protocol.base import (
     ToolDescription,
     kinds,
 )
+from cllm.server.protocol.completions import Name
 from cllm.text.tool_formats import Tool
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
+MAX_BLOCKS = 4096
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
+_MEDIA = {"image": UNSUPPORTED_MEDIA, "document": UNSUPPORTED_MEDIA}
+_NO_SERVER_TOOLS = {"": "this server executes no tools, it only returns calls of the client's tools"}
+
+
+class TextBlock(Body):
+    """`cache_control` and `citations` are ignored: prefixes are always cached."""
+
+    type: Literal["text"] = Field(description="Always `text`")
+    text: Text = Field(description="The text; control tokens in it stay plain text", examples=[chat.QUESTION])
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        builder.add_text(role, self.text)
+
+
+Texts = Annotated[list[Annotated[TextBlock, kinds("text", why=_MEDIA)]], Field(max_length=MAX_BLOCKS)]
+
+
+def join_text(content: str | list[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return MESSAGE_JOINT.join(block.text for block in content)
+
+
+class ToolUseBlock(Body):
+    """An earlier tool call of the assistant."""
+
+    type: Literal["tool_use"] = Field(description="Always `tool_use`")
+    id: Name = Field(description="The id from the response", examples=["toolu_1"])
+    name: ToolName = Field(description="The tool that was called")
+    input: JsonObject = Field(default={}, description="Its arguments", examples=[{"city": "Bern"}])
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        builder.add_tool_call(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
+
+
+class ToolResultBlock(Body):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"] = Field(description="Always `tool_result`")
+    tool_use_id: Name = Field(description="The call that this answers", examples=["toolu_1"])
+    content: Text | Texts | None = Field(
+        None, description="Text, or blocks of text", examples=["Rain", [{"type": "text", "text": "Rain"}]]
+    )
+    is_error: bool = Field(False, description="The call failed: `Error: ` is put before the content")
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        text = join_text(self.content)
+        builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
+
+
+class ThinkingBlock(Body):
+    """Earlier reasoning of the assistant, for templates that repeat it."""
+
+    type: Literal["thinking"] = Field(description="Always `thinking`")
+    thinking: Text = Field(description="The reasoning", examples=[chat.REASONING])
+    signature: Text = Field("", description="Ignored: reasoning is not signed here", examples=[""])
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        if self.thinking:
+            builder.add_reasoning(self.thinking)
+
+
+class RedactedThinkingBlock(Body):
+    type: Literal["redacted_thinking"] = Field(description="Ignored: its content is encrypted")
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        """Nothing to add."""
+
+
+UserBlock = Annotated[
+    TextBlock | ToolResultBlock, Field(discriminator="type"), kinds("text", "tool_result", why=_MEDIA)
+]
+AssistantBlock = Annotated[
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
+    kinds("text", "tool_use", "thinking", "redacted_thinking", why=_MEDIA),
+]
 
 
 class UserMessage(Body):
     role: Literal["user"] = Field(description="The author")
     content: Text | Annotated[list[UserBlock], Field(max_length=MAX_BLOCKS)] = Field(
         description="Text, or blocks: text and tool results",
-        examples=["What is AI?", [{"type": "text", "text": "What is AI?"}]],
+        examples=[chat.QUESTION, [{"type": "text", "text": chat.QUESTION}]],
     )
 
 
@@ -57,26 +138,16 @@ class ClientTool(Body):
     """`cache_control` is ignored."""
 
     type: Literal["custom"] = Field("custom", description="May be left out; server tools are refused")
-    name: ToolName = Field(
-        description="Letters, digits, `_`, `-` and `.`, at most 128", examples=["get_weather"]
-    )
+    name: ToolName = Field(description="Letters, digits, `_`, `-` and `.`, at most 128")
     description: ToolDescription = None
-    input_schema: JsonObject = Field(
-        description="JSON schema of its arguments",
-        examples=[{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}],
-    )
+    input_schema: JsonObject = Field(description="JSON schema of its arguments", examples=[chat.PARAMETERS])
 
     def tool(self) -> Tool:
         return Tool(self.name, self.description or "", self.input_schema)
 
 
-_NO_SERVER_TOOLS = {"": "this server executes no tools, it only returns calls of the client's tools"}
-
-
 class ToolChoiceBody(Body):
-    type: Literal["auto", "any", "tool", "none"] = Field(
-        description="Whether a tool may (`auto`), must (`any`, `tool`) or must not (`none`) be called"
-    )
+    type: Literal["auto", "any", "tool", "none"] = Field(description="`any`, `tool`: one must be called")
     name: ToolName | None = Field(None, description="With `tool`: its name", examples=["get_weather"])
     disable_parallel_tool_use: bool = Field(False, description="At most one call in an answer")
 
@@ -88,38 +159,29 @@ class ToolChoiceBody(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"] = Field(
-        description="The template's `enable_thinking`; left out: as the template has it"
-    )
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="The template's `enable_thinking`")
     budget_tokens: int | None = Field(
-        None, ge=1, description="Not enforced: reasoning counts towards `max_tokens`", examples=[1024]
+        None, ge=1, description="Not enforced: see `max_tokens`", examples=[1024]
     )
 
 
 class Metadata(Body):
-    user_id: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="Ignored", examples=["ann"]
-    )
+    user_id: str | None = Field(None, max_length=1024, description="Ignored", examples=["ann"])
 
 
 class JsonFormat(Body):
     type: Literal["json_schema"] = Field(description="Always `json_schema`")
-    schema_: JsonObject = Field(
-        alias="schema",
-        description="The schema that the answer matches",
-        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
-    )
+    schema_: JsonObject = Field(alias="schema", description="Of the answer", examples=[chat.SCHEMA])
 
 
 class OutputConfig(Body):
-    effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None, description="A variable for the chat template: `reasoning_effort`", examples=["low"]
-    )
+    effort: chat.Effort = Field(None, description="A variable for the chat template: `reasoning_effort`")
     format: JsonFormat | None = Field(
-        None,
-        description="A schema for the answer",
-        examples=[{"type": "json_schema", "schema": {"type": "object"}}],
+        None, description="A schema for the answer", examples=[{"type": "json_schema", "schema": {}}]
     )
+
+
+Tools = list[Annotated[ClientTool, kinds("custom", default="custom", why=_NO_SERVER_TOOLS)]]
 
 
 class CountBody(NullableBody, ConstrainedBody):
@@ -127,50 +189,32 @@ class CountBody(NullableBody, ConstrainedBody):
 
     form = "output_config.format"
 
-    model: Identifier | None = Field(
-        None, description="Any plain name is served by the loaded model", examples=["any"]
+    model: Name | None = Field(
+        None, description="Any plain name; the loaded model serves it", examples=["any"]
     )
     messages: list[Message] = Field(
         min_length=1,
         max_length=MAX_MESSAGES,
         description="The conversation; an assistant message at its end is continued",
-        examples=[[{"role": "user", "content": "What is AI?"}]],
+        examples=[chat.MESSAGES],
     )
-    system: Text | Texts | None = Field(
-        None, description="Instructions: text, or blocks of text", examples=["Be brief."]
-    )
-    tools: (
-        Annotated[
-            list[Annotated[ClientTool, kinds("custom", default="custom", why=_NO_SERVER_TOOLS)]],
-            Field(max_length=MAX_TOOLS),
-        ]
-        | None
-    ) = Field(
-        None,
-        description="Tools the model may call",
-        examples=[[{"name": "now", "input_schema": {"type": "object"}}]],
+    system: Text | Texts | None = Field(None, description="Instructions", examples=["Be brief."])
+    tools: Annotated[Tools, Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Tools the model may call", examples=[[{"name": "now", "input_schema": {}}]]
     )
     tool_choice: ToolChoiceBody | None = Field(
-        None,
-        description="Whether a tool may or must be called, or which; forced calls always match their schema",
-        examples=[{"type": "auto"}],
+        None, description=chat.TOOL_CHOICE, examples=[{"type": "auto"}]
     )
     thinking: Thinking | None = Field(
-        None, description="Whether the model reasons before it answers", examples=[{"type": "disabled"}]
+        None, description="Reasoning, on or off", examples=[{"type": "disabled"}]
     )
     output_config: OutputConfig | None = Field(
-        None, description="A schema for the answer; effort", examples=[{"effort": "low"}]
+        None, description="Schema, effort", examples=[{"effort": "low"}]
     )
     temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
-    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
-        None,
-        description="Variables for the chat template. Not in Anthropic's",
-        examples=[{"enable_thinking": False}],
-    )
+    chat_template_kwargs: chat.TemplateOptions = None
 
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"messages": [{"role": "user", "content": "What is AI?"}]}}
-    )
+    model_config = ConfigDict(json_schema_extra={"example": {"messages": chat.MESSAGES}})
 
     @model_validator(mode="after")
     def _check_tools(self) -> CountBody:
@@ -236,101 +280,7 @@ class MessagesBody(CountBody):
     stream: bool = Field(False, description="Answer as server-sent events")
     metadata: Metadata | None = Field(None, description="Ignored", examples=[{"user_id": "ann"}])
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"max_tokens": 64, "messages": [{"role": "user", "content": "What is AI?"}]}
-        }
-    )
-
-
-MAX_BLOCKS = 4096
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-Identifier = Annotated[str, Field(max_length=256)]
-_MEDIA = {"image": UNSUPPORTED_MEDIA, "document": UNSUPPORTED_MEDIA}
-
-
-class TextBlock(Body):
-    """`cache_control` and `citations` are ignored: prefixes are always cached."""
-
-    type: Literal["text"] = Field(description="Always `text`")
-    text: Text = Field(
-        description="The text; the text of control tokens stays plain text", examples=["What is AI?"]
-    )
-
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
-        builder.add_text(role, self.text)
-
-
-Texts = Annotated[
-    list[Annotated[TextBlock, kinds("text", why=_MEDIA)]],
-    Field(max_length=MAX_BLOCKS),
-]
-
-
-def join_text(content: str | list[TextBlock] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return MESSAGE_JOINT.join(block.text for block in content)
-
-
-class ToolUseBlock(Body):
-    """An earlier tool call of the assistant."""
-
-    type: Literal["tool_use"] = Field(description="Always `tool_use`")
-    id: Identifier = Field(description="The id from the response", examples=["toolu_1"])
-    name: ToolName = Field(description="The tool that was called", examples=["get_weather"])
-    input: JsonObject = Field(default={}, description="Its arguments", examples=[{"city": "Bern"}])
-
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
-        builder.add_tool_call(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
-
-
-class ToolResultBlock(Body):
-    """The result of a tool call."""
-
-    type: Literal["tool_result"] = Field(description="Always `tool_result`")
-    tool_use_id: Identifier = Field(description="The call that this answers", examples=["toolu_1"])
-    content: Text | Texts | None = Field(
-        None,
-        description="Text, or blocks of text",
-        examples=["12 degrees, rain", [{"type": "text", "text": "12 degrees, rain"}]],
-    )
-    is_error: bool = Field(False, description="The call failed: `Error: ` is put before the content")
-
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
-        text = join_text(self.content)
-        builder.add_tool_result(self.tool_use_id, f"Error: {text}" if self.is_error else text)
-
-
-class ThinkingBlock(Body):
-    """Earlier reasoning of the assistant, for templates that repeat it."""
-
-    type: Literal["thinking"] = Field(description="Always `thinking`")
-    thinking: Text = Field(description="The reasoning", examples=["The user wants to know what AI is."])
-    signature: Text = Field("", description="Ignored: reasoning is not signed here", examples=[""])
-
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
-        if self.thinking:
-            builder.add_reasoning(self.thinking)
-
-
-class RedactedThinkingBlock(Body):
-    type: Literal["redacted_thinking"] = Field(description="Ignored: its content is encrypted")
-
-    def add_to(self, builder: MessageBuilder, role: str) -> None:
-        """Nothing to add."""
-
-
-UserBlock = Annotated[
-    TextBlock | ToolResultBlock,
-    Field(discriminator="type"),
-    kinds("text", "tool_result", why=_MEDIA),
-]
-AssistantBlock = Annotated[
-    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock,
-    Field(discriminator="type"),
-    kinds("text", "tool_use", "thinking", "redacted_thinking", why=_MEDIA),
-]
+    model_config = ConfigDict(json_schema_extra={"example": {"max_tokens": 64, "messages": chat.MESSAGES}})
 
 
 class TextContent(msgspec.Struct, tag_field="type", tag="text"):
@@ -376,8 +326,6 @@ class MessageEnding(msgspec.Struct):
 class MessageResponse(MessageEnding, kw_only=True):
     """The response of `/v1/messages`."""
 
-    EXAMPLE: ClassVar[MessageResponse]
-
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
@@ -386,7 +334,7 @@ class MessageResponse(MessageEnding, kw_only=True):
     usage: MessageUsage
 
 
-MessageResponse.EXAMPLE = MessageResponse(
+EXAMPLE = MessageResponse(
     id="msg_8f0c2d7e",
     model="SmolLM2-135M-Instruct",
     content=[TextContent("AI is …")],

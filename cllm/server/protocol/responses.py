@@ -1,19 +1,28 @@
-"""Request of `/v1/responses`."""
+"""Request and response of `/v1/responses`, and the events of its stream."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from cllm.chat.conversation import Conversation, MessageBuilder, ToolChoice, make_template_options
 from cllm.errors import InvalidRequest
+from cllm.server.blocks import StreamEvent
+from cllm.server.protocol import chat
 from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, kinds
-from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, FunctionBody, FunctionName
+from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatTokenLogprob, FunctionBody, FunctionName
 from cllm.server.protocol.completions import Name, OpenAIFields
 
 LOGPROBS = "message.output_text.logprobs"
-_FUNCTIONS_ONLY = {"": "this server executes no tools, it only returns calls of type 'function'"}
+_ONLY = {"": "this server executes no tools, it only returns calls of type 'function'"}
+_FUNCTION = kinds("function", why=_ONLY)
+_NO_STORE = {
+    "item_reference": "nothing is stored, so there is nothing to refer to: send the items themselves"
+}
+_MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), UNSUPPORTED_MEDIA)
 
 
 class FunctionTool(FunctionBody):
@@ -22,36 +31,30 @@ class FunctionTool(FunctionBody):
 
 class NamedFunction(Body):
     type: Literal["function"] = Field(description="This one must be called")
-    name: FunctionName = Field(description="One of the tools", examples=["get_weather"])
+    name: FunctionName = Field(description="One of the tools")
 
 
 class AllowedTools(Body):
     type: Literal["allowed_tools"] = Field(description="Only these may be called")
     mode: Literal["auto", "required"] = Field(description="Whether one must be called")
-    tools: Annotated[
-        list[Annotated[NamedFunction, kinds("function", why=_FUNCTIONS_ONLY)]],
-        Field(min_length=1, max_length=MAX_TOOLS),
-    ] = Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
+    tools: Annotated[list[Annotated[NamedFunction, _FUNCTION]], Field(min_length=1, max_length=MAX_TOOLS)] = (
+        Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
+    )
 
 
 Chosen = Annotated[
     NamedFunction | AllowedTools,
     Field(discriminator="type"),
-    kinds("function", "allowed_tools", why=_FUNCTIONS_ONLY),
+    kinds("function", "allowed_tools", why=_ONLY),
 ]
 
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="The format of the answer")
     name: Name | None = Field(None, description="Of the schema; ignored", examples=["answer"])
-    description: Text | None = Field(
-        None, max_length=1 << 14, description="Of the schema; ignored", examples=["The age of a person"]
-    )
+    description: Text | None = Field(None, max_length=1 << 14, description="Ignored", examples=["An age"])
     schema_: JsonObject | None = Field(
-        None,
-        alias="schema",
-        description="The schema that the answer matches",
-        examples=[{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}],
+        None, alias="schema", description="The schema that the answer matches", examples=[chat.SCHEMA]
     )
     strict: bool | None = Field(None, description="Ignored: the schema always applies", examples=[True])
 
@@ -70,14 +73,99 @@ class TextBody(Body):
 
 
 class ReasoningBody(Body):
-    effort: Annotated[str, Field(max_length=32)] | None = Field(
-        None,
-        description="A variable for the chat template; `none` also switches reasoning off",
-        examples=["none", "low"],
-    )
+    effort: chat.Effort = None
     summary: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="Ignored: reasoning is returned in full, not summarised", examples=["auto"]
     )
+
+
+class ItemText(Body):
+    type: Literal["input_text", "output_text", "text"] = Field(description="All three are read alike")
+    text: Text = Field(description="The text of this part", examples=[chat.QUESTION])
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"] = Field(description="A refusal of the assistant")
+    text: Text = Field(alias="refusal", description="The text of this part", examples=["Rather not."])
+
+
+Part = Annotated[
+    ItemText | RefusalPart,
+    Field(discriminator="type"),
+    kinds("input_text", "output_text", "text", "refusal", why=_MEDIA),
+]
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
+
+
+def join_text(content: str | list[ItemText | RefusalPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class MessageItem(Body):
+    type: Literal["message"] = Field("message", description="May be left out")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="The author")
+    content: Text | Parts = Field(
+        description="Text, or parts of text; the text of control tokens stays plain text",
+        examples=[chat.QUESTION, [{"type": "input_text", "text": chat.QUESTION}]],
+    )
+
+    def add_to(self, builder: MessageBuilder) -> None:
+        builder.add_text("system" if self.role == "developer" else self.role, join_text(self.content))
+
+
+class FunctionCallItem(Body):
+    """An earlier tool call of the assistant."""
+
+    type: Literal["function_call"] = Field(description="Always `function_call`")
+    call_id: Name = Field(description="The id from the response", examples=["call_1"])
+    name: FunctionName = Field(description="The tool that was called")
+    arguments: Text = Field("{}", description="Its arguments as JSON text")
+
+    def add_to(self, builder: MessageBuilder) -> None:
+        builder.add_tool_call(self.call_id, self.name, self.arguments)
+
+
+class FunctionOutputItem(Body):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"] = Field(description="Always `function_call_output`")
+    call_id: Name = Field(description="The call that this answers", examples=["call_1"])
+    output: Text | Parts = Field(description="Text, or parts of text", examples=["12 degrees, rain"])
+
+    def add_to(self, builder: MessageBuilder) -> None:
+        builder.add_tool_result(self.call_id, join_text(self.output))
+
+
+class ReasoningPart(Body):
+    type: Literal["reasoning_text", "summary_text"] = Field(description="The reasoning or its summary")
+    text: Text = Field(description="The text of this part", examples=[chat.REASONING])
+
+
+ReasoningParts = Annotated[
+    Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None,
+    Field(examples=[[{"type": "reasoning_text", "text": chat.REASONING}]]),
+]
+
+
+class ReasoningItem(Body):
+    """Earlier reasoning of the assistant, for templates that repeat it."""
+
+    type: Literal["reasoning"] = Field(description="Always `reasoning`")
+    content: ReasoningParts = Field(None, description="The reasoning")
+    summary: ReasoningParts = Field(None, description="Used where there is no `content`")
+
+    def add_to(self, builder: MessageBuilder) -> None:
+        if text := "".join(part.text for part in self.content or self.summary or ()):
+            builder.add_reasoning(text)
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
+    Field(discriminator="type"),
+    kinds("message", "function_call", "function_call_output", "reasoning", default="message", why=_NO_STORE),
+]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[Text, Field(max_length=512)]]
 
 
 class ResponsesBody(OpenAIFields):
@@ -85,82 +173,51 @@ class ResponsesBody(OpenAIFields):
 
     form = "text.format"
 
-    input: (
-        Annotated[Text, Field(min_length=1)]
-        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
-    ) = Field(
+    input: Annotated[Text, Field(min_length=1)] | Items = Field(
         description="A question, or items: messages, function calls and their outputs, reasoning",
-        examples=["What is AI?", [{"role": "user", "content": "What is AI?"}]],
+        examples=[chat.QUESTION, chat.MESSAGES],
     )
     instructions: Text | None = Field(
         None, description="A system message before the input", examples=["Be brief."]
     )
-    tools: Annotated[
-        list[Annotated[FunctionTool, kinds("function", why=_FUNCTIONS_ONLY)]], Field(max_length=MAX_TOOLS)
-    ] = Field(
-        default=[],
-        description="Functions the model may call",
-        examples=[[{"type": "function", "name": "now"}]],
+    tools: Annotated[list[Annotated[FunctionTool, _FUNCTION]], Field(max_length=MAX_TOOLS)] = Field(
+        [], description="Functions the model may call", examples=[[{"type": "function", "name": "now"}]]
     )
-    tool_choice: Literal["none", "auto", "required"] | Chosen = Field(
-        "auto",
-        description="Whether a tool may or must be called, or which; forced calls always match their schema",
-    )
+    tool_choice: chat.ToolMode | Chosen = Field("auto", description=chat.TOOL_CHOICE)
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
     text: TextBody | None = Field(
         None, description="The format of the answer", examples=[{"format": {"type": "json_object"}}]
     )
     reasoning: ReasoningBody | None = Field(
-        None, description="How much to reason", examples=[{"effort": "none"}]
+        None, description="How much to reason", examples=[{"effort": "low"}]
     )
     max_output_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum tokens to generate, reasoning included; null: as many as fit",
-        examples=[64],
+        None, ge=1, description="Maximum tokens, reasoning included; null: as many as fit", examples=[64]
     )
     top_logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="Return log-probabilities of the sampled and of this many most likely tokens",
-        examples=[2],
+        None, ge=0, le=20, description="Log-probabilities of this many most likely tokens", examples=[2]
     )
     include: Annotated[list[Name], Field(max_length=32)] | None = Field(
         None, description=f"`{LOGPROBS}` is honoured, anything else ignored", examples=[[LOGPROBS]]
     )
     stream: bool = Field(False, description="Answer as server-sent events")
     store: bool | None = Field(None, description="Accepted; nothing is ever stored", examples=[False])
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = Field(None, description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}])
+    metadata: Annotated[Metadata, Field(max_length=16)] | None = Field(
+        None, description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}]
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
-        None,
-        description="Input is never truncated: one that does not fit is an error 400",
-        examples=["disabled"],
+        None, description="Nothing is truncated: input that does not fit is refused", examples=["disabled"]
     )
-    chat_template_kwargs: Annotated[JsonObject, Field(max_length=32)] | None = Field(
-        None,
-        description="Variables for the chat template, for example `enable_thinking`. Not in OpenAI's",
-        examples=[{"enable_thinking": False}],
-    )
-    previous_response_id: Name | None = Field(
-        None, description="Refused: this server is stateless", examples=[None]
-    )
+    chat_template_kwargs: chat.TemplateOptions = None
+    previous_response_id: Name | None = Field(None, description="Refused: stateless", examples=[None])
     conversation: Name | dict[str, Any] | None = Field(
-        None, description="Refused: this server is stateless", examples=[None]
+        None, description="Refused: stateless", examples=[None]
     )
     prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored", examples=[None])
     background: bool | None = Field(None, description="Refused if true: nothing is stored", examples=[False])
 
     model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"input": "What is AI?", "max_output_tokens": 64, "instructions": "Be brief."}
-        }
+        json_schema_extra={"example": {"input": chat.QUESTION, "max_output_tokens": 64}}
     )
 
     @field_validator("previous_response_id", "conversation", "prompt", "background")
@@ -219,111 +276,163 @@ class ResponsesBody(OpenAIFields):
         )
 
 
-_STATELESS = "nothing is stored, so there is nothing to refer to: send the items themselves"
-_MEDIA = {
-    "input_image": UNSUPPORTED_MEDIA,
-    "input_file": UNSUPPORTED_MEDIA,
-    "input_audio": UNSUPPORTED_MEDIA,
-}
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of an output message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[ChatTokenLogprob] = []
 
 
-class ItemText(Body):
-    type: Literal["input_text", "output_text", "text"] = Field(description="All three are read alike")
-    text: Text = Field(description="The text of this part", examples=["What is AI?"])
+class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """The text of a reasoning item."""
+
+    text: str = ""
 
 
-class RefusalPart(Body):
-    type: Literal["refusal"] = Field(description="A refusal of the assistant")
-    refusal: Text = Field(description="The text of this part", examples=["I would rather not."])
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """An output item: text."""
 
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-Part = Annotated[
-    ItemText | RefusalPart,
-    Field(discriminator="type"),
-    kinds("input_text", "output_text", "text", "refusal", why=_MEDIA),
-]
-Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
 
 
-def join_text(content: str | list[ItemText | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+class OutputReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """An output item: reasoning."""
+
+    id: str
+    status: str
+    content: list[OutputReasoning]
+    summary: list[Any] = []
 
 
-class MessageItem(Body):
-    """A message."""
+class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """An output item: a tool call; `arguments` is JSON text."""
 
-    type: Literal["message"] = Field("message", description="May be left out")
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="The author")
-    content: Text | Parts = Field(
-        description="Text, or parts of text; the text of control tokens stays plain text",
-        examples=["What is AI?", [{"type": "input_text", "text": "What is AI?"}]],
-    )
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_text("system" if self.role == "developer" else self.role, join_text(self.content))
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
 
 
-class FunctionCallItem(Body):
-    """An earlier tool call of the assistant."""
-
-    type: Literal["function_call"] = Field(description="Always `function_call`")
-    call_id: Name = Field(description="The id from the response", examples=["call_1"])
-    name: FunctionName = Field(description="The tool that was called", examples=["get_weather"])
-    arguments: Text = Field("{}", description="Its arguments as JSON text")
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_tool_call(self.call_id, self.name, self.arguments)
+OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall
 
 
-class FunctionOutputItem(Body):
-    """The result of a tool call."""
-
-    type: Literal["function_call_output"] = Field(description="Always `function_call_output`")
-    call_id: Name = Field(description="The call that this answers", examples=["call_1"])
-    output: Text | Parts = Field(description="Text, or parts of text", examples=["12 degrees, rain"])
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_tool_result(self.call_id, join_text(self.output))
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
 
 
-class ReasoningPart(Body):
-    type: Literal["reasoning_text", "summary_text"] = Field(description="The reasoning or its summary")
-    text: Text = Field(description="The text of this part", examples=["The user wants to know what AI is."])
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
 
 
-class ReasoningItem(Body):
-    """Earlier reasoning of the assistant, for templates that repeat it."""
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a call."""
 
-    type: Literal["reasoning"] = Field(description="Always `reasoning`")
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None = Field(
-        None,
-        description="The reasoning",
-        examples=[[{"type": "reasoning_text", "text": "A short answer will do."}]],
-    )
-    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None = Field(
-        None,
-        description="Used where there is no `content`",
-        examples=[[{"type": "summary_text", "text": "A short answer will do."}]],
-    )
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        if text := "".join(part.text for part in self.content or self.summary or ()):
-            builder.add_reasoning(text)
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
 
 
-Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
-    Field(discriminator="type"),
-    kinds(
-        "message",
-        "function_call",
-        "function_call_output",
-        "reasoning",
-        default="message",
-        why={"item_reference": _STATELESS},
+class ResponseFailure(msgspec.Struct):
+    message: str
+    code: str = "server_error"
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str = "max_output_tokens"
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """The response: the output, and the parameters of the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float
+    top_p: float
+    user: str | None = None
+    model: str
+    parallel_tool_calls: bool
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    metadata: dict[str, str]
+    top_logprobs: int
+    truncation: str = "disabled"
+    store: bool = False
+    background: bool = False
+    previous_response_id: str | None = None
+    service_tier: str = "default"
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+
+
+def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
+    """The fields of the response that repeat the request."""
+    same = {"instructions", "max_output_tokens", "temperature", "tool_choice", "tools", "top_p", "user"}
+    wanted = body.text.format if body.text is not None else None
+    text_format = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
+    return {
+        **body.model_dump(include=same),
+        "model": model,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "text": {"format": text_format},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "metadata": body.metadata or {},
+        "top_logprobs": body.top_logprobs or 0,
+    }
+
+
+EXAMPLE = ResponseObject(
+    id="resp_8f0c2d7e",
+    created_at=1767225600,
+    completed_at=1767225601,
+    status="completed",
+    **echo(
+        ResponsesBody.model_validate({"input": "?", "instructions": "Be brief.", "max_output_tokens": 64}),
+        "SmolLM2-135M-Instruct",
     ),
-]
+    output=[OutputMessage("msg_2b7e", "completed", [OutputText("AI is …")])],
+    usage=ResponseUsage(4, InputTokensDetails(0), 3, OutputTokensDetails(0), 7),
+)
+
+
+class InputTokens(msgspec.Struct):
+    """The response of `/v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class ResponseEvent(StreamEvent):
+    """One event of a stream."""
+
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    part: OutputText | OutputReasoning | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    code: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET

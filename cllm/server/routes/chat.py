@@ -17,21 +17,8 @@ from cllm.chat.reply import ChatReply, ReplyBuilder
 from cllm.chat.session import ChatSession, open_chat
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
+from cllm.server.protocol import chat as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.protocol.chat import (
-    CalledFunctionResult,
-    ChatBody,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatLogprobs,
-    ChunkChoice,
-    ChunkDelta,
-    ReplyMessage,
-    ToolCallResult,
-    get_finish_reason,
-    make_logprobs,
-)
 from cllm.server.protocol.completions import make_usage
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, get_registry, make_request, model_name
@@ -40,7 +27,7 @@ from cllm.types import RequestOutput, TokenLogprob
 
 ROUTE = "/v1/chat/completions"
 router = APIRouter(tags=["OpenAI"])
-EXAMPLE_EVENTS = (*map(encode, ChatCompletionChunk.EXAMPLE), DONE)
+EXAMPLE_EVENTS = (*map(encode, api.EXAMPLE_CHUNKS), DONE)
 _json = msgspec.json.Encoder()
 _CONTENT = b',"delta":{"content":'
 _CLOSING = b'},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -54,28 +41,28 @@ class ChatRenderer:
         self._top = top
         self._include_usage = include_usage
         # All chunks start alike: that part is encoded once.
-        self._prefix = b"data: " + _json.encode(ChatCompletionChunk(**head))[:-2]
+        self._prefix = b"data: " + _json.encode(api.ChatCompletionChunk(**head))[:-2]
         self._opening = self._prefix + b'{"index":'
 
-    def whole(self, replies: Sequence[ChatReply], prompt_tokens: int) -> ChatCompletion:
+    def whole(self, replies: Sequence[ChatReply], prompt_tokens: int) -> api.ChatCompletion:
         """The response to a call that does not stream."""
         choices = [
-            ChatChoice(
+            api.ChatChoice(
                 index,
-                ReplyMessage.from_reply(reply),
+                api.ReplyMessage.from_reply(reply),
                 self._logprobs(reply.logprobs),
-                get_finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
+                api.get_finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
             )
             for index, reply in enumerate(replies)
         ]
         usage = make_usage((reply.usage for reply in replies), prompt_tokens)
-        return ChatCompletion(**self._head, choices=choices, usage=usage)
+        return api.ChatCompletion(**self._head, choices=choices, usage=usage)
 
     async def chunks(self, session: ChatSession[AsyncOutputStream]) -> AsyncIterator[bytes]:
         """Chunks as they arrive, the usage if it was asked for, `[DONE]`; or an error, and the end."""
         n = len(session.streams)
         for index in range(n):
-            yield self._encode(index, ChunkDelta(role="assistant", content=""))
+            yield self._encode(api.ChunkChoice(index, api.ChunkDelta(role="assistant", content="")))
         called = [False] * n
         usages = []
         async for index, events, output in session.events():
@@ -94,58 +81,47 @@ class ChatRenderer:
                 usages.append(output.usage)
         if self._include_usage:
             usage = make_usage(usages, session.prompt_tokens)
-            yield encode(ChatCompletionChunk(**self._head, usage=usage))
+            yield encode(api.ChatCompletionChunk(**self._head, usage=usage))
         yield DONE
 
     def _encode_step(
         self, index: int, events: Sequence[OutputEvent], output: RequestOutput, *, called: bool
     ) -> bytes:
         """The chunks of a step. Its log-probabilities go with the last one that has content."""
-        deltas = [_make_delta(event) for event in events]
-        last_content = max(0, len(deltas) - 1)
-        if output.finish_reason is not None or (output.logprobs and not deltas):
-            deltas.append(ChunkDelta())
-        finish = get_finish_reason(output.finish_reason, called=called)
-        last = len(deltas) - 1
-        return b"".join(
-            self._encode(
-                index,
-                delta,
-                output.logprobs if place == last_content else (),
-                finish if place == last else None,
-            )
-            for place, delta in enumerate(deltas)
-        )
+        choices = [api.ChunkChoice(index, _make_delta(event)) for event in events]
+        last_content = max(0, len(choices) - 1)
+        if output.finish_reason is not None or (output.logprobs and not choices):
+            choices.append(api.ChunkChoice(index, api.ChunkDelta()))
+        if output.logprobs:
+            choices[last_content].logprobs = self._logprobs(output.logprobs)
+        if output.finish_reason is not None:
+            choices[-1].finish_reason = api.get_finish_reason(output.finish_reason, called=called)
+        return b"".join(map(self._encode, choices))
 
-    def _encode(
-        self,
-        index: int,
-        delta: ChunkDelta,
-        logprobs: Sequence[TokenLogprob] = (),
-        finish: str | None = None,
-    ) -> bytes:
-        choice = ChunkChoice(index, delta, self._logprobs(logprobs) if logprobs else None, finish)
+    def _encode(self, choice: api.ChunkChoice) -> bytes:
         return self._prefix + _json.encode(choice) + b"]}\n\n"
 
-    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        return None if self._top is None else ChatLogprobs(make_logprobs(entries, self._top))
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> api.ChatLogprobs | None:
+        return None if self._top is None else api.ChatLogprobs(api.make_logprobs(entries, self._top))
 
 
-def _make_delta(event: OutputEvent) -> ChunkDelta:
+def _make_delta(event: OutputEvent) -> api.ChunkDelta:
     match event:
         case ContentText(text):
-            return ChunkDelta(content=text)
+            return api.ChunkDelta(content=text)
         case ReasoningText(text):
-            return ChunkDelta(reasoning_content=text)
+            return api.ChunkDelta(reasoning_content=text)
         case ToolCallStart(index, name):
-            call_id, function = f"call_{secrets.token_hex(12)}", CalledFunctionResult("", name)
-            return ChunkDelta(tool_calls=[ToolCallResult(function, call_id, "function", index)])
+            call_id, function = f"call_{secrets.token_hex(12)}", api.CalledFunctionResult("", name)
+            return api.ChunkDelta(tool_calls=[api.ToolCallResult(function, call_id, "function", index)])
         case ToolCallArguments(index, text):
-            return ChunkDelta(tool_calls=[ToolCallResult(CalledFunctionResult(text), index=index)])
+            return api.ChunkDelta(
+                tool_calls=[api.ToolCallResult(api.CalledFunctionResult(text), index=index)]
+            )
 
 
-@router.post(ROUTE, **documented(ChatCompletion, events=EXAMPLE_EVENTS, computes=True))
-async def chat(body: ChatBody, http: HttpRequest) -> Response:
+@router.post(ROUTE, **documented(api.EXAMPLE, events=EXAMPLE_EVENTS, computes=True))
+async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
     """Answer a conversation, possibly with tool calls."""
     engine = get_registry(http).current
     check_model(body.model)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -15,33 +13,21 @@ from cllm.chat.reply import Block, BlockDelta, BlockEvent, BlockKind, BlockStart
 from cllm.chat.session import count_tokens, open_chat
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.errors import failure_body
+from cllm.server.protocol import messages as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.protocol.messages import (
-    Content,
-    ContentDelta,
-    CountBody,
-    MessageEnding,
-    MessageEvent,
-    MessageResponse,
-    MessagesBody,
-    MessageUsage,
-    TextContent,
-    ThinkingContent,
-    TokenCount,
-    ToolUseContent,
-)
 from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import OutputEvent
+from cllm.text.tool_formats import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 ROUTE = "/v1/messages"
 router = APIRouter(tags=["Anthropic"])
 EXAMPLE_EVENTS = encode_events(
     [
-        MessageEvent("message_start", message=MessageResponse.EXAMPLE),
-        MessageEvent("content_block_delta", index=0, delta=ContentDelta("text_delta", text="AI")),
-        MessageEvent("message_delta", delta=MessageEnding("end_turn"), usage=MessageUsage(4, 3)),
-        MessageEvent("message_stop"),
+        api.MessageEvent("message_start", message=api.EXAMPLE),
+        api.MessageEvent("content_block_delta", index=0, delta=api.ContentDelta("text_delta", text="AI")),
+        api.MessageEvent("message_delta", delta=api.MessageEnding("end_turn"), usage=api.MessageUsage(4, 3)),
+        api.MessageEvent("message_stop"),
     ]
 )
 _DELTAS = {  # type and field
@@ -61,20 +47,20 @@ class MessageRenderer(BlockRenderer):
         self._prompt_tokens = prompt_tokens
 
     def start(self) -> list[StreamEvent]:
-        return [MessageEvent("message_start", message=self.body()), MessageEvent("ping")]
+        return [api.MessageEvent("message_start", message=self.body()), api.MessageEvent("ping")]
 
     def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
         rendered = [_render(event) for event in self._reply.add(events, output)]
         if output.error is not None:
-            rendered.append(MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
+            rendered.append(api.MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
         elif output.finish_reason is not None:
-            ending = MessageEnding(self._stop_reason, self._reply.stop)
-            rendered.append(MessageEvent("message_delta", delta=ending, usage=self._usage()))
-            rendered.append(MessageEvent("message_stop"))
+            ending = api.MessageEnding(self._stop_reason, self._reply.stop)
+            rendered.append(api.MessageEvent("message_delta", delta=ending, usage=self._usage()))
+            rendered.append(api.MessageEvent("message_stop"))
         return [*rendered]
 
-    def body(self) -> MessageResponse:
-        return MessageResponse(
+    def body(self) -> api.MessageResponse:
+        return api.MessageResponse(
             id=self._id,
             model=self._model,
             content=[_make_content(block) for block in self._reply.blocks],
@@ -94,47 +80,39 @@ class MessageRenderer(BlockRenderer):
             return "stop_sequence"
         return "tool_use" if self._reply.tool_calls else "end_turn"
 
-    def _usage(self) -> MessageUsage:
+    def _usage(self) -> api.MessageUsage:
         usage = self._reply.usage
         if usage is None:
-            return MessageUsage(self._prompt_tokens, 0)
+            return api.MessageUsage(self._prompt_tokens, 0)
         cached = usage.cached_tokens
-        return MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
+        return api.MessageUsage(self._prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-def _make_content(block: Block) -> Content:
+def _make_content(block: Block) -> api.Content:
     match block.kind:
         case BlockKind.REASONING:
-            return ThinkingContent(block.text)
+            return api.ThinkingContent(block.text)
         case BlockKind.TEXT:
-            return TextContent(block.text)
+            return api.TextContent(block.text)
         case BlockKind.TOOL_CALL:
-            return ToolUseContent(f"toolu_{block.id}", block.name, _parse_arguments(block.text))
+            arguments = parse_object(block.text) or {}  # none, where the length limit cut them
+            return api.ToolUseContent(f"toolu_{block.id}", block.name, arguments)
 
 
-def _parse_arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; empty where they are none, as when the length limit cut them."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _render(event: BlockEvent) -> MessageEvent:
+def _render(event: BlockEvent) -> api.MessageEvent:
     block = event.block
     if isinstance(event, BlockStart):
         empty = _make_content(Block(block.index, block.kind, block.id, block.name))
-        return MessageEvent("content_block_start", index=block.index, content_block=empty)
+        return api.MessageEvent("content_block_start", index=block.index, content_block=empty)
     if isinstance(event, BlockDelta):
         kind, field = _DELTAS[block.kind]
-        delta = ContentDelta(kind, **{field: event.text})
-        return MessageEvent("content_block_delta", index=block.index, delta=delta)
-    return MessageEvent("content_block_stop", index=block.index)
+        delta = api.ContentDelta(kind, **{field: event.text})
+        return api.MessageEvent("content_block_delta", index=block.index, delta=delta)
+    return api.MessageEvent("content_block_stop", index=block.index)
 
 
-@router.post(ROUTE, **documented(MessageResponse, events=[EXAMPLE_EVENTS], computes=True))
-async def messages(body: MessagesBody, http: HttpRequest) -> Response:
+@router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
+async def messages(body: api.MessagesBody, http: HttpRequest) -> Response:
     """Answer a conversation, possibly with tool calls."""
     engine = get_registry(http).current
     check_model(body.model)
@@ -151,12 +129,12 @@ async def messages(body: MessagesBody, http: HttpRequest) -> Response:
     return await renderer.respond(http, session, stream=body.stream)
 
 
-@router.post(f"{ROUTE}/count_tokens", **documented(TokenCount(14)))
-async def count(body: CountBody, http: HttpRequest) -> Response:
+@router.post(f"{ROUTE}/count_tokens", **documented(api.TokenCount(14)))
+async def count(body: api.CountBody, http: HttpRequest) -> Response:
     """Count the tokens of a conversation, as the chat template renders it."""
     engine = get_registry(http).current
     check_model(body.model)
     if (constraint := body.constraint()) is not None:
         await check_constraint(engine, constraint, body.form_field)
     tokens = await count_tokens(engine, body.conversation(), constrained=constraint is not None)
-    return StructResponse(TokenCount(tokens))
+    return StructResponse(api.TokenCount(tokens))

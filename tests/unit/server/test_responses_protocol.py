@@ -11,8 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cllm.chat.reply import ParsedOutput
-from cllm.server.protocol.responses import ResponsesBody
-from cllm.server.protocol.responses_output import echo
+from cllm.server.protocol.responses import ResponsesBody, echo
 from cllm.server.routes.responses import ResponseRenderer
 from cllm.text.output_parser import ContentText, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
