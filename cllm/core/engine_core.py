@@ -90,9 +90,8 @@ class EngineCore:
     @property
     def ready(self) -> Ready:
         """What the HTTP process hears when it may send requests."""
-        host = self.scheduler.prefix_cache.host
-        memory = {**self.runner.memory_bytes(), "ram_tier_limit": host.limit, "ram_tier": 0}
-        return Ready(self.runner.info, self.runner.limits, memory)
+        tier = {"ram_tier_limit": self.scheduler.prefix_cache.host.limit, "ram_tier": 0}
+        return Ready(self.runner.info, self.runner.limits, {**self.runner.memory_bytes(), **tier})
 
     def post(self, command: Command) -> None:
         """Hand in a command, from any thread. One that ends a request ends its prefill step, too."""

@@ -55,9 +55,7 @@ class Scheduler:
         self._arrived = 0
         self._outputs: list[RequestOutput] = []
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
-        self._awaited: dict[
-            str, int
-        ] = {}  # prefix source -> pending tokens of the shortest that waits for it
+        self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
         self.transfer = KVTransfer(runner, budget.cost, host)
         self.prefix_cache = PrefixCache(
             runner, self.transfer, budget, host, across_tenants=share_across_tenants
@@ -160,8 +158,8 @@ class Scheduler:
                     self._preempt()
             case StepStatus.BAD_BATCH:
                 # The batch was bisected: what is left is the culprit.
+                error = BadBatch(f"llama.cpp refused this request's tokens (code {result.code})")
                 for row in batch.rows:
-                    error = BadBatch(f"llama.cpp refused this request's tokens (code {result.code})")
                     self._fail(self._running[row.seq_id], error)
             case StepStatus.ABORTED | StepStatus.FAILED:
                 self._rollback_step(batch)
