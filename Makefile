@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 # Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py source.py toolchain.py)
+BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py toolchain.py)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
