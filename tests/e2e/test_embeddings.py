@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import platform
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,9 @@ CAT, KITTEN, RATES = (
     "The central bank raised interest rates by half a percentage point.",
 )
 Vector = npt.NDArray[np.float64]
-# Quantized weights: a text alone and among others differ by rounding, on ARM more than on x86 (f16 products).
-QUANTIZED = 0.9995
+# Quantized weights: a text alone and among others differ by rounding, on ARM more than on x86 (f16 products;
+# 0.99985 was measured). Other texts come as near as 0.9997 there: the nearest shows the order, not this.
+QUANTIZED = 0.9999 if platform.machine() in ("x86_64", "AMD64") else 0.9995
 
 
 @pytest.fixture(scope="module")
