@@ -36,6 +36,7 @@ from cllm.chat.options import (
 from cllm.chat.reply import ChatChunk, ChatReply, ChunkBuilder
 from cllm.chat.session import open_chat, open_chat_blocking
 from cllm.config import EngineConfig
+from cllm.deprecated import renamed
 from cllm.errors import EngineNotReady, InvalidRequest, from_code
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
@@ -98,6 +99,7 @@ class _Base:
 
         Raises SetupError when the model cannot be served; it is loaded on entry.
         """
+        settings = renamed(settings)
         config = msgspec.structs.replace(config or EngineConfig(), model=str(model), **settings)
         if make_runner is None:
             # The library is probed in a child process: if it crashes, the caller's process lives on.

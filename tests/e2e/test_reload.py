@@ -72,7 +72,11 @@ def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
     assert len(engines(server)) == 1
     metrics = server.metrics()
     assert metrics["cllm_requests_accepted_total"] == 5 and metrics["cllm_engine_restarts_total"] == 0
-    assert metrics["cllm_requests_finished_total{outcome=length}"] == 4, "one account over both"
+    # One account over both engines. The other stream was cancelled, unless it ended during a slow reload.
+    finished = [
+        metrics.get(f"cllm_requests_finished_total{{outcome={end}}}", 0) for end in ("length", "cancelled")
+    ]
+    assert sum(finished) == 5 and finished[0] >= 4
     assert metrics["cllm_ready"] == 1
     wait_for(server.idle)
     # And again, the same file; then it still restarts after a death.
