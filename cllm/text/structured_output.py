@@ -60,14 +60,6 @@ class Constraint:
         """The answer is complete: no token can follow."""
         return bool(self._matcher.is_stopped())
 
-    def rollback(self, count: int) -> None:
-        """Undo the last `count` accepted tokens."""
-        self._matcher.rollback(count)
-        self._check()
-
-    def clone(self) -> Constraint:
-        return Constraint(self._matcher.deep_copy(), self._size)
-
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())

@@ -103,7 +103,7 @@ class LlamaContext(Owned):
 
     def close(self) -> None:
         super().close()
-        self.memory = None  # it was part of the context; llama.cpp takes NULL for an empty one
+        self.__dict__.pop("memory", None)  # part of the context: use after close must fail, not answer
         self.workers.close()  # after the context: they work for it to the end
 
     def decode(self, batch: Any) -> int:

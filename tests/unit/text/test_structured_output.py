@@ -138,13 +138,3 @@ def test_a_bad_grammar_that_reaches_the_engine_fails_alone() -> None:
     bad, good = answer(spec("regex", "("), spec("regex", "ok"))
     assert bad[-1].error is not None and bad[-1].error.code == "invalid_request"
     assert text(good) == "ok"
-
-
-def test_a_constraint_can_be_cloned_and_rolled_back() -> None:
-    constraint = COMPILER.compile(spec("regex", "abc|abd"))
-    constraint.accept(ord("a"))
-    copy = constraint.clone()
-    constraint.accept(ord("b"))
-    constraint.rollback(1)
-    assert (constraint.mask() == copy.mask()).all()
-    assert copy.mask().nonzero()[0].tolist() == [ord("b")]
