@@ -21,11 +21,12 @@ _STRIPS = (1 << 7) | (1 << 8)  # LLAMA_TOKEN_ATTR_LSTRIP, _RSTRIP: drops the spa
 
 
 def _byte_level() -> list[tuple[int, bytes]]:
-    """Each byte, and the character that stands for it in byte-level BPE: itself where that is printable."""
+    """The bytes of UTF-8, each with its character in byte-level BPE: itself where that is printable."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     characters = {byte: 256 + index for index, byte in enumerate(others)}
-    return [(byte, chr(characters.get(byte, byte)).encode()) for byte in range(256)]
+    used = (*range(0xC0), *range(0xC2, 0xF5))
+    return [(byte, chr(characters.get(byte, byte)).encode()) for byte in used]
 
 
 _BYTE_LEVEL = _byte_level()
