@@ -98,7 +98,7 @@ def run_oversized(
             greeted = [one.seconds for one in beside]
             faults += refused.count(False) + answered.count(False)
             print(
-                f"{route}: {clients} prompts of {megabytes:g} MB: {sum(refused)} refused by their bytes after "
+                f"{route}: {clients} prompts of {megabytes:g} MB: {sum(refused)} refused by bytes after "
                 f"{statistics.median(times):.3f} s (at most {times[-1]:.3f} s); hello {usual:.3f} s alone, "
                 f"{statistics.median(greeted):.3f} s beside them (at most {max(greeted):.3f} s, "
                 f"{len(greeted)} times, {answered.count(False)} failed)"
