@@ -20,6 +20,7 @@ from cllm.server.errors import error_body
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for child processes that must be replaced, and for files
+BODY_PIECE = 8 << 20  # bytes of a body that are passed on together: each piece wakes the application
 LINGER_S = 1.0  # closing at once on a client that still sends would reset the response away
 
 
@@ -113,6 +114,13 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self.headers = []  # of trailers, which follow the body: the scope does not get them
         self._set_deadline(self._limits.body_s, "body")
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if not cycle.response_complete and len(cycle.body) + len(body) < BODY_PIECE:
+            cycle.body += body
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._set_deadline(None)
