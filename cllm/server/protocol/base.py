@@ -64,7 +64,7 @@ class _LargeJsonRequest(Request):
             await asyncio.sleep(0)
             try:
                 return msgspec.json.decode(body)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 return await super().json()  # takes more than JSON (NaN), and says what is wrong
 
 
