@@ -132,7 +132,7 @@ class ProcessTokenizer:
         self._restarting = False
         self._closed = False
         self._aborted = False  # the process is being killed because of a task that hangs: none is to blame
-        self._watched = threading.Event()  # set: the watch ends
+        self._watch_ends = threading.Event()
         self._watch: threading.Thread | None = None
 
     def start(self) -> None:
@@ -182,7 +182,7 @@ class ProcessTokenizer:
 
     def _keep_limits(self) -> None:
         """Refuse what waits too long. What takes too long in the worker hangs: refuse it, end the worker."""
-        while not self._watched.wait(self.WATCH_S):
+        while not self._watch_ends.wait(self.WATCH_S):
             with self._lock:
                 for call in self._queue.expired():
                     self._queue.remove(call)
@@ -209,9 +209,10 @@ class ProcessTokenizer:
             if self._backoff.count:
                 self._backoff.progress()
             call = self._running.pop(report.call_id, None)
-            self._dispatch()
         if call is not None:
             settle(call.future, report.answer)
+        with self._lock:
+            self._dispatch()
 
     def _on_crash(self, died: Died) -> None:
         """Reject the tasks that are to blame, and send all others again."""
@@ -244,7 +245,7 @@ class ProcessTokenizer:
             settle(call.future, error)
 
     def close(self) -> None:
-        self._watched.set()
+        self._watch_ends.set()
         with self._lock:
             self._closed = True
             self._fail_all(ShuttingDown("the server is shutting down"))
