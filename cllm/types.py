@@ -105,7 +105,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def adjusts_logits(self) -> bool:
         """True when logits are rewritten before sampling, so that their argmax is not enough."""
-        return bool(self.logit_bias) or self.penalises or self.dry_multiplier > 0
+        return bool(self.logit_bias) or self.looks_back
+
+    @property
+    def looks_back(self) -> bool:
+        """True when the tokens so far change the next one's logits."""
+        return self.penalises or self.dry_multiplier > 0
 
     @property
     def penalises(self) -> bool:

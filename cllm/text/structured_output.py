@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -164,29 +163,19 @@ class _Tokenizer:
         return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
 
 
-class GrammarCompilerThread:
-    """Grammar compiler in a thread, and bitmasks. Its only native access is to the vocabulary, read-only."""
+class MaskBuilder:
+    """The masks of several constraints in one native call. Owner thread only."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="cllm-grammars")
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self._vocabulary)  # takes half a second, so made on first use
+    def __init__(self, vocabulary_size: int) -> None:
+        self._size = vocabulary_size
 
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """`mask()` of each constraint, or the error it raises, in one native call. On the owner thread."""
-        if not constraints:
-            return []
-        size = self._vocabulary.size
+        """`mask()` of each constraint, or the error it raises."""
+        size = self._size
         words = allocate_token_bitmask(len(constraints), size)
         matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
         fill_next_token_bitmask_par(self._executor, matchers, words)
@@ -198,7 +187,3 @@ class GrammarCompilerThread:
             except InvalidRequest as error:
                 found.append(error)
         return found
-
-    def submit(self, spec: ConstraintSpec) -> Future[Constraint]:
-        """Compile in the thread; the future fails with InvalidRequest."""
-        return self._thread.submit(lambda: self._compiler.compile(spec))

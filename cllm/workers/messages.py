@@ -41,7 +41,11 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Submit | Cancel | Inspect | UseStateFile | Stop
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Something that a request waits for is done: look again. The engine sends it to itself."""
+
+
+Command = Submit | Cancel | Inspect | UseStateFile | Stop | Wake
 
 # From the engine ------------------------------------------------------------------------------------
 
