@@ -82,7 +82,7 @@ class EmbeddingScheduler:
             self._opening = self._open_context()
 
     def _opened(self) -> bool:
-        """Whether the context is open. If that failed, so does the first job, and the next one tries again."""
+        """Whether the context is open. If that failed, so does the first job; the next one tries again."""
         assert self._opening is not None
         if (error := self._opening.exception()) is None:
             return True
