@@ -22,7 +22,7 @@ from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import SlotPool
 from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
-from cllm.errors import CllmError, EngineDied, IntegrityError
+from cllm.errors import EngineDied, IntegrityError
 from cllm.types import RequestOutput
 from cllm.workers.messages import (
     Cancel,
@@ -110,8 +110,10 @@ class EngineCore:
                 self._interrupt.cancelled(None)
 
     def run(self) -> None:
-        """Run until stopped. Whatever ends it, every request still here gets a terminal output."""
-        error: CllmError = EngineDied("the engine was stopped")
+        """Run until stopped. Whatever ends it, everything native of the requests still here is released.
+
+        They get no output: the client ends them, or replays them in the next engine.
+        """
         try:
             while self._take_commands():
                 self.step()
@@ -119,14 +121,13 @@ class EngineCore:
                     self.cache_files.slice()
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
-            error = exception if isinstance(exception, CllmError) else EngineDied("the engine loop died")
             raise
         finally:
             self.cache_files.close()
-            self.scheduler.fail_all(error)
-            self.embedding.fail_all(error)
+            ended = EngineDied("the engine has ended")
+            self.scheduler.fail_all(ended)
+            self.embedding.fail_all(ended)
             self.preparation.close()
-            self._emit(StepReport(self._take_outputs(), self._stats()))
 
     def step(self) -> None:
         """One step, of generation or of embeddings: schedule, submit, collect, update."""

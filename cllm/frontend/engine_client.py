@@ -21,6 +21,7 @@ from cllm.errors import (
     CllmError,
     DeadlineExceeded,
     EngineDied,
+    EngineError,
     EngineNotReady,
     InvalidRequest,
     PoisonRequest,
@@ -75,7 +76,6 @@ class Health(Enum):
     FAILED = "failed"
 
 
-_COMPUTING = (Health.READY, Health.DRAINING)
 _CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
 
 
@@ -107,8 +107,9 @@ class EngineClient:
         self._timeouts = RequestTimeouts(lambda request_id: self.deliver(self._expire, request_id))
         self._lock = threading.RLock()
         self._run = 0  # of the executor; reports of an earlier run are stale
+        self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
-        self._error: CllmError | None = None
+        self._error: CllmError | None = None  # why new requests are refused while health is FAILED
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.metrics = EngineMetrics()
@@ -116,11 +117,11 @@ class EngineClient:
 
     # From start to stop ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to load. Returns at once."""
+    def start(self, delay_s: float = 0.0) -> None:
+        """Begin to load, after the delay. Returns at once."""
         with self._lock:
             self._run += 1
-            self._executor.start(partial(self._deliver, self._run))
+            self._executor.start(partial(self._deliver, self._run), delay_s)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the model is loaded; raises what kept it from loading."""
@@ -151,6 +152,7 @@ class EngineClient:
             if self.health is Health.STOPPED:
                 return
             self.health = Health.STOPPED
+            self._computing = False
             self._run += 1
             self.end_all()
         self._timeouts.stop()
@@ -235,7 +237,7 @@ class EngineClient:
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if self.health in _COMPUTING:
+            if self._computing:
                 call_id = next(self._call_ids)
                 self._calls[call_id] = future
                 self._executor.send(command(call_id))
@@ -264,9 +266,21 @@ class EngineClient:
         return ShuttingDown("the server is shutting down and takes no new requests")
 
     def _dispatch(self) -> None:
-        if self.limits is not None and self.health in _COMPUTING:
-            for state in self._queue.next_for_engine(self.limits):
-                self._executor.send(Submit(state.request))
+        """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""
+        while self._computing and self.limits is not None:
+            sent = [self._send(state) for state in self._queue.next_for_engine(self.limits)]
+            if all(sent):
+                return
+
+    def _send(self, state: RequestState) -> bool:
+        try:
+            self._executor.send(Submit(state.request))
+        except CllmError as error:
+            self._fail(state, error)
+        except Exception:
+            log.exception("request %s could not be sent to the engine", state.request.id)
+            self._fail(state, EngineError("this request could not be sent to the engine"))
+        return state.stage is Stage.ENGINE
 
     def _expire(self, request_id: str) -> None:
         """A request's time is up: the client gets the error now, not when the step is over."""
@@ -303,6 +317,8 @@ class EngineClient:
                 case Ready(info, limits, memory):
                     self.metrics.loaded(limits, memory)
                     self.info, self.limits = info, limits
+                    self._computing = True
+                    self._backoff.ready()
                     if self.health is not Health.DRAINING:
                         self.health = Health.READY
                     if not self.loaded.done():
@@ -313,7 +329,7 @@ class EngineClient:
 
     def _process_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         now = time.monotonic()
-        ended = False
+        ended = completed = False
         generated = 0
         for output in outputs:
             state = self._queue.states.get(output.request_id)
@@ -331,6 +347,7 @@ class EngineClient:
                 generated += count
             if output.finish_reason is not None:
                 ended = True
+                completed |= output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self._end(state, output)
                 continue
             state.stream.push(output)
@@ -339,14 +356,15 @@ class EngineClient:
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
+        if completed:
+            self._backoff.progress()
         if ended:
-            if self._backoff.count:
-                self._backoff.progress()
             self._dispatch()
 
     def _on_crash(self, error: CllmError) -> None:
         """Survive native death: requests with output get an error, others are replayed, a new run starts."""
         self.metrics.crashed()
+        self._computing = False
         self._fail_calls(error)
         if not self.loaded.done():
             self._give_up(error)
@@ -363,26 +381,28 @@ class EngineClient:
             else:
                 self._backoff.progress()
                 self._fail(state, PoisonRequest("the engine died each time it computed this request"))
-        self._run += 1
-        if not (self._executor.restartable and self._backoff.schedule(self._restart, self._run)):
+        if not self._executor.restartable:
             self._give_up(error)
             return
-        if self.health is not Health.DRAINING:
+        delay_s = self._backoff.next_delay()
+        if self._backoff.exhausted:
+            times = f"the engine crashed {self._backoff.count} times in a row"
+            refusal = EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
+            refusal.retry_after_s = delay_s
+            self._give_up(refusal)
+        elif self.health is not Health.DRAINING:
             self.health = Health.RESTARTING
         self.metrics.restarts.inc()
-
-    def _restart(self, run: int) -> None:
-        with self._lock:
-            if run == self._run:  # not stopped meanwhile
-                self.start()
+        self.start(delay_s)
 
     def _give_up(self, error: CllmError) -> None:
-        """The engine will not come back: every request, present and later, fails with the reason."""
-        self.health = Health.FAILED
+        """No engine is expected soon: every request, present and later, fails with the reason until Ready."""
+        if self.health is not Health.DRAINING:
+            self.health = Health.FAILED
         self._error = error
         for state in self._queue.requests:
             self._fail(state, error)
-        log.critical("the engine is gone for good: %s", error)
+        log.critical("the engine is given up: %s", error)
 
     # Endings -----------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from cllm.workers.tokenizer import LocalTokenizer, TokenizerWorker, serve_tokeni
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
+BAD_COMMAND = 3  # the exit code after a command that cannot be decoded; its content is not logged
 MakeRunner = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 ServeTokenizer = Callable[[Channel, EngineConfig], None]
 
@@ -43,13 +44,19 @@ class EngineWorker:
         self._core: EngineCore | None = None
 
     def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        # It reads before there is a core: end of input ends the process while the model loads, too.
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
         self._emit(core.ready)
-        threading.Thread(target=self._read_commands, args=(core,), name="commands", daemon=True).start()
         core.run()
         runner.close()
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the running step has run; 0 between steps."""
+        started = self._core.step_started if self._core is not None else None
+        return time.perf_counter() - started if started is not None else 0.0
 
     def _emit(self, report: Report) -> None:
         try:
@@ -57,20 +64,33 @@ class EngineWorker:
         except OSError:
             os._exit(0)  # the parent is gone
 
-    def _beat(self) -> None:
+    def _read_commands(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Command)
+        try:
+            while (frame := self._channel.receive()) is not None:
+                command = decoder.decode(frame)
+                assert self._core is not None, "commands come after Ready"
+                self._core.post(command)
+                if isinstance(command, Stop):
+                    return
+        except Exception as error:  # else the engine would live on without hearing anything
+            log.critical("a command could not be read: %s", type(error).__name__)
+            os._exit(BAD_COMMAND)
+        os._exit(0)  # EOF: the parent is gone
+
+
+def start_heartbeats(channel: Channel, step_age_s: Callable[[], float]) -> None:
+    """Send a heartbeat every second, from a thread of its own, for as long as this process lives."""
+
+    def beat() -> None:
         while True:
-            started = self._core.step_started if self._core is not None else None
-            self._emit(Heartbeat(time.perf_counter() - started if started is not None else 0.0))
+            try:
+                channel.send(msgspec.msgpack.encode(Heartbeat(step_age_s())))
+            except OSError:
+                os._exit(0)  # the parent is gone
             time.sleep(HEARTBEAT_S)
 
-    def _read_commands(self, core: EngineCore) -> None:
-        decoder = msgspec.msgpack.Decoder(Command)
-        while (frame := self._channel.receive()) is not None:
-            command = decoder.decode(frame)
-            core.post(command)
-            if isinstance(command, Stop):
-                return
-        os._exit(0)  # EOF: the parent is gone
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
 class ThreadExecutor:
@@ -88,7 +108,7 @@ class ThreadExecutor:
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, receive: Receive) -> None:
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self._thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
         self._thread.start()
 
@@ -136,11 +156,16 @@ def main(
     if first is None:
         return 0
     config = msgspec.msgpack.decode(first, type=EngineConfig)
+    engine = EngineWorker(channel)
+    start_heartbeats(channel, lambda: engine.step_age_s)
     try:
         if role == "engine":
-            EngineWorker(channel).run(config, make_runner)
+            engine.run(config, make_runner)
         else:
             serve_tokenizer(channel, config)
+    except msgspec.MsgspecError as error:
+        log.critical("a message could not be decoded: %s", type(error).__name__)
+        return BAD_COMMAND
     except Exception as error:
         channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
         return 1

@@ -11,6 +11,8 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from operator import is_
 from typing import Any, Protocol
 
 import msgspec
@@ -25,13 +27,14 @@ from cllm.workers.messages import (
     Died,
     Refused,
     Report,
+    Submit,
     TokenizerAnswer,
     TokenizerCall,
     TokenizerReply,
     TokenizerTask,
     TokenizeText,
 )
-from cllm.workers.supervisor import WORKER_MODULE, Attempt, Backoff, Supervisor
+from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Attempt, Backoff, Supervisor
 
 log = logging.getLogger(__name__)
 Receive = Callable[[Report], None]
@@ -57,11 +60,14 @@ class Executor(Protocol):
     def tokenizer(self) -> TokenizerClient:
         """The tokenizer of this model; of an engine in a thread only once it is Ready."""
 
-    def start(self, receive: Receive) -> None:
-        """Begin to load; returns at once. Only after `Died` may it be called again."""
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
+        """Begin to load, after the delay; returns at once. Only after `Died` may it be called again."""
 
     def send(self, command: Command) -> None:
-        """Pass a command on. An engine that has ended drops it, and `Died` follows."""
+        """Pass a command on, without waiting. An engine that has ended drops it, and `Died` follows.
+
+        Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
+        """
 
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
@@ -73,22 +79,31 @@ class ProcessExecutor:
     restartable = True
 
     def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
-        self._engine = Supervisor(
-            "engine", config, Report, heartbeats=True, log_level=log_level, module=module
-        )
+        self._engine = Supervisor("engine", config, Report, log_level=log_level, module=module)
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
-        self._encoder = msgspec.msgpack.Encoder()
 
-    def start(self, receive: Receive) -> None:
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.tokenizer.start()
-        self._engine.start(receive)
+        self._engine.start(receive, delay_s)
 
     def send(self, command: Command) -> None:
-        self._engine.send(self._encoder.encode(command))
+        # Only a request can be refused: a cancel must reach the engine.
+        self._engine.send(encode(command), refusable=isinstance(command, Submit))
 
     def stop(self) -> None:
-        self._engine.close()
+        self._engine.end()  # both exit at the same time
         self.tokenizer.close()
+        self._engine.close()
+
+
+def encode(message: Command | TokenizerCall) -> bytes:
+    """The frame of a message. Raises InvalidRequest where no frame can carry it."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except OverflowError:  # free-form parts (tools, template options) may hold anything
+        raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
 
 
 def settle(future: Future[Any], answer: object) -> None:
@@ -135,53 +150,47 @@ class ProcessTokenizer:
     """Tokenizer in a worker process, restarted after a crash. A task that crashes it alone is refused."""
 
     def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
-        reports = TokenizerReply | Died
-        self._supervisor = Supervisor(
-            "tokenizer", config, reports, heartbeats=False, log_level=log_level, module=module
-        )
+        self._supervisor = Supervisor("tokenizer", config, TokenizerReply, log_level=log_level, module=module)
         self._backoff = Backoff()
         self._lock = threading.RLock()
         self._call_ids = itertools.count()
         self._calls: dict[int, _Call] = {}
-        self._up = False  # a process runs
-        self._restarting = False
+        self._up = False  # a process runs, or will after the back-off
         self._closed = False
         self._aborted = False  # the process is being killed because of an aborted task: no other is to blame
 
-    def start(self) -> None:
+    def start(self, delay_s: float = 0.0) -> None:
         """Start the process, before the first task or after a crash. Idempotent."""
         with self._lock:
-            if not (self._up or self._restarting or self._closed):
+            if not (self._up or self._closed):
+                self._supervisor.start(self._receive, delay_s)
                 self._up = True
-                self._supervisor.start(self._receive)
 
     def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
         call_id = next(self._call_ids)
-        try:
-            frame = msgspec.msgpack.encode(TokenizerCall(call_id, task))
-        except OverflowError:  # free-form parts (tools, template options) may hold what no message can carry
-            raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
-        except UnicodeEncodeError:
-            raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
-        call = _Call(task, frame)
+        call = _Call(task, encode(TokenizerCall(call_id, task)))
         with self._lock:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
+            self.start()
             self._calls[call_id] = call
-            if not self._up:
-                self.start()
             self._dispatch()
         return call.future
 
     def _dispatch(self) -> None:
         """Send what may be sent, oldest first."""
         running: _Call | None = None
-        for call in self._calls.values() if self._up else ():
+        for call in tuple(self._calls.values()) if self._up else ():
             if not call.sent:
                 if running is not None and (call.alone or running.alone):
                     return
+                try:
+                    self._supervisor.send(call.frame, refusable=True)
+                except CllmError as error:
+                    self._take(partial(is_, call))
+                    settle(call.future, error)
+                    continue
                 call.sent = True
-                self._supervisor.send(call.frame)
             running = call
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:
@@ -214,7 +223,7 @@ class ProcessTokenizer:
         if died.signal == signal.SIGPROF:
             # The template's own guard. Every conversation goes through the template: none is tried again.
             rejected = self._take(lambda call: call.sent and call.renders)
-        elif not self._aborted:
+        elif not self._aborted and died.code != START_FAILED:
             rejected = self._take(lambda call: call.sent and call.blame())
         for call in rejected:
             settle(call.future, call.rejection_error(died.signal))
@@ -224,14 +233,12 @@ class ProcessTokenizer:
         for call in self._calls.values():
             call.sent = False
         # Without a pending task the next one starts it: a process that cannot start must not spin.
-        self._restarting = bool(self._calls) and self._backoff.schedule(self._restart)
-        if not self._restarting:
-            self._fail_all(EngineDied(died.message))
-
-    def _restart(self) -> None:
-        with self._lock:
-            self._restarting = False
-            self.start()
+        if self._calls:
+            delay_s = self._backoff.next_delay()
+            if self._backoff.exhausted:
+                self._fail_all(from_code(died.code, died.message))
+                return
+            self.start(delay_s)
             self._dispatch()
 
     def _take(self, which: Callable[[_Call], bool]) -> list[_Call]:

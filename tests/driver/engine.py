@@ -246,7 +246,12 @@ class StepDriver:
             assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
 
     def check_idle(self) -> None:
-        """Nothing is left: no lease, no cell in use, no sampler, and every request has its terminal event."""
+        """Nothing is left, and every request has its terminal event."""
+        self.check_released()
+        assert all(answer.finish_reason is not None for answer in self.answers.values())
+
+    def check_released(self) -> None:
+        """Nothing is left: no lease, no cell in use, no sampler."""
         self.scheduler.check_idle()
         self.core.embedding.check_idle()
         assert self.scheduler.pool.leases == () and not self.scheduler.pool.retired
@@ -255,7 +260,6 @@ class StepDriver:
         assert self.runner.open_samplers == 0
         if isinstance(self.runner.inner, FakeRunner):
             assert self.runner.inner.embedding_memory == []
-        assert all(answer.finish_reason is not None for answer in self.answers.values())
 
     def check_end(self) -> None:
         """On the fake, after failures: one terminal event each, right texts, and nothing is left."""
@@ -293,7 +297,7 @@ class StepDriver:
         return self
 
     def _end_all(self, error: EngineDied) -> None:
-        """As `EngineCore.run` does when it dies."""
+        """As a client does when the engine dies and is not replaced."""
         self.scheduler.fail_all(error)
         self.core.embedding.fail_all(error)
         for output in self.core._take_outputs():
