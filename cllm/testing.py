@@ -33,7 +33,16 @@ import numpy as np
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, Sampler, StepResult, StepStatus
 from cllm.config import EngineConfig, ServerConfig
-from cllm.types import EmbedLimits, InfillTokens, Limits, ModelInfo, Pooling, SamplingParams, TokenLogprob
+from cllm.types import (
+    EmbedLimits,
+    InfillTokens,
+    Limits,
+    ModelInfo,
+    Pooling,
+    SamplingParams,
+    TokenBound,
+    TokenLogprob,
+)
 
 END_TOKEN = 256
 TURN = 257  # a control token: the chat template opens the assistant's turn with it
@@ -78,6 +87,7 @@ class FakeVocabulary:
     begin_text = ""
     end_text = "<|end|>"
     ends = frozenset({END_TOKEN})
+    bound = TokenBound(longest=len("<|x|>"))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         parts = text.split("<|x|>") if parse_special else [text]

@@ -312,7 +312,34 @@ class InfillTokens(msgspec.Struct, frozen=True, kw_only=True):
     begin: int | None = None  # what every text of this model begins with
 
 
-class Vocabulary(Protocol):
+class TokenBound(msgspec.Struct, frozen=True):
+    """A lower bound on the tokens of a text, by its bytes alone: no token stands for more than `longest`.
+
+    Only for vocabularies that keep a text as it is; without one (`longest` 0) any text may have no tokens.
+    """
+
+    longest: int = 0  # bytes of the longest token
+    dropped: bytes = b""  # bytes that no token stands for; the tokenizer leaves them out
+
+    def min_tokens(self, *texts: str) -> int:
+        """The fewest tokens that these texts can have together."""
+        if not self.longest:
+            return 0
+        kept = 0
+        for data in map(str.encode, texts):
+            present = bytes(byte for byte in self.dropped if byte in data)  # nearly always none
+            kept += len(data.translate(None, present) if present else data)
+        return -(-kept // self.longest)
+
+
+class HasBound(Protocol):
+    """A vocabulary, or the client of one in another process."""
+
+    @property
+    def bound(self) -> TokenBound: ...
+
+
+class Vocabulary(HasBound, Protocol):
     """Token look-ups. Read-only and safe from any thread."""
 
     @property
@@ -331,7 +358,7 @@ class Vocabulary(Protocol):
         """The spelling of the token a text ends with; empty where there is none."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""
+        """Tokens of `text`; what the vocabulary has tokens for is kept. Never adds a second BOS."""
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """A query and a document as a reranker reads them; nothing in either is a control token."""

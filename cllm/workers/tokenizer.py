@@ -21,7 +21,7 @@ from cllm.errors import CllmError, ContextLengthExceeded, ShuttingDown
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
 from cllm.text.prompt import PromptBuilder, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import Vocabulary
+from cllm.types import TokenBound, Vocabulary
 from cllm.workers.channel import Channel
 from cllm.workers.executor import settle
 from cllm.workers.messages import (
@@ -35,16 +35,18 @@ from cllm.workers.messages import (
     TokenizePairs,
     TokenizerAnswer,
     TokenizerCall,
+    TokenizerReady,
     TokenizerReply,
     TokenizerTask,
     TokenizeText,
     TokenizeTexts,
     TokenLists,
     Tokens,
+    check_task,
 )
+from cllm.workers.tokenizer_queue import THREADS
 
 log = logging.getLogger(__name__)
-THREADS = 2  # a long prompt must not hold up the short ones behind it
 MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
 
 
@@ -64,6 +66,10 @@ class TokenizerWorker:
         self._prompts = PromptBuilder(vocabulary, *templates)
         self._lock = threading.Lock()
 
+    @property
+    def bound(self) -> TokenBound:
+        return self._vocabulary.bound
+
     @cached_property
     def _constraints(self) -> GrammarCompiler:
         return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
@@ -72,6 +78,7 @@ class TokenizerWorker:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
         vocabulary = self._vocabulary
         try:
+            check_task(task, vocabulary)
             match task:
                 case TokenizeText(text, max_tokens, add_special, parse_special):
                     tokens = vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -87,6 +94,7 @@ class TokenizerWorker:
                         opening=chat.opening,
                         prefill=chat.prefill,
                         think=chat.think,
+                        max_tokens=max_tokens,
                     )
                     return _limited(prompt.tokens, max_tokens, thinking=prompt.thinking)
                 case TokenizeInfill(gap, max_tokens, cut_to):
@@ -130,7 +138,7 @@ class LocalTokenizer:
         self._lock = threading.Lock()  # the vocabulary must not be freed while a task reads it
         self._closed = False
 
-    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
+    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         future: Future[TokenizerAnswer] = Future()
         with self._lock:
             if self._closed:
@@ -178,6 +186,7 @@ def answer_tasks(channel: Channel, worker: TokenizerWorker) -> None:
             answer = Refused("engine_error", "this text could not be processed")
         channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
 
+    channel.send(msgspec.msgpack.encode(TokenizerReady(worker.bound)))
     with ThreadPoolExecutor(THREADS) as pool:
         while (frame := channel.receive()) is not None:
             pool.submit(answer, decoder.decode(frame))

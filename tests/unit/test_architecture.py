@@ -29,6 +29,7 @@ LAYERS = {
     "cllm.workers.messages": 2,
     "cllm.workers.supervisor": 2,
     "cllm.workers.executor": 2,
+    "cllm.workers.tokenizer_queue": 2,
     "cllm.build": 2,
     "cllm.core": 3,
     "cllm.backend.llama": 3,
