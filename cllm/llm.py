@@ -34,7 +34,7 @@ from cllm.chat.session import open_chat, open_chat_blocking
 from cllm.errors import InvalidRequest, from_code
 from cllm.frontend.async_calls import get_choice_ids
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.local_model import LocalModel
+from cllm.local_model import LocalModel, uninterrupted
 from cllm.text.embeddings import to_vector
 from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, Usage
 from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
@@ -160,7 +160,7 @@ class LLM(LocalModel):
         self._check_open()
         builder = ChunkBuilder(n)
         with self._cancel_after(*get_choice_ids(request.id, n)):
-            session = open_chat_blocking(self._engine, conversation, request, n)
+            session = uninterrupted(open_chat_blocking, self._engine, conversation, request, n)
             for step in self._read(session.events_blocking()):
                 yield from builder.add(*step)
             yield builder.last()
@@ -191,11 +191,14 @@ class LLM(LocalModel):
         tokens = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts, "texts"))).result()
         request = _make_embed_request(self.info, tokens)
         with self._cancel_after(request.id):
-            return _make_vectors(list(self._read(self._engine.submit(request, BlockingOutputStream))))
+            stream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
+            return _make_vectors(list(self._read(stream)))
 
     def _submit(self, request: Request, prompt: str) -> BlockingOutputStream:
         answer = self._engine.tokenizer.submit(TokenizeText(prompt)).result()
-        return self._engine.submit(_set_prompt(request, answer), BlockingOutputStream)
+        request = _set_prompt(request, answer)
+        stream: BlockingOutputStream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
+        return stream
 
     def _read(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items of a stream. In a forked child nothing would ever follow: that is an error there."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +33,7 @@ from cllm.workers.engine_worker import ThreadExecutor
 
 log = logging.getLogger(__name__)
 EXIT_LIMIT_S = 30.0  # for each open model; a step that runs is interrupted
+Result = TypeVar("Result")
 
 
 class LocalModel:
@@ -129,8 +132,29 @@ class LocalModel:
             yield
         finally:
             if self._forks == _forks:
-                for request_id in request_ids:
-                    self._engine.cancel(request_id)
+                uninterrupted(self._cancel_all, request_ids)
+
+    def _cancel_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._engine.cancel(request_id)
+
+
+def uninterrupted(call: Callable[..., Result], *arguments: Any) -> Result:
+    """Call it; a Ctrl-C meanwhile counts after it, so that it leaves no request table half-changed.
+
+    Python interrupts the main thread only.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        return call(*arguments)
+    signals: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *received: signals.append(received))
+    try:
+        return call(*arguments)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if signals:
+            handler(*signals[0])
 
 
 _open: set[LocalModel] = set()  # models to close at exit

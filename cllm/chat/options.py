@@ -170,7 +170,10 @@ def make_chat(
 def _parse_options(given: Mapping[str, Any]) -> _Options:
     stop = given.get("stop")
     stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    return parse_fields({**given, "stop": stops}, _Options)
+    options = parse_fields({**given, "stop": stops}, _Options)
+    if any("\0" in text for text in options.stop):
+        raise InvalidRequest("stop: must not contain NUL", "stop")
+    return options
 
 
 def _make_request(sampling: Sampling, options: _Options, info: ModelInfo, **more: Any) -> Request:
