@@ -281,7 +281,7 @@ class FakeRunner(ModelRunner):
 
     def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
         """The model's next token, before any mask."""
-        return next_token(memory, params.seed, ends=not params.ignore_eos)
+        return next_token(memory, params.seed or 0, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]

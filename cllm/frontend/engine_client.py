@@ -5,6 +5,7 @@ It holds the request table, dispatches to the executor, hands outputs to streams
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -86,6 +87,8 @@ class EngineClient:
     whole step across in one call; by default the executor's own thread handles them.
     """
 
+    shutdown_message = "the server is shutting down"
+
     def __init__(
         self,
         executor: Executor,
@@ -118,8 +121,10 @@ class EngineClient:
     # From start to stop ------------------------------------------------------------------------------
 
     def start(self, delay_s: float = 0.0) -> None:
-        """Begin to load, after the delay. Returns at once."""
+        """Begin to load, after the delay, unless it was stopped before. Returns at once."""
         with self._lock:
+            if self.health is Health.STOPPED:
+                return
             self._run += 1
             self._executor.start(partial(self._deliver, self._run), delay_s)
 
@@ -140,21 +145,24 @@ class EngineClient:
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""
-        error = ShuttingDown("the server is shutting down")
+        error = ShuttingDown(self.shutdown_message)
         with self._lock:
             for state in self._queue.requests:
                 self._drop(state, error)
             self._fail_calls(error)
 
     def stop(self) -> None:
-        """End now: every request left ends with an error. Idempotent."""
+        """End now: every request left ends with an error. From any thread; idempotent."""
         with self._lock:
-            if self.health is Health.STOPPED:
-                return
-            self.health = Health.STOPPED
-            self._computing = False
-            self._run += 1
-            self.end_all()
+            if self.health is not Health.STOPPED:
+                self.health = Health.STOPPED
+                self._computing = False
+                self._run += 1
+            if not self.loaded.done():
+                self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
+        # Streams are woken where they are read; an event loop that is closed has no readers left.
+        with contextlib.suppress(RuntimeError):
+            self.deliver(self.end_all)
         self._timeouts.stop()
         self._executor.stop()
 
@@ -263,7 +271,7 @@ class EngineClient:
     def _closed_error(self) -> CllmError:
         if self.health is Health.FAILED:
             return self._error or EngineDied("the engine is gone")
-        return ShuttingDown("the server is shutting down and takes no new requests")
+        return ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
     def _dispatch(self) -> None:
         """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""

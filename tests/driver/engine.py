@@ -211,7 +211,7 @@ class StepDriver:
         request = self.requests[name]
         limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
         ends = not request.sampling.ignore_eos
-        return expected_text(request.prompt, limit, request.sampling.seed, ends=ends)
+        return expected_text(request.prompt, limit, request.sampling.seed or 0, ends=ends)
 
     # Checks -----------------------------------------------------------------------------------------
 

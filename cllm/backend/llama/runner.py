@@ -82,10 +82,16 @@ class LlamaRunner(ModelRunner):
         self._open.callback(self._dry.close)
         if not self.info.generates:
             self.open_embedding()
+        if progress is not None:
+            progress(1.0)  # the last point to give up loading: the first decode reads all weights
         self._warm_up()
         if config.draft_model and self.info.generates:
             check_cuttable(self.info, "served")
-            draft = LlamaRunner(draft_config(config, self.limits.request_tokens), library=library)
+            draft = LlamaRunner(
+                draft_config(config, self.limits.request_tokens),
+                library=library,
+                progress=progress and (lambda _: progress(1.0)),
+            )
             self._drafts = DraftModel(draft, self.vocabulary)
             self._open.callback(self._drafts.close)
 

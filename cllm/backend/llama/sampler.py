@@ -128,7 +128,7 @@ def build_chain(
         add(api.llama_sampler_init_greedy())
         return chain
     if params.mirostat:
-        mirostat = (params.seed, params.mirostat_tau, params.mirostat_eta)
+        mirostat = (params.seed or 0, params.mirostat_tau, params.mirostat_eta)
         add(api.llama_sampler_init_temp(params.temperature))
         if params.mirostat == 1:
             add(api.llama_sampler_init_mirostat(vocabulary_size, *mirostat, 100))
@@ -148,13 +148,13 @@ def build_chain(
     if params.min_p > 0:
         add(api.llama_sampler_init_min_p(params.min_p, 1))
     if params.xtc_probability > 0:
-        add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
+        add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed or 0))
     if params.dynatemp_range > 0:
         dynamic = (params.dynatemp_range, params.dynatemp_exponent)
         add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
     else:
         add(api.llama_sampler_init_temp(params.temperature))
-    add(api.llama_sampler_init_dist(params.seed))
+    add(api.llama_sampler_init_dist(params.seed or 0))
     return chain
 
 

@@ -18,7 +18,16 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady
 from cllm.workers.channel import WorkerProcess
-from cllm.workers.messages import Died, Ready, Report, Text, TokenizerCall, TokenizerReply, TokenizeText
+from cllm.workers.messages import (
+    Died,
+    Ready,
+    Report,
+    Text,
+    TokenizerCall,
+    TokenizerReady,
+    TokenizerReply,
+    TokenizeText,
+)
 from cllm.workers.supervisor import START_FAILED, Attempt, Backoff, Supervisor
 
 PATIENCE_S = 60
