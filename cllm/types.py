@@ -164,6 +164,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+GRAMMAR_CACHE_BYTES = 48 << 20  # of compiled grammars, in the engine
+
+
 class ConstraintKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"

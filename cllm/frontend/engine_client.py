@@ -35,7 +35,7 @@ from cllm.errors import (
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
-from cllm.frontend.timeouts import RequestTimeouts
+from cllm.frontend.timers import Timers
 from cllm.types import (
     Failure,
     FinishReason,
@@ -107,7 +107,8 @@ class EngineClient:
         self._executor = executor
         self._on_loading = on_loading
         self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s)
-        self._timeouts = RequestTimeouts(lambda request_id: self.deliver(self._expire, request_id))
+        # By request: its deadline. By None: the next look at the queue.
+        self._timers: Timers[str | None] = Timers(lambda key: self.deliver(self._timer_fired, key))
         self._lock = threading.RLock()
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._computing = False  # this run is Ready and has not died: it may be sent commands
@@ -163,7 +164,7 @@ class EngineClient:
         # Streams are woken where they are read; an event loop that is closed has no readers left.
         with contextlib.suppress(RuntimeError):
             self.deliver(self.end_all)
-        self._timeouts.stop()
+        self._timers.stop()
         self._executor.stop()
 
     @property
@@ -204,7 +205,7 @@ class EngineClient:
                 state = self._queue.admit(request, stream, self.limits)
                 self.metrics.accepted.inc()
                 if state.timeout_s is not None:
-                    self._timeouts.add(request.id, state.arrived + state.timeout_s)
+                    self._timers.set(request.id, state.arrived + state.timeout_s)
                 self._dispatch()
                 if state.stage is Stage.QUEUED:
                     stream.queue_position = state.queue.position(state)
@@ -222,6 +223,7 @@ class EngineClient:
             state.cancelled = True
             if state.stage is Stage.QUEUED:
                 self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                self._dispatch()  # others may have waited for it
             else:
                 self._executor.send(Cancel(request_id))
 
@@ -278,6 +280,8 @@ class EngineClient:
         while self._computing and self.limits is not None:
             sent = [self._send(state) for state in self._queue.next_for_engine(self.limits)]
             if all(sent):
+                if self._queue.look_again_at is not None:
+                    self._timers.set(None, self._queue.look_again_at)
                 return
 
     def _send(self, state: RequestState) -> bool:
@@ -289,6 +293,13 @@ class EngineClient:
             log.exception("request %s could not be sent to the engine", state.request.id)
             self._fail(state, EngineError("this request could not be sent to the engine"))
         return state.stage is Stage.ENGINE
+
+    def _timer_fired(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self._expire(request_id)
+            return
+        with self._lock:
+            self._dispatch()
 
     def _expire(self, request_id: str) -> None:
         """A request's time is up: the client gets the error now, not when the step is over."""
@@ -434,7 +445,7 @@ class EngineClient:
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
             output = msgspec.structs.replace(output, usage=usage)
         self._queue.close(state)
-        self._timeouts.remove(output.request_id)
+        self._timers.cancel(output.request_id)
         self.metrics.ended(state, output, now)
         assert output.usage is not None and output.finish_reason is not None
         log.info(

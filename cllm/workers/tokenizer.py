@@ -109,7 +109,7 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case CheckConstraint(spec):
                     with self._lock:
-                        self._constraints.compile(spec).mask()
+                        self._constraints.check(spec)
                     return Text("")
         except CllmError as error:
             return Refused(error.code, error.message, getattr(error, "field", None))
