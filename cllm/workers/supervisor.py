@@ -121,6 +121,7 @@ class Supervisor:
                             process.kill(f"it was in one step for {step_age_s:.0f} s")
                     case Died():
                         last_words = report
+                        break  # it must exit now, whatever it still does
                     case _:
                         receive(report)
         except msgspec.MsgspecError as error:  # nothing after it can be trusted
