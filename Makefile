@@ -56,6 +56,9 @@ schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; an
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
 	.venv/bin/python -m tests.soak.features $(ARGS)
 
+exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
+	.venv/bin/python -m tests.soak.exits $(ARGS)
+
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
 
@@ -81,4 +84,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure stopped schemas features doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure stopped schemas features exits doctor firsttoken clean

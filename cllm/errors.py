@@ -45,11 +45,21 @@ class InvalidRequest(ClientError):
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"  # the prompt does not fit
 
-    def __init__(self, prompt_tokens: int, limit: int, *, message: str = "", field: str = "prompt") -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        limit: int,
+        *,
+        at_least: bool = False,
+        message: str = "",
+        field: str = "prompt",
+    ) -> None:
+        """`at_least`: the prompt was not tokenised; its bytes alone are too many."""
+        count = f"at least {prompt_tokens}" if at_least else prompt_tokens
         super().__init__(
             message
             # Clients recognise this error by OpenAI's words: "maximum context length is".
-            or f"the prompt has {prompt_tokens} tokens, but this model's maximum context length is {limit}: "
+            or f"the prompt has {count} tokens, but this model's maximum context length is {limit}: "
             "at most that many fit (prompt and answer together, at least one of them generated); "
             "shorten the prompt or start the server with a larger --ctx-size",
             field=field,
@@ -58,10 +68,13 @@ class ContextLengthExceeded(InvalidRequest):
         self.limit = limit
 
     @classmethod
-    def of_input(cls, index: int, tokens: int, limit: int, field: str = "input") -> ContextLengthExceeded:
+    def of_input(
+        cls, index: int, tokens: int, limit: int, field: str = "input", *, at_least: bool = False
+    ) -> ContextLengthExceeded:
         """The same for an embedding input or a rerank prompt."""
+        count = f"at least {tokens}" if at_least else tokens
         message = (
-            f"{field} {index} has {tokens} tokens, but a text to embed may hold at most {limit}; "
+            f"{field} {index} has {count} tokens, but a text to embed may hold at most {limit}; "
             "shorten it or start the server with a larger --embed-tokens"
         )
         return cls(tokens, limit, message=message, field=field)
@@ -77,6 +90,10 @@ class ReloadFailed(ClientError):
 
 class SlowReader(ClientError):
     code = "slow_reader"  # the client does not read its stream
+
+
+class ClientGone(ClientError):
+    code = "client_gone"  # the client disconnected before its text was tokenised
 
 
 class Unauthorized(ClientError):
@@ -123,6 +140,10 @@ class DeadlineExceeded(CapacityError):
 
     def __init__(self, timeout_s: float, where: str) -> None:
         super().__init__(f"the request was not done within its {timeout_s:g} s: it was {where}")
+
+
+class TokenizerBusy(CapacityError):
+    code = "tokenizer_busy"  # too much text waits to be tokenised
 
 
 class EngineNotReady(CapacityError):

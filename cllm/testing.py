@@ -33,7 +33,16 @@ import numpy as np
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, Sampler, StepResult, StepStatus
 from cllm.config import EngineConfig, ServerConfig
-from cllm.types import EmbedLimits, InfillTokens, Limits, ModelInfo, Pooling, SamplingParams, TokenLogprob
+from cllm.types import (
+    EmbedLimits,
+    InfillTokens,
+    Limits,
+    ModelInfo,
+    Pooling,
+    SamplingParams,
+    TokenBound,
+    TokenLogprob,
+)
 
 END_TOKEN = 256
 TURN = 257  # a control token: the chat template opens the assistant's turn with it
@@ -78,6 +87,7 @@ class FakeVocabulary:
     begin_text = ""
     end_text = "<|end|>"
     ends = frozenset({END_TOKEN})
+    bound = TokenBound(longest=len("<|x|>"))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         parts = text.split("<|x|>") if parse_special else [text]
@@ -271,7 +281,7 @@ class FakeRunner(ModelRunner):
 
     def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
         """The model's next token, before any mask."""
-        return next_token(memory, params.seed, ends=not params.ignore_eos)
+        return next_token(memory, params.seed or 0, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
@@ -279,7 +289,7 @@ class FakeRunner(ModelRunner):
         assert 0 < batch.token_count + len(batch.padding) <= self.limits.batch_tokens
         for seq_id in batch.padding:
             assert ids[0] < seq_id < ids[-1] and seq_id not in ids
-            assert not self.memory[seq_id], "padding rows need empty slots"
+            assert not self.memory[seq_id] or self.trimmable, "padding rows are removed again"
         for row in batch.rows:
             assert row.tokens and row.outputs <= len(row.tokens)
             assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be rolled back"

@@ -5,18 +5,62 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 
 from __future__ import annotations
 
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from cllm.errors import InvalidRequest
+
 MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
+StructKind = TypeVar("StructKind", bound=msgspec.Struct)
+
+
+def parse_fields(values: Mapping[str, Any], kind: type[StructKind], *, strict: bool = True) -> StructKind:
+    """A struct from values by name; those it has no field for are ignored. `strict`: a text is no number.
+
+    Raises InvalidRequest, which names a field that is mistyped, out of bounds or not finite.
+    """
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    check_finite(plain)
+    try:
+        return msgspec.convert(plain, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        field = re.split(r"\W", place)[0]
+        shown = f"{field} is {reprlib.repr(plain[field])}: " if field else ""
+        raise InvalidRequest(f"{shown}{reason[:1].lower()}{reason[1:]}", field or None) from None
+
+
+def check_finite(values: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for a NaN or an infinity: bounds may let them through."""
+
+    def finite(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(finite, value))
+        return not isinstance(value, float) or math.isfinite(value)
+
+    for name, value in values.items():
+        if not finite(value):
+            raise InvalidRequest(f"{name} is {reprlib.repr(value)}: expected a finite number", name)
+
+
+def describe_unknown(name: str, known: Iterable[str]) -> str:
+    """A name that means nothing, with the known one that was probably meant."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1)
+    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
 
 
 class FinishReason(StrEnum):
@@ -94,8 +138,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: Annotated[
         bool, Meta(description="Never sample an end-of-generation token: go on to max_tokens")
     ] = False
-    # The caller draws a seed where the user gave none, so that a replayed request samples the same.
-    seed: Annotated[int, Meta(ge=0, description="The same seed gives the same text")] = 0
+    # The caller draws one where there is none, so that a replayed request samples the same.
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="The same seed gives the same text; none: another one for each answer"),
+    ] = None
 
     @property
     def greedy(self) -> bool:
@@ -105,11 +152,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def adjusts_logits(self) -> bool:
         """True when logits are rewritten before sampling, so that their argmax is not enough."""
-        return bool(self.logit_bias) or self.penalises or self.dry_multiplier > 0
+        return bool(self.logit_bias) or self.looks_back
+
+    @property
+    def looks_back(self) -> bool:
+        """True when the tokens so far change the next one's logits."""
+        return self.penalises or self.dry_multiplier > 0
 
     @property
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+GRAMMAR_CACHE_BYTES = 48 << 20  # of compiled grammars, in the engine
 
 
 class ConstraintKind(StrEnum):
@@ -307,7 +362,34 @@ class InfillTokens(msgspec.Struct, frozen=True, kw_only=True):
     begin: int | None = None  # what every text of this model begins with
 
 
-class Vocabulary(Protocol):
+class TokenBound(msgspec.Struct, frozen=True):
+    """A lower bound on the tokens of a text, by its bytes alone: no token stands for more than `longest`.
+
+    Only for vocabularies that keep a text as it is; without one (`longest` 0) any text may have no tokens.
+    """
+
+    longest: int = 0  # bytes of the longest token
+    dropped: bytes = b""  # bytes that no token stands for; the tokenizer leaves them out
+
+    def min_tokens(self, *texts: str) -> int:
+        """The fewest tokens that these texts can have together."""
+        if not self.longest:
+            return 0
+        kept = 0
+        for data in map(str.encode, texts):
+            present = bytes(byte for byte in self.dropped if byte in data)  # nearly always none
+            kept += len(data.translate(None, present) if present else data)
+        return -(-kept // self.longest)
+
+
+class HasBound(Protocol):
+    """A vocabulary, or the client of one in another process."""
+
+    @property
+    def bound(self) -> TokenBound: ...
+
+
+class Vocabulary(HasBound, Protocol):
     """Token look-ups. Read-only and safe from any thread."""
 
     @property
@@ -326,7 +408,7 @@ class Vocabulary(Protocol):
         """The spelling of the token a text ends with; empty where there is none."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Tokens of `text`; NUL and every other character is kept. Never adds a second BOS."""
+        """Tokens of `text`; what the vocabulary has tokens for is kept. Never adds a second BOS."""
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         """A query and a document as a reranker reads them; nothing in either is a control token."""

@@ -58,8 +58,9 @@ class Batch(NamedTuple):
     starts at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory
     stays until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
 
-    `padding` holds ids of empty slots between those of the rows. Each gets one token that is discarded, and
-    is empty afterwards whatever the outcome of the step: so the ids have no gaps.
+    `padding` holds ids between those of the rows: of slots that are empty or take no part in this step. Each
+    gets one token that is discarded, and holds afterwards what it held before, whatever the outcome of the
+    step: so the ids have no gaps.
     """
 
     rows: tuple[Row, ...]
@@ -98,6 +99,7 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None  # no token could be sampled for this row; its memory is as computed
     embedding: bytes = b""  # float32, of an EMBED row
+    sample_s: float = 0.0  # its part of the step's `sample_s`
 
 
 class StepResult(NamedTuple):
@@ -112,7 +114,7 @@ class StepResult(NamedTuple):
 
 
 class ModelRunner(Protocol):
-    """A model and its KV memory. The owner thread's, but for `interrupt` and `vocabulary`."""
+    """A model and its KV memory. The owner thread's, but for what says that it may be called from any."""
 
     info: ModelInfo
     limits: Limits
@@ -139,7 +141,8 @@ class ModelRunner(Protocol):
         """
         return
 
-    def create_sampler(self, params: SamplingParams) -> Sampler: ...
+    def create_sampler(self, params: SamplingParams) -> Sampler:
+        """A new sampler. From any thread, as its first `accept`: what looks back may take long to build."""
 
     def next_position(self, seq_id: int) -> int:
         """Where the sequence's next token goes: the highest position in memory plus one, 0 if empty."""
@@ -172,7 +175,7 @@ class ModelRunner(Protocol):
         return ""
 
     def open_embedding(self) -> None:
-        """Allocate what EMBED batches need; idempotent. Raises CllmError where that is not possible."""
+        """Allocate what EMBED batches need, from any thread; idempotent. Raises CllmError where it cannot."""
 
     def reset_embedding(self) -> None:
         """Drop an input of which only the first chunks were computed."""

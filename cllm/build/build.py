@@ -27,9 +27,16 @@ from typing import Any
 
 from cllm.build import toolchain
 from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
-from cllm.build.toolchain import BINDINGS_VERSION, BuildError, cache_directory, fetch_source, log
+from cllm.build.toolchain import (
+    BINDINGS_VERSION,
+    BuildError,
+    cache_directory,
+    fetch_source,
+    log,
+    write_record,
+)
 
-__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main"]
+__all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main", "write_record"]
 
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 _BYTES_PER_JOB = 2**30  # memory of the compiler for the largest sources

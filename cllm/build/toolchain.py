@@ -53,6 +53,17 @@ def cache_directory() -> Path:
     return (Path(own) if own else Path(users, "cllm")).expanduser().absolute()
 
 
+def write_record(path: Path, data: bytes) -> None:
+    """Write a file of the cache whole or not at all; its folder is made if missing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".new-{os.getpid()}")
+    try:
+        new.write_bytes(data)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def fetch_source() -> Path:
     """Download and unpack the sdist once; returns the folder. The caller holds the build lock."""
     source = cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"

@@ -15,7 +15,7 @@ import msgspec
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ParsedOutput
 from cllm.errors import InvalidRequest
-from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, merged, run_tokenizer, submit_all
+from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.output_parser import OutputEvent, OutputParser
@@ -141,7 +141,7 @@ async def open_chat(
     """Submit n choices. Raises InvalidRequest (template, grammar), and what `EngineClient.submit` raises."""
     plan = plan_chat(engine, conversation, request)
     if plan.check is not None:
-        await run_tokenizer(engine, plan.check, Text, GRAMMAR_LIMIT_S)
+        await run_tokenizer(engine, plan.check, Text)
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
 

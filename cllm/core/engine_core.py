@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
@@ -16,6 +17,7 @@ from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file import CacheFileJobs
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
+from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import SlotPool
 from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
@@ -34,11 +36,12 @@ from cllm.workers.messages import (
     Stop,
     Submit,
     UseStateFile,
+    Wake,
 )
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_POLL_S = 0.005
+DISK_POLL_S = 0.005
 
 
 class EngineCore:
@@ -52,11 +55,13 @@ class EngineCore:
         *,
         cost: StepCostModel | None = None,
         spec_decode: SpecDecodePolicy | None = None,
+        preparation: Callable[..., Preparation] = Preparation,
     ) -> None:
-        """`cost` and `spec_decode` replace what the configuration says, for tests."""
+        """`cost`, `spec_decode` and `preparation` replace what is made here, for tests."""
         self.runner = runner
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
+        self.preparation = preparation(runner, wake=partial(self.inbox.put, Wake()))
         limits = runner.limits
         cost = cost or StepCostModel(split=not limits.unified)
         target_s = config.target_itl_ms * MILLISECOND
@@ -64,8 +69,9 @@ class EngineCore:
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
         self.scheduler = Scheduler(
             runner,
-            PrefillBudget(limits.batch_tokens, target_s, cost),
+            PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
             HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
+            preparation=self.preparation,
             share_across_tenants=config.share_prefixes_across_tenants,
             spec_decode=spec_decode
             or SpecDecodePolicy(
@@ -80,6 +86,7 @@ class EngineCore:
             runner,
             PrefillBudget(limits.embed.batch_tokens, target_s, StepCostModel(split=False)),
             decoding=lambda: self.scheduler.running_count,
+            open_context=self.preparation.open_embedding,
         )
         self._embedded_last = False
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
@@ -120,6 +127,7 @@ class EngineCore:
             ended = EngineDied("the engine has ended")
             self.scheduler.fail_all(ended)
             self.embedding.fail_all(ended)
+            self.preparation.close()
 
     def step(self) -> None:
         """One step, of generation or of embeddings: schedule, submit, collect, update."""
@@ -128,7 +136,7 @@ class EngineCore:
         started = self._busy_since or self.step_started
         transferred_s = self.scheduler.transfer.seconds
         # Where both have work they alternate: at most one batch of embeddings between two decode steps.
-        waits = not self.embedding.idle
+        waits = self.embedding.has_work
         self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
         results: list[StepResult] = []
@@ -156,6 +164,11 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and self.embedding.idle
+
+    @property
+    def has_work(self) -> bool:
+        """False when a step would compute nothing."""
+        return self.scheduler.has_work or self.embedding.has_work
 
     def _take_outputs(self) -> tuple[RequestOutput, ...]:
         return (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
@@ -200,10 +213,10 @@ class EngineCore:
             if self.idle and self.cache_files.idle:
                 self._check_idle()
                 command = self.inbox.get()
-            elif self.scheduler.has_work or not self.embedding.idle or self.cache_files.has_work:
+            elif self.has_work or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
-            else:  # every request here waits for its grammar, or for the disk
-                command = self.inbox.get(timeout=GRAMMAR_POLL_S)
+            else:  # every request here is being prepared, which ends with Wake; or waits for the disk
+                command = self.inbox.get(timeout=None if self.cache_files.idle else DISK_POLL_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False
@@ -232,6 +245,8 @@ class EngineCore:
                 self._emit(Inspection(call_id, self.scheduler.snapshot()))
             case UseStateFile():
                 self.cache_files.add(command)
+            case Wake():
+                pass
             case Stop():
                 return False
         return True

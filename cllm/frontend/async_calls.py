@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from cllm.errors import CllmError, EngineNotReady, InvalidRequest
+from cllm.errors import ClientGone, CllmError, EngineNotReady
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.types import SEED_SPACE, Limits, ModelInfo, Request, RequestOutput
 from cllm.workers.messages import TokenizerAnswer, TokenizerTask
 
-GRAMMAR_LIMIT_S = 5.0  # the first grammar also builds the compiler
-TEXT_LIMIT_S = 30.0  # tokenising 8 MiB takes a few seconds; what takes longer hangs
+WATCH_AFTER_S = 0.25  # nearly all text is tokenised before: its client need not be watched
 AnswerKind = TypeVar("AnswerKind", bound=TokenizerAnswer)
 _replace = msgspec.structs.replace
 
@@ -27,25 +27,51 @@ def loaded(engine: EngineClient) -> tuple[ModelInfo, Limits]:
     return engine.info, engine.limits
 
 
-async def run_tokenizer(
-    engine: EngineClient, task: TokenizerTask, kind: type[AnswerKind], limit_s: float = TEXT_LIMIT_S
-) -> AnswerKind:
+class Caller(NamedTuple):
+    """For whom text is tokenised."""
+
+    tenant: str = ""
+    disconnected: Callable[[], Coroutine[Any, Any, None]] | None = None  # waits until the client has left
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller of what runs in this context: a server sets it for each request."""
+
+
+async def run_tokenizer(engine: EngineClient, task: TokenizerTask, kind: type[AnswerKind]) -> AnswerKind:
     """The tokenizer's answer to a task, of the kind that the task's docstring names.
 
-    A task over its time limit is aborted, with its process. Raises InvalidRequest, EngineDied.
+    Raises InvalidRequest, TokenizerBusy, EngineDied; ClientGone where the `CALLER` leaves meanwhile.
     """
-    future = engine.tokenizer.submit(task)
+    caller = CALLER.get(Caller())
     try:
-        async with asyncio.timeout(limit_s):
-            answer = await asyncio.wrap_future(future)
-    except TimeoutError:
-        engine.tokenizer.abort(future)
-        raise InvalidRequest(f"the text could not be processed within {limit_s:.0f} s: shorten it") from None
+        future = engine.tokenizer.submit(task, caller.tenant)
+        try:
+            answer = await _wait(asyncio.wrap_future(future), caller)
+        except (asyncio.CancelledError, ClientGone):
+            engine.tokenizer.abort(future)
+            raise
     except CllmError as error:
         engine.metrics.refused.labels(error.code).inc()
         raise
     assert isinstance(answer, kind)
     return answer
+
+
+async def _wait(answer: asyncio.Future[TokenizerAnswer], caller: Caller) -> TokenizerAnswer:
+    """The answer. Raises ClientGone when the client leaves before it is there."""
+    if caller.disconnected is None:
+        return await answer
+    try:
+        if not (await asyncio.wait((answer,), timeout=WATCH_AFTER_S))[0]:
+            leaving = asyncio.ensure_future(caller.disconnected())
+            await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+        if not answer.done():
+            raise ClientGone("the client disconnected")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def submit_all(
@@ -61,21 +87,25 @@ def submit_all(
     again draws the same.
     """
     streams: list[StreamKind] = []
+    seed = request.sampling.seed or 0
     try:
         for number, prompt in enumerate(prompts):
-            for index in range(count):
+            for index, choice_id in enumerate(get_choice_ids(request.id, count, number)):
                 sampling = request.sampling
                 if index:
-                    sampling = _replace(sampling, seed=(sampling.seed + index) % SEED_SPACE)
-                choice = _replace(
-                    request, id=f"{request.id}-{number}-{index}", prompt=prompt, sampling=sampling
-                )
+                    sampling = _replace(sampling, seed=(seed + index) % SEED_SPACE)
+                choice = _replace(request, id=choice_id, prompt=prompt, sampling=sampling)
                 streams.append(engine.submit(choice, kind))
     except CllmError:
         for stream in streams:
             engine.cancel(stream.request_id)
         raise
     return streams
+
+
+def get_choice_ids(request_id: str, count: int, number: int = 0) -> list[str]:
+    """The ids of the choices for prompt `number`: known before they are submitted."""
+    return [f"{request_id}-{number}-{index}" for index in range(count)]
 
 
 async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

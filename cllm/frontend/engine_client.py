@@ -5,6 +5,7 @@ It holds the request table, dispatches to the executor, hands outputs to streams
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -34,7 +35,7 @@ from cllm.errors import (
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
-from cllm.frontend.timeouts import RequestTimeouts
+from cllm.frontend.timers import Timers
 from cllm.types import (
     Failure,
     FinishReason,
@@ -86,6 +87,8 @@ class EngineClient:
     whole step across in one call; by default the executor's own thread handles them.
     """
 
+    shutdown_message = "the server is shutting down"
+
     def __init__(
         self,
         executor: Executor,
@@ -104,7 +107,8 @@ class EngineClient:
         self._executor = executor
         self._on_loading = on_loading
         self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s)
-        self._timeouts = RequestTimeouts(lambda request_id: self.deliver(self._expire, request_id))
+        # By request: its deadline. By None: the next look at the queue.
+        self._timers: Timers[str | None] = Timers(lambda key: self.deliver(self._timer_fired, key))
         self._lock = threading.RLock()
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._computing = False  # this run is Ready and has not died: it may be sent commands
@@ -118,8 +122,10 @@ class EngineClient:
     # From start to stop ------------------------------------------------------------------------------
 
     def start(self, delay_s: float = 0.0) -> None:
-        """Begin to load, after the delay. Returns at once."""
+        """Begin to load, after the delay, unless it was stopped before. Returns at once."""
         with self._lock:
+            if self.health is Health.STOPPED:
+                return
             self._run += 1
             self._executor.start(partial(self._deliver, self._run), delay_s)
 
@@ -140,22 +146,25 @@ class EngineClient:
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""
-        error = ShuttingDown("the server is shutting down")
+        error = ShuttingDown(self.shutdown_message)
         with self._lock:
             for state in self._queue.requests:
                 self._drop(state, error)
             self._fail_calls(error)
 
     def stop(self) -> None:
-        """End now: every request left ends with an error. Idempotent."""
+        """End now: every request left ends with an error. From any thread; idempotent."""
         with self._lock:
-            if self.health is Health.STOPPED:
-                return
-            self.health = Health.STOPPED
-            self._computing = False
-            self._run += 1
-            self.end_all()
-        self._timeouts.stop()
+            if self.health is not Health.STOPPED:
+                self.health = Health.STOPPED
+                self._computing = False
+                self._run += 1
+            if not self.loaded.done():
+                self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
+        # Streams are woken where they are read; an event loop that is closed has no readers left.
+        with contextlib.suppress(RuntimeError):
+            self.deliver(self.end_all)
+        self._timers.stop()
         self._executor.stop()
 
     @property
@@ -196,7 +205,7 @@ class EngineClient:
                 state = self._queue.admit(request, stream, self.limits)
                 self.metrics.accepted.inc()
                 if state.timeout_s is not None:
-                    self._timeouts.add(request.id, state.arrived + state.timeout_s)
+                    self._timers.set(request.id, state.arrived + state.timeout_s)
                 self._dispatch()
                 if state.stage is Stage.QUEUED:
                     stream.queue_position = state.queue.position(state)
@@ -214,6 +223,7 @@ class EngineClient:
             state.cancelled = True
             if state.stage is Stage.QUEUED:
                 self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                self._dispatch()  # others may have waited for it
             else:
                 self._executor.send(Cancel(request_id))
 
@@ -263,13 +273,15 @@ class EngineClient:
     def _closed_error(self) -> CllmError:
         if self.health is Health.FAILED:
             return self._error or EngineDied("the engine is gone")
-        return ShuttingDown("the server is shutting down and takes no new requests")
+        return ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
     def _dispatch(self) -> None:
         """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""
         while self._computing and self.limits is not None:
             sent = [self._send(state) for state in self._queue.next_for_engine(self.limits)]
             if all(sent):
+                if self._queue.look_again_at is not None:
+                    self._timers.set(None, self._queue.look_again_at)
                 return
 
     def _send(self, state: RequestState) -> bool:
@@ -281,6 +293,13 @@ class EngineClient:
             log.exception("request %s could not be sent to the engine", state.request.id)
             self._fail(state, EngineError("this request could not be sent to the engine"))
         return state.stage is Stage.ENGINE
+
+    def _timer_fired(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self._expire(request_id)
+            return
+        with self._lock:
+            self._dispatch()
 
     def _expire(self, request_id: str) -> None:
         """A request's time is up: the client gets the error now, not when the step is over."""
@@ -426,7 +445,7 @@ class EngineClient:
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
             output = msgspec.structs.replace(output, usage=usage)
         self._queue.close(state)
-        self._timeouts.remove(output.request_id)
+        self._timers.cancel(output.request_id)
         self.metrics.ended(state, output, now)
         assert output.usage is not None and output.finish_reason is not None
         log.info(

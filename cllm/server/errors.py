@@ -15,6 +15,7 @@ from starlette.requests import Request
 from cllm.errors import (
     CapacityError,
     ClientError,
+    ClientGone,
     CllmError,
     DeadlineExceeded,
     EngineError,
@@ -44,6 +45,7 @@ STATUS: dict[type[Exception], int] = {
     RateLimited: 429,
     DeadlineExceeded: 504,
     SlowReader: 408,
+    ClientGone: 499,
     ReloadFailed: 409,
     EngineError: 500,
     StorageFailed: 507,

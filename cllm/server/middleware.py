@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cllm.errors import ClientError, Forbidden, Unauthorized
+from cllm.frontend.async_calls import CALLER, Caller
 from cllm.server.errors import error_body, error_status
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
@@ -102,11 +103,17 @@ class TrustedHostMiddleware:
         return bool(domain) and f"*.{domain}" in self._allowed
 
 
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client has disconnected. Its request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class AuthMiddleware:
     """Denies by default: with keys set, every route but `/health` needs one, operators' routes an admin's.
 
     Without keys, operators' routes answer on a loopback listener only. The request's tenant is left in the
-    scope's state.
+    scope's state, and in `CALLER`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, host: str, count_refusal: CountRefusal) -> None:
@@ -128,6 +135,7 @@ class AuthMiddleware:
                 state["tenant"] = _KEYLESS
             else:
                 raise Forbidden("this route needs a loopback address, or API keys (--api-keys)")
+            CALLER.set(Caller(state["tenant"].name, partial(wait_for_disconnect, receive)))
         except ClientError as error:
             self._count_refusal(error.code)
             status = error_status(error)

@@ -18,7 +18,7 @@ from cllm.frontend.async_calls import merged
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import respond
-from cllm.server.middleware import DIRECT_SEND
+from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
 from cllm.types import Failure, RequestOutput
 
 _encoder = msgspec.json.Encoder()
@@ -40,8 +40,7 @@ async def cancel_on_disconnect(
     engine: EngineClient, streams: Sequence[AsyncOutputStream], receive: Receive
 ) -> None:
     """Wait until the client has disconnected, then cancel its requests."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await wait_for_disconnect(receive)
     for stream in streams:
         engine.cancel(stream.request_id)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.requests import Request as HttpRequest
 
 from cllm.errors import InvalidRequest, ModelNotFound
-from cllm.frontend.async_calls import GRAMMAR_LIMIT_S, loaded, run_tokenizer
+from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.protocol.base import ConstrainedBody
@@ -44,7 +44,7 @@ def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tup
 async def check_constraint(engine: EngineClient, spec: ConstraintSpec, form_field: str) -> None:
     """Compile the constraint of a body. Raises InvalidRequest, which names a schema's field `form_field`."""
     try:
-        await run_tokenizer(engine, CheckConstraint(spec), Text, GRAMMAR_LIMIT_S)
+        await run_tokenizer(engine, CheckConstraint(spec), Text)
     except InvalidRequest as error:
         if spec.kind is not ConstraintKind.JSON_SCHEMA:
             raise

@@ -8,6 +8,7 @@ worker alone, which is made to be restarted.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import threading
@@ -46,14 +47,46 @@ class TemplateStopped(Exception):
     """The template exceeded a limit; the message names it."""
 
 
+_libc = ctypes.CDLL(None)
+
+
+class _SignalEvent(ctypes.Structure):
+    """`struct sigevent`: which signal a timer sends. Zeros mean a signal to the process."""
+
+    _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("rest", ctypes.c_int * 13))
+
+
+class _TimerTimes(ctypes.Structure):
+    """`struct itimerspec`: seconds and nanoseconds, of the interval and until the signal."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("interval_s", "interval_ns", "s", "ns"))
+
+
 @contextmanager
 def deadly_guard() -> Iterator[None]:
-    """End this process (SIGPROF) after GUARD_LIMIT_S of CPU time, even inside a native call."""
-    signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
+    """End this process (SIGPROF) after GUARD_LIMIT_S of CPU time of this thread, even inside a native call.
+
+    Where threads have no timer of their own (macOS), the CPU time of all threads counts.
+    """
+    timer = ctypes.c_void_p()
+    event = _SignalEvent(signal=signal.SIGPROF)
+    times = _TimerTimes(s=int(GUARD_LIMIT_S), ns=int(GUARD_LIMIT_S % 1 * 1e9))
+    clock = getattr(time, "CLOCK_THREAD_CPUTIME_ID", 0)
+    made = hasattr(_libc, "timer_create") and not _libc.timer_create(
+        clock, ctypes.byref(event), ctypes.byref(timer)
+    )
+    if not made:
+        signal.setitimer(signal.ITIMER_PROF, GUARD_LIMIT_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        return
+    _libc.timer_settime(timer, 0, ctypes.byref(times), None)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        _libc.timer_delete(timer)
 
 
 class ChatTemplate:
@@ -62,7 +95,7 @@ class ChatTemplate:
     def __init__(self, source: str, guard: Guard = nullcontext) -> None:
         self._source = source
         self._guard = guard
-        self._lock = threading.Lock()  # the guard has one timer
+        self._lock = threading.Lock()  # the environment counts for one render at a time
 
     def render(self, **variables: Any) -> str:
         """Render the template. Any failure inside it raises InvalidRequest."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 
-from cllm.errors import InvalidRequest
+from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.output_parser import THINK_END, THINK_START
-from cllm.types import InfillTokens, Vocabulary
+from cllm.types import HasBound, InfillTokens, Vocabulary
 
 
 class ChatPrompt(NamedTuple):
@@ -49,9 +49,11 @@ class PromptBuilder:
         opening: str = "",
         prefill: str = "",
         think: bool = True,
+        max_tokens: int = 0,
     ) -> ChatPrompt:
         """Tokens of a conversation; they end where the assistant's message starts.
 
+        Raises ContextLengthExceeded before a text is tokenised that cannot have `max_tokens` tokens or fewer.
         `tools` and `options` go to the template. `opening` comes from the server and may be a control token;
         `prefill` is the client's start of the answer. With `think` off, reasoning that the template opens is
         closed.
@@ -74,10 +76,13 @@ class PromptBuilder:
         if thinking and not think:
             rendered = f"{rendered.rstrip()}\n\n{THINK_END}\n\n"
         rendered += opening + safe(prefill)
+        parts = re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)
+        parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
+        check_length(self._vocabulary, parts, max_tokens)
         tokens: list[int] = []
-        for index, part in enumerate(re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)):
+        for index, part in enumerate(parts):
             if index % 2:
-                tokens += self._vocabulary.tokenize(hidden[int(part)], add_special=False, parse_special=False)
+                tokens += self._vocabulary.tokenize(part, add_special=False, parse_special=False)
             elif part:
                 tokens += self._vocabulary.tokenize(part, add_special=index == 0, parse_special=True)
         return ChatPrompt(tokens, thinking and think)
@@ -110,6 +115,15 @@ class PromptBuilder:
                 hint = "it takes no system message: put that text into the first user message"
                 raise InvalidRequest(f"{error.message} ({hint})", field="messages") from None
             raise
+
+
+def check_length(vocabulary: HasBound, texts: Iterable[str], max_tokens: int) -> None:
+    """Refuse texts of too many bytes before they are tokenised. Raises ContextLengthExceeded."""
+    texts = tuple(texts)
+    if not max_tokens or sum(map(len, texts)) <= max_tokens:
+        return  # a bound costs a copy of the text, and the first one a look at each token
+    if (count := vocabulary.bound.min_tokens(*texts)) > max_tokens:
+        raise ContextLengthExceeded(count, max_tokens, at_least=True)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -151,7 +165,8 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
     """Tokens of a fill-in-the-middle prompt. Raises InvalidRequest.
 
     With `max_tokens`, the parts are cut to fit: the prefix keeps its end, the suffix its start (three to one,
-    if both are too long), the snippets get the rest. Only `prompt` may contain control tokens.
+    if both are too long), the snippets get the rest. Text that is cut away in any case is not tokenised.
+    Only `prompt` may contain control tokens.
     """
     marks = vocabulary.infill
     if marks is None:
@@ -163,6 +178,8 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
     def plain(text: str) -> list[int]:
         return vocabulary.tokenize(text, add_special=False, parse_special=False)
 
+    if max_tokens:
+        gap = _cut(gap, max_tokens * vocabulary.bound.longest)
     prompt = vocabulary.tokenize(gap.prompt, add_special=False, parse_special=True)
     prefix = plain(gap.prefix) if isinstance(gap.prefix, str) else list(gap.prefix)
     suffix = plain(gap.suffix)
@@ -175,6 +192,25 @@ def infill_prompt(vocabulary: Vocabulary, gap: Gap, max_tokens: int = 0) -> list
         around = _last(around, left - len(suffix) - len(prefix))
     begin = [] if marks.begin is None else [marks.begin]
     return [*begin, *around, marks.prefix, *prefix, *prompt, marks.suffix, *suffix, marks.middle]
+
+
+def _cut(gap: Gap, characters: int) -> Gap:
+    """The gap with no more text in each of its parts than so many characters; 0: all of it.
+
+    A token has at most as many characters as the longest one, so that more than these are cut away later.
+    """
+    if not characters:
+        return gap
+    prefix = gap.prefix[-characters:] if isinstance(gap.prefix, str) else gap.prefix
+    snippets, left = gap.snippets, characters
+    for index in reversed(range(len(snippets or ()))):  # the last ones are kept
+        assert snippets is not None
+        if (length := len(snippets[index].text)) >= left:
+            first = msgspec.structs.replace(snippets[index], text=snippets[index].text[length - left :])
+            snippets = (first, *snippets[index + 1 :])
+            break
+        left -= length
+    return msgspec.structs.replace(gap, prefix=prefix, suffix=gap.suffix[:characters], snippets=snippets)
 
 
 def _project(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from cllm.build.build import write_record
 from cllm.config import EngineConfig
 from cllm.tune.space import TUNABLE, Value, with_settings
 
@@ -91,14 +91,7 @@ class TuneMemory:
     def save(self, record: TuneRecord) -> Path:
         """Write it whole or not at all. Raises OSError."""
         path = self._path(record.fingerprint)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = msgspec.json.format(msgspec.json.encode(record), indent=2)
-        new = path.with_name(f".new-{os.getpid()}")
-        try:
-            new.write_bytes(data)
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        write_record(path, msgspec.json.format(msgspec.json.encode(record), indent=2))
         return path
 
     def _path(self, fingerprint: Mapping[str, str]) -> Path:

@@ -21,7 +21,7 @@ import msgspec
 from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.errors import CllmError
+from cllm.errors import CllmError, ShuttingDown
 from cllm.logs import configure_logging
 from cllm.workers.channel import Channel
 from cllm.workers.executor import Receive, TokenizerClient
@@ -100,28 +100,44 @@ class ThreadExecutor:
     tokenizer: TokenizerClient  # once the model is loaded
 
     def __init__(
-        self, make_runner: Callable[[Callable[[float], None]], ModelRunner], config: EngineConfig
+        self,
+        make_runner: Callable[[Callable[[float], None]], ModelRunner],
+        config: EngineConfig,
+        *,
+        tokenizer_threads: int = 0,
     ) -> None:
-        """`make_runner` gets a function that takes the progress of loading, 0 to 1."""
+        """`make_runner` gets a function that takes the progress of loading, 0 to 1, and raises to end it."""
         self._make_runner = make_runner
         self._config = config
+        self._tokenizer_threads = tokenizer_threads
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.stop_limit_s: float | None = None  # how long `stop` waits; None: until the thread has ended
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
-        self._thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self, receive: Receive) -> None:
+        def progress(fraction: float) -> None:
+            if self._stopping:
+                raise ShuttingDown("the model was closed while it was loading")
+            receive(Loading(fraction))
+
         try:
-            with closing(self._make_runner(lambda fraction: receive(Loading(fraction)))) as runner:
-                self._core = core = EngineCore(runner, self._config, receive)
+            with closing(self._make_runner(progress)) as runner:
+                core = EngineCore(runner, self._config, receive)
                 info = runner.info
                 worker = TokenizerWorker(
                     runner.vocabulary, info.chat_template, tool_template=info.tool_template
                 )
                 # Closed before the runner, whose vocabulary it reads from any thread.
-                with closing(LocalTokenizer(worker)) as self.tokenizer:
+                with closing(LocalTokenizer(worker, self._tokenizer_threads)) as self.tokenizer:
+                    self._core = core  # from here on `stop` reaches it
+                    if self._stopping:
+                        core.post(Stop())
                     receive(core.ready)
                     core.run()
         except Exception as error:
@@ -132,9 +148,11 @@ class ThreadExecutor:
             self._core.post(command)
 
     def stop(self) -> None:
+        """End it, also in the middle of loading. What cannot be interrupted is waited for."""
+        self._stopping = True
         self.send(Stop())
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(self.stop_limit_s)
 
 
 def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:

@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
-from operator import is_
 from typing import Any, Protocol
 
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
-from cllm.text.chat_template import GUARD_LIMIT_S
+from cllm.errors import CllmError, InvalidRequest, ShuttingDown, from_code
+from cllm.types import TokenBound
 from cllm.workers.messages import (
-    CheckConstraint,
     Command,
-    Detokenize,
     Died,
     Refused,
     Report,
     Submit,
     TokenizerAnswer,
     TokenizerCall,
+    TokenizerReady,
     TokenizerReply,
     TokenizerTask,
-    TokenizeText,
+    check_task,
 )
-from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Attempt, Backoff, Supervisor
+from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Backoff, Supervisor
+from cllm.workers.tokenizer_queue import WAIT_LIMIT_S, Call, TokenizerQueue, busy_error
 
 log = logging.getLogger(__name__)
 Receive = Callable[[Report], None]
@@ -43,10 +41,11 @@ Receive = Callable[[Report], None]
 class TokenizerClient(Protocol):
     """Answers tokenizer tasks. The future fails with a CllmError when the task is refused."""
 
-    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]: ...
+    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
+        """Raises a CllmError for a task that is refused at once. Tasks are fair between tenants."""
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:
-        """Give up on a task, even one that hangs."""
+        """The caller has gone: a task that still waits is dropped, the answer of another ignored."""
 
     def close(self) -> None: ...
 
@@ -108,7 +107,7 @@ def encode(message: Command | TokenizerCall) -> bytes:
 
 def settle(future: Future[Any], answer: object) -> None:
     """Give a future its answer; a refusal or an error is raised there. The caller may have gone."""
-    if not future.set_running_or_notify_cancel():
+    if not future.running() and not future.set_running_or_notify_cancel():
         return
     if isinstance(answer, Refused):
         error = from_code(answer.code, answer.message)
@@ -121,43 +120,32 @@ def settle(future: Future[Any], answer: object) -> None:
         future.set_result(answer)
 
 
-class _Call(Attempt):
-    retries_together = 0  # clients wait a few seconds for their text, and each start of a process takes one
-
-    def __init__(self, task: TokenizerTask, frame: bytes) -> None:
-        self.task = task
-        self.frame = frame
-        self.future: Future[TokenizerAnswer] = Future()
-        self.sent = False
-
-    def rejection_error(self, exit_signal: int) -> CllmError:
-        """The answer when the process has crashed because of it."""
-        if exit_signal == signal.SIGPROF:
-            message = f"the model's chat template was stopped: it computes for more than {GUARD_LIMIT_S:g} s"
-            return InvalidRequest(message, field="messages")
-        if isinstance(self.task, CheckConstraint):
-            field = self.task.spec.kind.field
-            return InvalidRequest(f"{field}: it is too complex to be compiled", field=field)
-        return EngineDied("this text could not be processed: the tokenizer process crashed on it")
-
-    @property
-    def renders(self) -> bool:
-        """True when the model's chat template takes part."""
-        return not isinstance(self.task, TokenizeText | Detokenize | CheckConstraint)
-
-
 class ProcessTokenizer:
-    """Tokenizer in a worker process, restarted after a crash. A task that crashes it alone is refused."""
+    """Tokenizer in a worker process, restarted after a crash. A task that crashes it alone is refused.
+
+    The worker gets as many tasks as it has threads. The others wait here, where they can still be dropped and
+    cost no time of their limit.
+    """
 
     def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
-        self._supervisor = Supervisor("tokenizer", config, TokenizerReply, log_level=log_level, module=module)
+        self._supervisor = Supervisor(
+            "tokenizer",
+            config,
+            TokenizerReady | TokenizerReply,
+            beat=self._keep_limits,
+            log_level=log_level,
+            module=module,
+        )
         self._backoff = Backoff()
         self._lock = threading.RLock()
         self._call_ids = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._queue = TokenizerQueue()
+        self._running: dict[int, Call] = {}  # in the worker
+        self.bound = TokenBound()  # of the vocabulary, once a worker has loaded it
         self._up = False  # a process runs, or will after the back-off
+        self._ready = False  # it takes tasks
         self._closed = False
-        self._aborted = False  # the process is being killed because of an aborted task: no other is to blame
+        self._aborted = False  # the process is being killed because of a task that hangs: none is to blame
 
     def start(self, delay_s: float = 0.0) -> None:
         """Start the process, before the first task or after a crash. Idempotent."""
@@ -166,74 +154,85 @@ class ProcessTokenizer:
                 self._supervisor.start(self._receive, delay_s)
                 self._up = True
 
-    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
+    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         call_id = next(self._call_ids)
-        call = _Call(task, encode(TokenizerCall(call_id, task)))
+        check_task(task, self)
+        call = Call(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
         with self._lock:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
             self.start()
-            self._calls[call_id] = call
+            self._queue.put(call)
             self._dispatch()
         return call.future
 
     def _dispatch(self) -> None:
-        """Send what may be sent, oldest first."""
-        running: _Call | None = None
-        for call in tuple(self._calls.values()) if self._up else ():
-            if not call.sent:
-                if running is not None and (call.alone or running.alone):
-                    return
-                try:
-                    self._supervisor.send(call.frame, refusable=True)
-                except CllmError as error:
-                    self._take(partial(is_, call))
-                    settle(call.future, error)
-                    continue
-                call.sent = True
-            running = call
+        """Send what the worker has room for."""
+        while self._ready and (call := self._queue.take(self._running.values())) is not None:
+            if call.future.running() or call.future.set_running_or_notify_cancel():
+                call.sent_at = time.monotonic()
+                self._running[call.call_id] = call
+                self._supervisor.send(call.frame)
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:
         with self._lock:
-            for call in self._take(lambda call: call.future is future):
-                if call.sent and self._up:
-                    self._aborted = True
-                    self._supervisor.kill()  # it may hang in native code; the other tasks are sent again
+            for call in [call for call in self._queue if call.future is future]:
+                self._queue.remove(call)
+            for call in self._running.values():
+                call.abandoned = call.abandoned or call.future is future
+        future.cancel()
 
-    def _receive(self, report: TokenizerReply | Died) -> None:
+    def _keep_limits(self) -> None:
+        """Refuse what waits too long. What takes too long in the worker hangs: refuse it, end the worker.
+
+        Called at each heartbeat of the worker.
+        """
+        with self._lock:
+            for call in self._queue.expired():
+                self._queue.remove(call)
+                settle(call.future, busy_error(f"this one waited for {WAIT_LIMIT_S:.0f} s"))
+            slowest = max(self._running.values(), key=lambda call: call.overdue_s, default=None)
+            if slowest is not None and slowest.overdue_s > 0 and not self._aborted:
+                del self._running[slowest.call_id]
+                settle(slowest.future, slowest.timeout_error())
+                self._aborted = True
+                self._supervisor.kill()  # the other tasks are sent again: they may only have been held up
+
+    def _receive(self, report: TokenizerReady | TokenizerReply | Died) -> None:
         with self._lock:
             if isinstance(report, Died):
-                self._up = False
+                self._up = self._ready = False
                 if not self._closed:
                     self._on_crash(report)
                 return
+            if isinstance(report, TokenizerReady):
+                self.bound = report.bound
+                self._ready = True
+                self._dispatch()
+                return
             if self._backoff.count:
                 self._backoff.progress()
-            call = self._calls.pop(report.call_id, None)
-            if call is None:
-                return
-            if call.crashes:
-                self._dispatch()  # others waited for it to run alone
-        settle(call.future, report.answer)
+            call = self._running.pop(report.call_id, None)
+            self._dispatch()
+        if call is not None:
+            settle(call.future, report.answer)
 
     def _on_crash(self, died: Died) -> None:
         """Reject the tasks that are to blame, and send all others again."""
         log.warning("the tokenizer process ended: %s", died.message)
-        rejected: list[_Call] = []
-        if died.signal == signal.SIGPROF:
-            # The template's own guard. Every conversation goes through the template: none is tried again.
-            rejected = self._take(lambda call: call.sent and call.renders)
-        elif not self._aborted and died.code != START_FAILED:
-            rejected = self._take(lambda call: call.sent and call.blame())
+        present, self._running = [*self._running.values()], {}
+        innocent = self._aborted or died.code == START_FAILED
+        rejected = [] if innocent else [call for call in present if call.blame()]
         for call in rejected:
             settle(call.future, call.rejection_error(died.signal))
+        for call in present:
+            if call not in rejected and not call.abandoned:
+                self._queue.put_back(call)
         if rejected or self._aborted:
             self._backoff.progress()
         self._aborted = False
-        for call in self._calls.values():
-            call.sent = False
         # Without a pending task the next one starts it: a process that cannot start must not spin.
-        if self._calls:
+        if any(True for _ in self._queue):
             delay_s = self._backoff.next_delay()
             if self._backoff.exhausted:
                 self._fail_all(from_code(died.code, died.message))
@@ -241,13 +240,10 @@ class ProcessTokenizer:
             self.start(delay_s)
             self._dispatch()
 
-    def _take(self, which: Callable[[_Call], bool]) -> list[_Call]:
-        """Remove those calls, and return them."""
-        call_ids = [call_id for call_id, call in self._calls.items() if which(call)]
-        return [self._calls.pop(call_id) for call_id in call_ids]
-
     def _fail_all(self, error: CllmError) -> None:
-        for call in self._take(lambda _: True):
+        calls = [*self._running.values(), *self._queue]
+        self._queue, self._running = TokenizerQueue(), {}
+        for call in calls:
             settle(call.future, error)
 
     def close(self) -> None:

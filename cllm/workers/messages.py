@@ -5,12 +5,24 @@ The same objects travel through a queue (engine in a thread) or, as MessagePack,
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from cllm.text.prompt import Gap
-from cllm.types import ConstraintSpec, Failure, Limits, ModelInfo, Request, RequestOutput, Snapshot
+from cllm.errors import ContextLengthExceeded
+from cllm.text.prompt import Gap, check_length
+from cllm.types import (
+    ConstraintSpec,
+    Failure,
+    HasBound,
+    Limits,
+    ModelInfo,
+    Request,
+    RequestOutput,
+    Snapshot,
+    TokenBound,
+)
 
 # To the engine --------------------------------------------------------------------------------------
 
@@ -41,7 +53,11 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Submit | Cancel | Inspect | UseStateFile | Stop
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Something that a request waits for is done: look again. The engine sends it to itself."""
+
+
+Command = Submit | Cancel | Inspect | UseStateFile | Stop | Wake
 
 # From the engine ------------------------------------------------------------------------------------
 
@@ -201,7 +217,45 @@ TokenizerTask = (
     | CheckConstraint
 )
 
+
+def check_task(task: TokenizerTask, vocabulary: HasBound) -> None:
+    """Refuse a task whose text has too many bytes, before it is tokenised. Raises ContextLengthExceeded.
+
+    Not a conversation: its template may leave text out, so it is checked when it is rendered.
+    """
+    match task:
+        case TokenizeText(text, max_tokens):
+            check_length(vocabulary, (text,), max_tokens)
+        case TokenizeInfill(gap, max_tokens, cut_to):
+            texts = [gap.prompt]
+            if not cut_to:
+                texts += [gap.suffix, *(snippet.text for snippet in gap.snippets or ())]
+                texts += [gap.prefix] if isinstance(gap.prefix, str) else []
+            check_length(vocabulary, texts, max_tokens)
+        case TokenizeTexts(texts, max_tokens, field):
+            _check_inputs(vocabulary, ((text,) for text in texts), max_tokens, field)
+        case TokenizePairs(query, documents, max_tokens):
+            pairs = ((query, document) for document in documents)
+            _check_inputs(vocabulary, pairs, max_tokens, "documents")
+
+
+def _check_inputs(vocabulary: HasBound, inputs: Iterable[Sequence[str]], max_tokens: int, field: str) -> None:
+    for index, texts in enumerate(inputs):
+        try:
+            check_length(vocabulary, texts, max_tokens)
+        except ContextLengthExceeded as error:
+            raise ContextLengthExceeded.of_input(
+                index, error.prompt_tokens, max_tokens, field, at_least=True
+            ) from None
+
+
 # From the tokenizer ---------------------------------------------------------------------------------
+
+
+class TokenizerReady(msgspec.Struct, frozen=True, tag=True):
+    """The first report of a tokenizer worker: its vocabulary is loaded."""
+
+    bound: TokenBound
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

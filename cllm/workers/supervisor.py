@@ -48,10 +48,15 @@ class Supervisor:
         config: EngineConfig,
         reports: Any,
         *,
+        beat: Callable[[], None] = lambda: None,
         log_level: str = "info",
         module: str = WORKER_MODULE,
     ) -> None:
-        """`reports` is the type of what the worker sends, besides `Heartbeat` and `Died`."""
+        """`reports` is the type of what the worker sends, besides `Heartbeat` and `Died`.
+
+        `beat` is called at each heartbeat, about once a second.
+        """
+        self._beat = beat
         self._role = role
         self._command = (module, role, log_level)
         self._config = msgspec.msgpack.encode(config)
@@ -119,6 +124,7 @@ class Supervisor:
                         process.silence_limit_s = self.SILENCE_LIMIT_S
                         if step_age_s > self.STEP_LIMIT_S:
                             process.kill(f"it was in one step for {step_age_s:.0f} s")
+                        self._beat()
                     case Died():
                         last_words = report
                         break  # it must exit now, whatever it still does

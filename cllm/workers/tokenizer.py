@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, ContextLengthExceeded, ShuttingDown
+from cllm.errors import CllmError, ContextLengthExceeded, InvalidRequest, ShuttingDown
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
 from cllm.text.prompt import PromptBuilder, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
-from cllm.types import Vocabulary
+from cllm.types import TokenBound, Vocabulary
 from cllm.workers.channel import Channel
 from cllm.workers.executor import settle
 from cllm.workers.messages import (
@@ -35,16 +35,18 @@ from cllm.workers.messages import (
     TokenizePairs,
     TokenizerAnswer,
     TokenizerCall,
+    TokenizerReady,
     TokenizerReply,
     TokenizerTask,
     TokenizeText,
     TokenizeTexts,
     TokenLists,
     Tokens,
+    check_task,
 )
+from cllm.workers.tokenizer_queue import THREADS
 
 log = logging.getLogger(__name__)
-THREADS = 2  # a long prompt must not hold up the short ones behind it
 MAX_MEMORY = 4 << 30  # bytes beyond what it has when the vocabulary is loaded
 
 
@@ -64,6 +66,10 @@ class TokenizerWorker:
         self._prompts = PromptBuilder(vocabulary, *templates)
         self._lock = threading.Lock()
 
+    @property
+    def bound(self) -> TokenBound:
+        return self._vocabulary.bound
+
     @cached_property
     def _constraints(self) -> GrammarCompiler:
         return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
@@ -72,6 +78,7 @@ class TokenizerWorker:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
         vocabulary = self._vocabulary
         try:
+            check_task(task, vocabulary)
             match task:
                 case TokenizeText(text, max_tokens, add_special, parse_special):
                     tokens = vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -87,6 +94,7 @@ class TokenizerWorker:
                         opening=chat.opening,
                         prefill=chat.prefill,
                         think=chat.think,
+                        max_tokens=max_tokens,
                     )
                     return _limited(prompt.tokens, max_tokens, thinking=prompt.thinking)
                 case TokenizeInfill(gap, max_tokens, cut_to):
@@ -101,7 +109,7 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case CheckConstraint(spec):
                     with self._lock:
-                        self._constraints.compile(spec).mask()
+                        self._constraints.check(spec)
                     return Text("")
         except CllmError as error:
             return Refused(error.code, error.message, getattr(error, "field", None))
@@ -123,28 +131,50 @@ def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> To
 
 
 class LocalTokenizer:
-    """`TokenizerClient` in the caller's thread: for the Python API."""
+    """`TokenizerClient` of the Python API: in the caller's thread, or on `threads` beside an event loop.
 
-    def __init__(self, worker: TokenizerWorker) -> None:
+    Closing waits for the tasks that run: the vocabulary must not be freed while one reads it.
+    """
+
+    def __init__(self, worker: TokenizerWorker, threads: int = 0) -> None:
         self._worker = worker
-        self._lock = threading.Lock()  # the vocabulary must not be freed while a task reads it
+        self._lock = threading.Lock()  # without threads: held by the task that runs
+        self._pool = ThreadPoolExecutor(threads, "cllm-tokenizer") if threads else None
         self._closed = False
 
-    def submit(self, task: TokenizerTask) -> Future[TokenizerAnswer]:
+    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         future: Future[TokenizerAnswer] = Future()
-        with self._lock:
-            if self._closed:
-                raise ShuttingDown("the model is closed")
-            answer = self._worker.perform(task)
-        settle(future, answer)
+        if self._pool is None:
+            with self._lock:
+                self._answer(task, future)
+            return future
+        try:
+            self._pool.submit(self._answer, task, future)
+        except RuntimeError:  # the pool is shut down
+            raise ShuttingDown("the model is closed") from None
         return future
+
+    def _answer(self, task: TokenizerTask, future: Future[TokenizerAnswer]) -> None:
+        if future.cancelled():
+            return
+        answer: TokenizerAnswer | CllmError
+        try:
+            answer = ShuttingDown("the model is closed") if self._closed else self._worker.perform(task)
+        except UnicodeEncodeError:
+            answer = InvalidRequest("a text holds a lone surrogate: it must be valid Unicode")
+        except Exception as error:
+            future.set_exception(error)
+            return
+        settle(future, answer)
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:
         pass
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._closed = True  # tasks that wait for a thread are refused
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
@@ -178,6 +208,7 @@ def answer_tasks(channel: Channel, worker: TokenizerWorker) -> None:
             answer = Refused("engine_error", "this text could not be processed")
         channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, answer)))
 
+    channel.send(msgspec.msgpack.encode(TokenizerReady(worker.bound)))
     with ThreadPoolExecutor(THREADS) as pool:
         while (frame := channel.receive()) is not None:
             pool.submit(answer, decoder.decode(frame))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
 import pytest
 
 from cllm.backend.base import Batch, StepResult, StepStatus
+from cllm.backend.llama.library import _log_line
 from cllm.types import FinishReason
 from cllm.workers.messages import Cancel, Stop, Submit
 from tests.driver.engine import Answer, StepDriver, ask, words
@@ -78,6 +80,35 @@ def test_a_step_in_which_the_cancelled_request_only_decodes_is_not_ended(
     assert set(watching.results) == {StepStatus.DONE}
     assert answers["leaves"].finish_reason is FinishReason.CANCELLED
     reference.check(kind, words(2, 200), 6, answers["long"])
+
+
+def test_an_aborted_step_logs_no_error_of_llama_cpp(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    driver = StepDriver(opened(DENSE))
+    watching = Watching(driver)
+    driver.submit(ask("stays", words(1, 40), 4), ask("leaves", words(2, 300), 4))
+    watching.leaving = {1: "leaves"}
+    with caplog.at_level(logging.DEBUG, "llama.cpp"):
+        watching.finish()
+    assert watching.results[1] is StepStatus.ABORTED
+    logged = [record for record in caplog.records if record.name == "llama.cpp"]
+    assert any("ret = 2" in record.message for record in logged), "it is still there for debugging"
+    assert [record.message for record in logged if record.levelno > logging.DEBUG] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"graph_compute: ggml_backend_sched_graph_compute_async failed with error -1\n",
+        b"process_ubatch: failed to compute graph, compute status: -2\n",
+        b"llama_decode: failed to decode, ret = -3\n",
+    ],
+)
+def test_a_step_that_failed_by_itself_still_logs_its_errors(
+    line: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "llama.cpp"):
+        _log_line(4, line, None)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def test_two_steps_in_a_row_are_not_taken_from_the_neighbours(opened: Opened, reference: Reference) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cllm.config import EngineConfig
-from cllm.errors import EngineDied, InvalidRequest, ShuttingDown
+from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, ShuttingDown, TokenizerBusy
+from cllm.server.errors import error_status
 from cllm.types import ConstraintKind, ConstraintSpec
+from cllm.workers import tokenizer_queue
 from cllm.workers.executor import ProcessTokenizer
 from cllm.workers.messages import Chat, CheckConstraint, RenderChat, Text, TokenizeText
+from cllm.workers.tokenizer_queue import THREADS
+from tests.unit.workers.crashing_tokenizer import LONGEST
 
 PATIENCE_S = 60
 
 
 @pytest.fixture
 def tokenizer() -> Iterator[ProcessTokenizer]:
-    tokenizer = ProcessTokenizer(EngineConfig(), module="tests.unit.workers.crashing_worker")
+    tokenizer = ProcessTokenizer(EngineConfig(), module="tests.unit.workers.crashing_tokenizer")
     yield tokenizer
     tokenizer.close()
 
@@ -43,24 +46,66 @@ def test_a_grammar_that_crashes_it_is_too_complex(tokenizer: ProcessTokenizer) -
     assert good.result(PATIENCE_S) == Text("good")
 
 
-def test_a_template_that_was_stopped_is_not_tried_again(tokenizer: ProcessTokenizer) -> None:
-    chat = tokenizer.submit(RenderChat(Chat(({"content": "endless"},))))
+def test_an_endless_template_is_blamed_on_no_other_chat(tokenizer: ProcessTokenizer) -> None:
+    """The others are answered, even those that were rendered beside it."""
+    before, endless, after = (
+        tokenizer.submit(RenderChat(Chat(({"content": text},)))) for text in ("a", "endless", "b")
+    )
     others = [tokenizer.submit(TokenizeText(str(number))) for number in range(3)]
-    error = chat.exception(PATIENCE_S)
-    assert isinstance(error, InvalidRequest) and error.field == "messages"
+    error = endless.exception(PATIENCE_S)
+    assert isinstance(error, InvalidRequest) and error.field == "messages" and "was stopped" in error.message
+    assert before.result(PATIENCE_S) == after.result(PATIENCE_S) == Text("rendered")
     assert [future.result(PATIENCE_S) for future in others] == [Text("0"), Text("1"), Text("2")]
 
 
-def test_an_aborted_task_is_blamed_on_no_other(tokenizer: ProcessTokenizer) -> None:
-    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
-    waiting = []
-    for number in range(3):  # three times: more often than a task may be present at a crash
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task may take a fifth of a second in the worker."""
+    monkeypatch.setattr(tokenizer_queue, "TEXT_LIMIT_S", 0.2)
+    monkeypatch.setattr(ProcessTokenizer, "WATCH_S", 0.02)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_task_that_hangs_is_refused_and_blamed_on_no_other(tokenizer: ProcessTokenizer) -> None:
+    for number in range(2):  # twice: more often than a task may be present at a crash
         hanging = tokenizer.submit(TokenizeText("hang"))
-        if number == 0:
-            waiting = [tokenizer.submit(TokenizeText(f"after {number}"))]
-        time.sleep(0.1)
-        tokenizer.abort(hanging)
-    assert [future.result(PATIENCE_S) for future in waiting] == [Text("after 0")]
+        behind = tokenizer.submit(TokenizeText(f"after {number}"))  # this worker has one thread
+        error = hanging.exception(PATIENCE_S)
+        assert isinstance(error, InvalidRequest) and "shorten it" in error.message
+        assert behind.result(PATIENCE_S) == Text(f"after {number}")
+
+
+def test_a_task_that_waits_too_long_is_not_the_clients_fault(
+    tokenizer: ProcessTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503, and the worker goes on with what it has."""
+    monkeypatch.setattr(ProcessTokenizer, "WATCH_S", 0.02)
+    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
+    running = [tokenizer.submit(TokenizeText("slow")) for _ in range(THREADS)]
+    monkeypatch.setattr(tokenizer_queue, "WAIT_LIMIT_S", 0.1)
+    error = tokenizer.submit(TokenizeText("late")).exception(PATIENCE_S)
+    assert isinstance(error, TokenizerBusy) and error_status(error) == 503 and error.retry_after_s >= 1
+    assert [future.result(PATIENCE_S) for future in running] == [Text("slow")] * THREADS
+
+
+def test_a_dropped_task_is_never_sent_and_one_in_the_worker_is_let_be(tokenizer: ProcessTokenizer) -> None:
+    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
+    running = [tokenizer.submit(TokenizeText("slow")) for _ in range(THREADS)]
+    dropped = tokenizer.submit(TokenizeText("die"))
+    after = tokenizer.submit(TokenizeText("after"))
+    tokenizer.abort(dropped)
+    tokenizer.abort(running[0])
+    assert dropped.cancelled()
+    assert after.result(PATIENCE_S) == Text("after")
+    assert running[1].result(PATIENCE_S) == Text("slow")
+
+
+def test_a_text_of_too_many_bytes_is_not_sent(tokenizer: ProcessTokenizer) -> None:
+    assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
+    with pytest.raises(ContextLengthExceeded, match="at least 4 tokens"):
+        tokenizer.submit(TokenizeText("x" * (3 * LONGEST + 1), 3))
+    fits = "x" * 3 * LONGEST
+    assert tokenizer.submit(TokenizeText(fits, 3)).result(PATIENCE_S) == Text(fits)
 
 
 def test_it_restarts_after_a_crash_and_refuses_when_closed(

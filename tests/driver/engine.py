@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from cllm.backend.base import Drafter, ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
 from cllm.errors import EngineDied
@@ -59,6 +62,21 @@ class Answer:
         return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
 
 
+class InlineExecutor(Executor):
+    """Calls at once, on the caller's thread."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*arguments, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+prepare_at_once = partial(Preparation, new_executor=lambda _: InlineExecutor())
+
+
 class StepDriver:
     """An `EngineCore` that runs only when a test says `step`, `run` or `finish`.
 
@@ -80,7 +98,9 @@ class StepDriver:
         config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
         room = max(0, runner.limits.batch_tokens - runner.limits.sequences)
         drafts = new_drafter and eager_drafts(new_drafter, min(config.draft_tokens, room))
-        self.core = EngineCore(self.runner, config, self._take, cost=cost, spec_decode=drafts)
+        self.core = EngineCore(
+            self.runner, config, self._take, cost=cost, spec_decode=drafts, preparation=prepare_at_once
+        )
         self.scheduler = self.core.scheduler
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
@@ -191,7 +211,7 @@ class StepDriver:
         request = self.requests[name]
         limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
         ends = not request.sampling.ignore_eos
-        return expected_text(request.prompt, limit, request.sampling.seed, ends=ends)
+        return expected_text(request.prompt, limit, request.sampling.seed or 0, ends=ends)
 
     # Checks -----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ LAYERS = {
     "cllm.workers.messages": 2,
     "cllm.workers.supervisor": 2,
     "cllm.workers.executor": 2,
+    "cllm.workers.tokenizer_queue": 2,
     "cllm.build": 2,
     "cllm.core": 3,
     "cllm.backend.llama": 3,
@@ -39,6 +40,7 @@ LAYERS = {
     "cllm.server": 6,
     "cllm.tune": 6,
     "cllm.llm": 7,
+    "cllm.local_model": 7,
     "cllm.cli": 8,
     "cllm.testing": 9,  # the scripted server runs the whole program
     "cllm.__main__": 9,

@@ -137,6 +137,17 @@ class LlamaContext(Owned):
         if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
             self.api.llama_memory_clear(self.memory, False)
 
+    def remove_padding(self, seq_id: int, position: int) -> None:
+        """Remove the token that a padding row put at the end of a sequence.
+
+        Not as `truncate`, which may have to drop the whole sequence: one token more has pushed nothing out of
+        a sliding window that its successor at the same position looks back on.
+        """
+        if position == 0:
+            self.remove(seq_id)
+        else:
+            self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
+
     def truncate(self, seq_id: int, length: int) -> int:
         """See `ModelRunner.truncate`."""
         held = self.next_position(seq_id)

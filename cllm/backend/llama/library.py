@@ -27,6 +27,12 @@ log = logging.getLogger("llama.cpp")
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of ggml_log_level; its others are for debugging
+# A step ended by our abort switch: status 1 (GGML_STATUS_ABORTED), code 2 of llama_decode. Other failures
+# have other numbers, and their errors stay.
+_ABORTED = re.compile(
+    r"graph_compute_async failed with error 1$|compute status: 1$|failed to decode, ret = 2$"
+    r"|removing memory module entries for seq_id"
+)
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
 
 
@@ -132,8 +138,12 @@ def _bindings_directory() -> Path:
 
 def _log_line(level: int, text: bytes, _: Any) -> None:
     line = text.decode("utf-8", "replace").rstrip()
-    if line:
-        log.log(_LEVELS.get(level, logging.DEBUG), "%s", _FOLDERS.sub("…/", line))
+    if not line:
+        return
+    severity = _LEVELS.get(level, logging.DEBUG)
+    if severity > logging.DEBUG and _ABORTED.search(line):
+        severity = logging.DEBUG
+    log.log(severity, "%s", _FOLDERS.sub("…/", line))
 
 
 class DeferredFrees:

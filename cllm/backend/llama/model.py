@@ -12,10 +12,24 @@ from typing import Any, NamedTuple
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
-from cllm.types import InfillTokens, ModelInfo, Pooling
+from cllm.types import InfillTokens, ModelInfo, Pooling, TokenBound
 
 _CONTROL_OR_UNKNOWN = (1 << 3) | (1 << 0)  # LLAMA_TOKEN_ATTR_CONTROL, _UNKNOWN: what parse_special governs
+_SPELLED = _CONTROL_OR_UNKNOWN | (1 << 4)  # _USER_DEFINED: found in a text as they are written
+_NORMAL = 1 << 2  # LLAMA_TOKEN_ATTR_NORMAL
+_STRIPS = (1 << 7) | (1 << 8)  # LLAMA_TOKEN_ATTR_LSTRIP, _RSTRIP: drops the spaces beside it
 
+
+def _byte_level() -> list[tuple[int, bytes]]:
+    """The bytes of UTF-8, each with its character in byte-level BPE: itself where that is printable."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    characters = {byte: 256 + index for index, byte in enumerate(others)}
+    used = (*range(0xC0), *range(0xC2, 0xF5))
+    return [(byte, chr(characters.get(byte, byte)).encode()) for byte in used]
+
+
+_BYTE_LEVEL = _byte_level()
 _POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as in GGUF files
 
 
@@ -31,21 +45,31 @@ class LlamaModel(Owned):
         vocabulary_only: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        """Load it. What `progress` raises ends the loading and is raised here."""
         api = library.api
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers
         params.n_gpu_layers = config.gpu_layers
 
+        raised: list[BaseException] = []
+
         def on_progress(fraction: float, _: Any) -> bool:
-            if progress is not None:
-                progress(fraction)
-            return True
+            try:
+                if progress is not None:
+                    progress(fraction)
+            except BaseException as error:  # it cannot pass through native code
+                raised.append(error)
+            return not raised
 
         callback = api.llama_progress_callback(on_progress)
         params.progress_callback = callback
         path = Path(config.model)
         pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        if raised:
+            if pointer:
+                api.llama_model_free(pointer)
+            raise raised[0]
         if not pointer:
             raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)
@@ -55,17 +79,17 @@ class LlamaModel(Owned):
         self.context_train = int(api.llama_model_n_ctx_train(pointer))
         self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))
         self.sliding_window = int(api.llama_model_n_swa(pointer))
-        self.architecture = self._metadata("general.architecture") or "unknown"
+        self.architecture = self.metadata("general.architecture") or "unknown"
         # A token of a causal model attends only to those before it.
-        self.causal = self._metadata(f"{self.architecture}.attention.causal") != "false"
+        self.causal = self.metadata(f"{self.architecture}.attention.causal") != "false"
         # Not LAST by default: a generating model's last state is about the next token, not about the text.
-        own_pooling = _POOLING.get(self._metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
+        own_pooling = _POOLING.get(self.metadata(f"{self.architecture}.pooling_type") or "", Pooling.MEAN)
         self.pooling = Pooling(config.pooling) if config.pooling else own_pooling
         ranks = self.pooling is Pooling.RANK
         length = api.llama_model_n_cls_out if ranks else api.llama_model_n_embd_out
         self.vector_length = int(length(pointer))
 
-    def _metadata(self, key: str) -> str | None:
+    def metadata(self, key: str) -> str | None:
         """A scalar of the GGUF's metadata as text."""
         buffer = ctypes.create_string_buffer(1024)
         length = self.api.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
@@ -122,14 +146,46 @@ class LlamaVocabulary:
         is_end = self._api.llama_vocab_is_eog
         return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
 
-    @cached_property
+    @property
     def special_texts(self) -> frozenset[str]:
-        attributes, text = self._api.llama_vocab_get_attr, self._api.llama_vocab_get_text
-        return frozenset(
-            text(self.pointer, token).decode("utf-8", "replace")
-            for token in range(self.size)
-            if attributes(self.pointer, token) & _CONTROL_OR_UNKNOWN
-        )
+        return self._scanned[0]
+
+    @property
+    def bound(self) -> TokenBound:
+        return self._scanned[1]
+
+    @cached_property
+    def _scanned(self) -> tuple[frozenset[str], TokenBound]:
+        """Everything that needs a look at each token: two calls for each of up to 256,000."""
+        api, pointer = self._api, self.pointer
+        attribute, text_of = api.llama_vocab_get_attr, api.llama_vocab_get_text
+        special: list[str] = []
+        short: set[bytes] = set()
+        longest, strips = 0, 0
+        byte_level = self._is_byte_level()
+        for token in range(self.size):
+            attributes, text = attribute(pointer, token), text_of(pointer, token)
+            strips |= attributes & _STRIPS
+            if attributes & _CONTROL_OR_UNKNOWN:
+                special.append(text.decode("utf-8", "replace"))
+            if len(text) <= 2:
+                short.add(text)
+            if len(text) > longest:
+                # In byte-level BPE a character stands for a byte.
+                characters = byte_level and attributes & (_NORMAL | _SPELLED) == _NORMAL
+                longest = max(longest, len(text.decode("utf-8", "replace") if characters else text))
+        keeps_text = byte_level or self._model.metadata("tokenizer.ggml.model") == "llama"
+        if strips or not keeps_text:
+            return frozenset(special), TokenBound()
+        dropped = bytes(byte for byte, text in _BYTE_LEVEL if text not in short) if byte_level else b""
+        return frozenset(special), TokenBound(longest, dropped)
+
+    def _is_byte_level(self) -> bool:
+        """True for BPE over bytes, each written as a character of its own: a space as `Ġ`."""
+        if self._model.metadata("tokenizer.ggml.model") != "gpt2":
+            return False
+        tokens = self.tokenize(" ", add_special=False, parse_special=False)
+        return len(tokens) == 1 and self._api.llama_vocab_get_text(self.pointer, tokens[0]) == "Ġ".encode()
 
     @cached_property
     def begin_text(self) -> str:

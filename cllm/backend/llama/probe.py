@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -13,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from cllm.backend.llama.fingerprint import library_digest
 from cllm.backend.llama.library import find
-from cllm.build.build import cache_directory
+from cllm.build.build import cache_directory, write_record
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError
 
@@ -32,6 +32,13 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
     passed: bool
     detail: str = ""
+    tokens_per_second: float = 0.0
+
+
+class ProbeRecord(msgspec.Struct, frozen=True):
+    """What a probe found, as it is kept: the number of the settings that passed."""
+
+    chosen: Annotated[int, msgspec.Meta(ge=0)]
     tokens_per_second: float = 0.0
 
 
@@ -77,24 +84,37 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
 
     Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
     """
-    record = _record_path(config)
-    if record.is_file():
-        chosen: int = json.loads(record.read_text())["chosen"]
-        return settings_to_try(config)[chosen][1]
+    path = _record_path(config)
+    settings = settings_to_try(config)
+    if (record := _read_record(path)) is not None and record.chosen < len(settings):
+        return settings[record.chosen][1]
     failures: list[str] = []
-    for chosen, (name, attempt) in enumerate(settings_to_try(config)):
+    for chosen, (name, attempt) in enumerate(settings):
         say(f"probing the native library {name}")
         result = run_probe(attempt)
         if result.passed:
             if failures:
                 log.warning("%s; serving %s, which is slower", "; ".join(failures), name)
-            record.parent.mkdir(parents=True, exist_ok=True)
-            record.write_text(json.dumps({"chosen": chosen, "tokens_per_second": result.tokens_per_second}))
+            try:
+                write_record(path, msgspec.json.encode(ProbeRecord(chosen, result.tokens_per_second)))
+            except OSError as error:
+                log.warning("the result of the probe is not kept, so every start probes: %s", error.strerror)
             return attempt
         if result.detail.startswith("model:"):
             raise ModelFileError(result.detail.removeprefix("model:").strip())
         failures.append(f"the native library does not work here {name}: {result.detail}")
     raise LibraryError(f"{failures[-1]}; rebuild it with `cllm build --force --portable`")
+
+
+def _read_record(path: Path) -> ProbeRecord | None:
+    """The record of an earlier probe. An unreadable one counts as absent."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ProbeRecord)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("an unreadable probe record is ignored: %s", error)
+        return None
 
 
 def _record_path(config: EngineConfig) -> Path:

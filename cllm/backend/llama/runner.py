@@ -55,6 +55,7 @@ class LlamaRunner(ModelRunner):
         self._drafts: DraftModel | None = None
         self._submitted: Batch | None = None
         self._rows: tuple[Row, ...] = ()
+        self._padding: dict[int, int] = {}  # position by id
         self._code, self._submitted_at = 0, 0.0
         self._open = ExitStack()  # what is open; closed in reverse order
         try:
@@ -81,10 +82,16 @@ class LlamaRunner(ModelRunner):
         self._open.callback(self._dry.close)
         if not self.info.generates:
             self.open_embedding()
+        if progress is not None:
+            progress(1.0)  # the last point to give up loading: the first decode reads all weights
         self._warm_up()
         if config.draft_model and self.info.generates:
             check_cuttable(self.info, "served")
-            draft = LlamaRunner(draft_config(config, self.limits.request_tokens), library=library)
+            draft = LlamaRunner(
+                draft_config(config, self.limits.request_tokens),
+                library=library,
+                progress=progress and (lambda _: progress(1.0)),
+            )
             self._drafts = DraftModel(draft, self.vocabulary)
             self._open.callback(self._drafts.close)
 
@@ -118,8 +125,9 @@ class LlamaRunner(ModelRunner):
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
         self._rows = batch.rows
+        self._padding = {seq_id: self._context.next_position(seq_id) for seq_id in batch.padding}
         if batch.padding:
-            padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
+            padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
         self._batch.fill(self._rows)
         self._submitted_at = time.perf_counter()
@@ -134,8 +142,8 @@ class LlamaRunner(ModelRunner):
         code = self._code
         if code == 0:
             self._api.llama_synchronize(self._context.pointer)
-        for seq_id in batch.padding:
-            self._context.remove(seq_id)
+        for seq_id, position in self._padding.items():
+            self._context.remove_padding(seq_id, position)
         decoded = time.perf_counter()
         status = get_status(code)
         if status is not StepStatus.DONE:
@@ -160,12 +168,13 @@ class LlamaRunner(ModelRunner):
 
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
+        context = self.limits.sequence_cells
         if not params.greedy:
-            size, context = self.vocabulary.size, self.limits.sequence_cells
+            size = self.vocabulary.size
             pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
         excluded = self._ends if params.ignore_eos else self._ends[:0]
-        return LlamaSampler(self._api, params, chain, excluded)
+        return LlamaSampler(self._api, params, chain, excluded, context)
 
     def next_position(self, seq_id: int) -> int:
         return self._context.next_position(seq_id)

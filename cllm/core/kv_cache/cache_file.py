@@ -4,8 +4,8 @@
     for each entry: lengths · tenant · tokens · state · checksum
 
 Every checksum continues the one before it, so that nothing can be cut out, swapped or added. The first entry
-is the one used last. All of this is work in slices: each generator here yields after a few mebibytes, with
-True where it only waits for the disk.
+is the one used last. All of this is work in slices of a few mebibytes. The engine begins a slice between two
+steps, and a disk thread does it: a folder on a network may answer late, or never.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import os
 import re
 import struct
 import threading
+import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from queue import SimpleQueue
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.host_cache import MIB, TOKEN_BYTES, Entry, HostKVCache
@@ -42,6 +47,9 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
 SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
+STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
+CLOSE_LIMIT_S = 2.0
+Result = TypeVar("Result")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SUFFIX = ".prefixes"
 _MAGIC = b"cllmpfx\n"
@@ -65,7 +73,33 @@ class Moved(NamedTuple):
         )
 
 
-Work = Generator[bool, None, Moved]
+Operation = Callable[[], Any]
+Slices = Generator[None, None, Result]
+"""Runs on the disk thread, slice by slice; `Result` is what it returns."""
+
+
+class Work(NamedTuple):
+    """The operations of a job in their order, each of which gets the result of the one before."""
+
+    operations: Generator[Operation, Any, Moved]
+    discard: Operation  # closes the file and removes what is half-written; always the last
+
+
+def _do(slices: Slices[Result]) -> Generator[Operation, Any, Result]:
+    """Each slice as an operation of its own."""
+    while True:
+        ended = yield partial(_next, slices)
+        if ended is not None:
+            result: Result = ended.value
+            return result
+
+
+def _next(slices: Slices[Any]) -> StopIteration | None:
+    try:
+        next(slices)
+        return None
+    except StopIteration as end:
+        return end
 
 
 def get_path(folder: str, name: str) -> Path:
@@ -90,7 +124,11 @@ def save(host: HostKVCache, path: Path, fingerprint: str) -> Work:
     Raises StorageFailed; then nothing is left of the new one.
     """
     # Weakly: what is pushed out of RAM meanwhile must not be kept there by us.
-    entries = [weakref.ref(entry) for entry in reversed(tuple(host.entries))]
+    slices = _save([weakref.ref(entry) for entry in reversed(tuple(host.entries))], path, fingerprint)
+    return Work(_do(slices), slices.close)
+
+
+def _save(entries: Iterable[weakref.ref[Entry]], path: Path, fingerprint: str) -> Slices[Moved]:
     temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +136,8 @@ def save(host: HostKVCache, path: Path, fingerprint: str) -> Work:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             moved = yield from _write(file, entries, fingerprint)
-            yield from _in_thread(file)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         raise StorageFailed(f"the state file could not be written: {_reason(error)}") from None
@@ -108,7 +147,7 @@ def save(host: HostKVCache, path: Path, fingerprint: str) -> Work:
     return moved
 
 
-def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: str) -> Work:
+def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: str) -> Slices[Moved]:
     """The entries, then the head that counts them; the chain of checksums begins with the fingerprint."""
     owner = _digest(fingerprint.encode())
     file.write(bytes(_HEAD.size + _DIGEST))
@@ -126,7 +165,7 @@ def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: s
         for start in range(0, len(state), SLICE_BYTES):
             checksum.update(state[start : start + SLICE_BYTES])
             file.write(state[start : start + SLICE_BYTES])
-            yield False
+            yield
         last = checksum.digest()
         file.write(last)
         moved = moved.plus(entry)
@@ -135,25 +174,6 @@ def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: s
     file.seek(0)
     file.write(head + _digest(head))
     return moved
-
-
-def _in_thread(file: BinaryIO) -> Generator[bool, None, None]:
-    """Flush to the disk, which may take seconds, without holding up a step."""
-    file.flush()
-    failed: list[OSError] = []
-
-    def sync() -> None:
-        try:
-            os.fsync(file.fileno())
-        except OSError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=sync, name="state-file-sync", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        yield True
-    if failed:
-        raise failed[0]
 
 
 # Restoring -----------------------------------------------------------------------------------------
@@ -165,56 +185,79 @@ def restore(host: HostKVCache, path: Path, fingerprint: str) -> Work:
     The whole file is checked before the first of them. Raises StateFileError, NotFound or StorageFailed:
     then nothing has changed.
     """
+    reader = _Reader(path, fingerprint)
+    return Work(_restore(host, reader), reader.close)
+
+
+def _restore(host: HostKVCache, reader: _Reader) -> Generator[Operation, Any, Moved]:
+    yield reader.open
+    for _ in range(reader.entries):
+        yield from _do(reader.read(max_bytes=0))
+    yield reader.rewind
+    moved = Moved()
+    for _ in range(reader.entries):
+        # Checked once more: the file may have been written to since the check.
+        entry = yield from _do(reader.read(max_bytes=host.room))
+        if entry is not None and host.put_last(entry):
+            moved = moved.plus(entry)
+        else:
+            moved = moved._replace(skipped=moved.skipped + 1)
+    return moved
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            reader = _Reader(file, fingerprint)
-            for _ in range(reader.entries):
-                yield from reader.read(max_bytes=0)
-            reader.rewind()
-            moved = Moved()
-            for _ in range(reader.entries):
-                # Checked once more: the file may have been written to since the check.
-                entry = yield from reader.read(max_bytes=host.room)
-                if entry is not None and host.put_last(entry):
-                    moved = moved.plus(entry)
-                else:
-                    moved = moved._replace(skipped=moved.skipped + 1)
+        yield
     except FileNotFoundError:
         raise NotFound("there is no state file of this name") from None
     except OSError as error:
         raise StorageFailed(f"the state file could not be read: {_reason(error)}") from None
-    return moved
 
 
 class _Reader:
     """A state file, entry by entry. Believes no length before it has seen that the file is that long."""
 
-    def __init__(self, file: BinaryIO, fingerprint: str) -> None:
-        self._file = file
-        self._left = os.fstat(file.fileno()).st_size
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self._path = path
+        self._owner = _digest(fingerprint.encode())
+        self._file: BinaryIO | None = None
+        self.entries = 0
+
+    @_reading()
+    def open(self) -> None:
+        """Open the file and check its head."""
+        self._file = os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+        self._left = os.fstat(self._file.fileno()).st_size
         head = self._take(_HEAD.size)
-        magic, version, self._owner, self.entries = _HEAD.unpack(head)
+        magic, version, owner, self.entries = _HEAD.unpack(head)
         if magic != _MAGIC:
             raise StateFileError("this is not a state file of cllm")
         if version != _VERSION:
             raise StateFileError(f"the state file is of version {version}; this cllm reads {_VERSION}")
         if self._take(_DIGEST) != _digest(head):
             raise StateFileError("the state file is corrupt: its head does not match its checksum")
-        if self._owner != _digest(fingerprint.encode()):
+        if owner != self._owner:
             raise StateFileError("the state file is of another model, library or KV layout than this one")
         if self.entries * (_ENTRY.size + _DIGEST) > self._left:
             raise StateFileError(f"the state file is truncated: it is too short for {self.entries} entries")
         self._body = self._left
         self._last = self._owner
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @_reading()
     def rewind(self) -> None:
         """Back to the first entry. The last one must have been read, with nothing behind it."""
         if self._left:
             raise StateFileError(f"the state file is corrupt: {self._left} bytes follow its last entry")
+        assert self._file is not None
         self._file.seek(_HEAD.size + _DIGEST)
         self._left, self._last = self._body, self._owner
 
-    def read(self, max_bytes: int) -> Generator[bool, None, Entry | None]:
+    def read(self, max_bytes: int) -> Slices[Entry | None]:
         """Check the next entry and return it; one of more than `max_bytes` is only checked, in slices."""
         lengths = self._take(_ENTRY.size)
         name_bytes, token_count, state_bytes = _ENTRY.unpack(lengths)
@@ -233,7 +276,7 @@ class _Reader:
             checksum.update(piece)
             if keep:
                 state += piece
-            yield False
+            yield
         self._last = checksum.digest()
         if self._take(_DIGEST) != self._last:
             raise StateFileError("the state file is corrupt: an entry does not match its checksum")
@@ -243,7 +286,9 @@ class _Reader:
             raise StateFileError("the state file is corrupt: a tenant's name is not text") from None
         return Entry(tenant, array("i", tokens), bytes(state)) if keep else None
 
+    @_reading()
     def _take(self, count: int) -> bytes:
+        assert self._file is not None
         data = self._file.read(count)
         if len(data) != count:
             raise StateFileError("the state file is truncated")
@@ -256,10 +301,43 @@ def _reason(error: OSError) -> str:
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
 
 
-class CacheFileJobs:
-    """Saves and restores the prefix cache, a slice between two steps; each job ends with one report.
+class DiskThread:
+    """Does operations one after the other. It is a daemon: one that never returns holds up no exit."""
 
-    One job at a time, in the order they came.
+    def __init__(self) -> None:
+        self._operations: SimpleQueue[tuple[Operation, Future[Any]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._began_at: float | None = None  # of the operation that runs
+
+    @property
+    def busy_s(self) -> float:
+        """How long the running operation has taken."""
+        began_at = self._began_at
+        return 0.0 if began_at is None else time.monotonic() - began_at
+
+    def submit(self, operation: Operation) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._operations.put((operation, future))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="state-files", daemon=True)
+            self._thread.start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            operation, future = self._operations.get()
+            self._began_at = time.monotonic()
+            try:
+                future.set_result(operation())
+            except BaseException as error:
+                future.set_exception(error)
+            self._began_at = None
+
+
+class CacheFileJobs:
+    """Saves and restores the prefix cache beside the steps; each job ends with one report.
+
+    One job at a time, in the order they came. All fail while the disk does not answer.
     """
 
     def __init__(
@@ -271,7 +349,8 @@ class CacheFileJobs:
         self._emit = emit
         self._jobs: deque[tuple[int, str, Work]] = deque()  # call id, label, work
         self._fingerprint = ""  # computed when it is first needed: that reads the model's file
-        self._waits = False  # for the disk: nothing to do at once
+        self._disk = DiskThread()
+        self._operation: Future[Any] | None = None  # of the first job
 
     @property
     def idle(self) -> bool:
@@ -280,12 +359,13 @@ class CacheFileJobs:
     @property
     def has_work(self) -> bool:
         """There is a job that does not wait for the disk."""
-        return bool(self._jobs) and not self._waits
+        return bool(self._jobs) and (self._operation is None or self._operation.done())
 
     def add(self, command: UseStateFile) -> None:
         """Begin a job, or report at once why not."""
         try:
             path = get_path(self._folder, command.name)
+            self._check_disk()
             if len(self._jobs) >= MAX_JOBS:
                 raise EngineError(f"{MAX_JOBS} state files are being written or read already")
             self._fingerprint = self._fingerprint or self._runner.state_fingerprint()
@@ -295,11 +375,23 @@ class CacheFileJobs:
         except Exception as error:
             self._fail(command.call_id, error)
 
+    def _check_disk(self) -> None:
+        if self._disk.busy_s > STALL_LIMIT_S:
+            raise StorageFailed(
+                f"the folder of the state files has not answered for {self._disk.busy_s:.0f} s: "
+                "check its disk or network; state files work again when it answers"
+            )
+
     def slice(self) -> None:
-        """Go on with the job at hand, a few milliseconds of it. There must be one."""
+        """Go on with the job at hand: begin its next slice when the last one is done. There must be a job."""
         call_id, label, work = self._jobs[0]
         try:
-            self._waits = next(work)
+            if self._operation is None:
+                self._operation = self._disk.submit(next(work.operations))
+            elif self._operation.done():
+                self._operation = self._disk.submit(work.operations.send(self._operation.result()))
+            else:
+                self._check_disk()
             return
         except StopIteration as end:
             moved = end.value
@@ -308,7 +400,8 @@ class CacheFileJobs:
         except Exception as error:
             log.warning("%s failed: %s", label, error)
             self._fail(call_id, error)
-        self._waits = False
+        self._operation = None
+        self._disk.submit(work.discard)
         self._jobs.popleft()
 
     def _fail(self, call_id: int, error: Exception) -> None:
@@ -318,7 +411,7 @@ class CacheFileJobs:
         self._emit(StateFileDone(call_id, failure=Failure(error.code, error.message)))
 
     def close(self) -> None:
-        """Give up what is left; half-written files are removed."""
-        for *_, work in self._jobs:
-            work.close()
+        """Give up what is left; half-written files are removed, unless the disk does not answer."""
+        last = [self._disk.submit(work.discard) for *_, work in self._jobs]
+        wait(last, CLOSE_LIMIT_S)
         self._jobs.clear()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,22 +14,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file as state_file
-from cllm.core.kv_cache.cache_file import Moved, Work, get_path, restore, save
+from cllm.core.kv_cache.cache_file import CacheFileJobs, Moved, Work, get_path, restore, save
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache
 from cllm.errors import CllmError, Forbidden, InvalidRequest, NotFound, StateFileError, StorageFailed
+from cllm.testing import FakeRunner
+from cllm.workers.messages import Report, StateFileDone, UseStateFile
 from tests.profiles import examples
 
 HEAD = 8 + 4 + 32 + 4
 
 
 def run(work: Work) -> Moved:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            moved = end.value
-            assert isinstance(moved, Moved)
-            return moved
+    """All operations, here instead of on the disk thread."""
+    result = None
+    try:
+        while True:
+            result = work.operations.send(result)()
+    except StopIteration as end:
+        moved = end.value
+        assert isinstance(moved, Moved)
+        return moved
+    finally:
+        work.discard()
+
+
+def write(tier: HostKVCache, path: Path, fingerprint: str) -> Moved:
+    return run(save(tier, path, fingerprint))
 
 
 def tier_of(*entries: tuple[str, str, int], limit: int = 1 << 20) -> HostKVCache:
@@ -49,7 +61,7 @@ def path(tmp_path: Path) -> Path:
 def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_file, "SLICE_BYTES", 100)  # several slices an entry
     tier = tier_of(("", "abc", 1000), ("jürgen", "abd", 99), ("", "xyz", 100))
-    told = run(save(tier, path, "here"))
+    told = write(tier, path, "here")
     assert told == (3, 9, tier.cached_bytes, 0)
     again = HostKVCache(cached_limit=1 << 20)
     assert run(restore(again, path, "here")) == told
@@ -61,7 +73,7 @@ def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.M
 
 def test_restoring_keeps_to_the_byte_budget_and_evicts_nothing(path: Path) -> None:
     tier = tier_of(("", "old", 100), ("", "mid", 100), ("", "new", 100))
-    run(save(tier, path, ""))
+    write(tier, path, "")
     small = tier_of(("", "own", 100), limit=2 * (100 + 24) + 10)
     assert run(restore(small, path, "")) == (1, 3, 124, 2)
     assert ["".join(map(chr, entry.tokens)) for entry in small.entries] == ["new", "own"]
@@ -71,7 +83,7 @@ def test_restoring_keeps_to_the_byte_budget_and_evicts_nothing(path: Path) -> No
 def test_an_entry_evicted_while_it_is_saved_is_left_out(path: Path) -> None:
     tier = tier_of(("", "abc", 100), ("", "abd", 100), ("", "xyz", 100))
     work = save(tier, path, "")
-    next(work)  # in the middle of the last one
+    next(work.operations)()  # in the middle of the last one
     for entry in tuple(tier.entries)[:2]:
         tier.drop(entry)
     del entry
@@ -94,7 +106,7 @@ def with_head(data: bytes, entries: int) -> bytes:
 
 
 def test_what_is_wrong_is_said(path: Path) -> None:
-    run(save(tier_of(("", "abc", 300), ("t", "xyz", 300)), path, "here"))
+    write(tier_of(("", "abc", 300), ("t", "xyz", 300)), path, "here")
     data = path.read_bytes()
     assert "another model" in refusal(path, "elsewhere")
     body = HEAD + 32
@@ -127,7 +139,7 @@ def test_what_is_wrong_is_said(path: Path) -> None:
 )
 @given(place=st.integers(0, 900), value=st.binary(min_size=1, max_size=9), cut=st.integers(0, 900))
 def test_no_damage_gets_in(path: Path, place: int, value: bytes, cut: int) -> None:
-    run(save(tier_of(("", "abc", 300), ("t", "xyz", 300)), path, ""))
+    write(tier_of(("", "abc", 300), ("t", "xyz", 300)), path, "")
     good = path.read_bytes()
     data = bytearray(good)
     data[place : place + len(value)] = value
@@ -146,7 +158,7 @@ def test_names_are_no_paths() -> None:
 
 
 def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(save(tier_of(("", "abc", 300)), path, ""))
+    write(tier_of(("", "abc", 300)), path, "")
     good = path.read_bytes()
 
     def full(_: int) -> None:
@@ -154,13 +166,103 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageFailed, match="no space left") as error:
-        run(save(tier_of(("", "xyz", 300)), path, ""))
+        write(tier_of(("", "xyz", 300)), path, "")
     assert str(path) not in str(error.value)
     assert path.read_bytes() == good and list(path.parent.iterdir()) == [path]
 
 
 def test_work_that_is_given_up_leaves_nothing(path: Path) -> None:
-    work = save(tier_of(("", "abc", 300)), path, "")
-    next(work)
-    work.close()
+    tier = tier_of(("", "abc", 300))
+    work = save(tier, path, "")
+    next(work.operations)()
+    assert list(path.parent.iterdir())
+    work.discard()
     assert list(path.parent.iterdir()) == []
+
+
+class Jobs:
+    """State files of a fake runner, whose disk hangs while `answers` is clear; and their reports."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.reports: list[StateFileDone] = []
+        self.tier = tier_of(("", "abc", 300))
+        runner = FakeRunner()
+        monkeypatch.setattr(runner, "state_fingerprint", lambda: "here")
+        self.jobs = CacheFileJobs(runner, self.tier, str(folder), self._emit)
+        sync = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            assert self.answers.wait(60)
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    def _emit(self, report: Report) -> None:
+        assert isinstance(report, StateFileDone)
+        self.reports.append(report)
+
+    def add(self, call_id: int, *, save: bool = True) -> None:
+        self.jobs.add(UseStateFile(call_id, "warm", save=save))
+
+    def finish(self) -> list[str]:
+        """Step until no job is left; the codes of what failed, by call."""
+        deadline = time.monotonic() + 30
+        while not self.jobs.idle:
+            assert time.monotonic() < deadline
+            began = time.monotonic()
+            self.jobs.slice()
+            assert time.monotonic() - began < 0.5, "a step waited for the disk"
+            time.sleep(0.002)
+        reports, self.reports = self.reports, []
+        return [report.failure.code if report.failure else "" for report in reports]
+
+
+def test_jobs_run_one_after_the_other_on_the_disk_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Jobs(tmp_path, monkeypatch)
+    disk.add(1)
+    disk.add(2, save=False)
+    assert disk.jobs.has_work and disk.finish() == ["", ""]
+    disk.jobs.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["warm.prefixes"]
+
+
+def test_a_disk_that_does_not_answer_fails_its_jobs_and_holds_up_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "STALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(state_file, "CLOSE_LIMIT_S", 0.2)
+    disk = Jobs(tmp_path, monkeypatch)
+    disk.answers.clear()
+    disk.add(1)
+    disk.add(2, save=False)
+    assert disk.finish() == ["storage_failed", "storage_failed"]
+    disk.add(3)
+    assert "not answered" in disk.reports[0].failure.message  # type: ignore[union-attr]
+    assert disk.finish() == ["storage_failed"], "at once, while it hangs"
+    began = time.monotonic()
+    disk.jobs.close()
+    assert time.monotonic() - began < 10, "an exit does not wait for it"
+    disk.answers.set()
+    deadline = time.monotonic() + 30
+    while disk.jobs._disk.busy_s and time.monotonic() < deadline:
+        time.sleep(0.002)
+    disk.add(4)
+    disk.add(5, save=False)
+    assert disk.finish() == ["", ""], "it answers again"
+
+
+def test_jobs_given_up_at_the_end_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_file, "SLICE_BYTES", 10)
+    disk = Jobs(tmp_path, monkeypatch)
+    disk.add(1)
+    for _ in range(200):
+        disk.jobs.slice()
+        time.sleep(0.001)
+        if list(tmp_path.iterdir()):
+            break
+    disk.jobs.close()
+    assert list(tmp_path.iterdir()) == [] and disk.jobs.idle

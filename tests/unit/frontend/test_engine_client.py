@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -20,8 +23,9 @@ from cllm.errors import (
     ShuttingDown,
 )
 from cllm.frontend.engine_client import EngineClient, Health
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
 from cllm.frontend.request_queue import Stage
+from cllm.frontend.tenants import Tenant
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
@@ -122,6 +126,66 @@ def test_the_engine_gets_a_few_more_than_it_can_run_and_the_rest_wait(
     assert executor.submitted() == ["r0", "r1", "r2", "r3"]
     executor.say(last("r1"))
     assert executor.submitted()[-1] == "r4"
+
+
+def test_a_place_kept_for_a_tenant_that_has_left_is_given_away_in_time(
+    engine: EngineClient, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing happens in the engine meanwhile: a timer looks at the queue."""
+    monkeypatch.setattr(Tenant, "HOLD_S", 0.25)
+
+    def ask(name: str) -> None:
+        tenant = name.rstrip("0123456789")
+        engine.submit(Request(id=name, prompt=(1,), max_tokens=5, tenant=tenant), BlockingOutputStream)
+
+    ask("left1")
+    ask("stays1")
+    executor.say(token("stays1"), last("left1"))
+    ask("stays2")
+    assert executor.submitted() == ["left1", "stays1"], "the free place is kept"
+    deadline = time.monotonic() + 10
+    while "stays2" not in executor.submitted() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert executor.submitted() == ["left1", "stays1", "stays2"]
+
+
+def percentiles(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Median and p99 of the time that one of these calls takes."""
+    times = []
+    for call in calls:
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times), statistics.quantiles(times, n=100)[-1]
+
+
+@pytest.mark.parametrize("tenants", [1, 10_000])
+def test_submitting_and_cancelling_cost_the_same_however_many_wait(
+    executor: ScriptedExecutor, tenants: int
+) -> None:
+    """`python -m tests.soak.waiting` prints the figures; here they have wide margins."""
+    engine = EngineClient(executor, queue_size=100_000)
+    engine.start()
+
+    def submit(number: int) -> OutputStream:
+        tenant, timeout_s = f"t{number % tenants}", 1000.0 + number
+        one = Request(id=f"r{number}", prompt=(1,), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
+        return engine.submit(one, BlockingOutputStream)
+
+    waiting = 10_000 if tenants > 1 else 20_000
+    for number in range(waiting):
+        submit(number)
+    median, p99 = percentiles([partial(submit, waiting + number) for number in range(500)])
+    assert median < 150e-6 and p99 < 10e-3, (median, p99)
+    # from the middle, where a search from either end is longest
+    median, p99 = percentiles([partial(engine.cancel, f"r{waiting // 2 + number}") for number in range(500)])
+    assert median < 150e-6 and p99 < 10e-3, (median, p99)
+    median, p99 = percentiles(
+        [lambda: executor.say(last(next(iter(engine._queue._engine)))) for _ in range(500)]
+    )
+    assert median < 300e-6 and p99 < 10e-3, (median, p99)
+    engine.stop()
+    assert engine.requests == ()
 
 
 def test_a_full_queue_refuses_at_once_with_retry_after(engine: EngineClient) -> None:

@@ -20,6 +20,7 @@ from cllm.workers.messages import (
     RenderChat,
     Text,
     TokenizerCall,
+    TokenizerReady,
     TokenizerReply,
     TokenizeText,
 )
@@ -31,10 +32,12 @@ def beat(channel: Channel) -> None:
         time.sleep(0.1)
 
 
-def main() -> None:
+def main(first: TokenizerReady | None = None) -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     channel.receive()  # the configuration
     threading.Thread(target=beat, args=(channel,), daemon=True).start()
+    if first is not None:
+        channel.send(msgspec.msgpack.encode(first))
     while (frame := channel.receive()) is not None:
         call = msgspec.msgpack.decode(frame, type=TokenizerCall)
         time.sleep(0.02)  # so that the others are here too when it dies
@@ -54,8 +57,12 @@ def main() -> None:
                 channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text(str(os.getpid())))))
             case RenderChat(Chat(({"content": "endless"},))):
                 os.kill(os.getpid(), signal.SIGPROF)
+            case RenderChat():
+                channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text("rendered"))))
             case TokenizeText(text=text):
+                time.sleep(0.3 if text == "slow" else 0)
                 channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text(text))))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,16 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady
 from cllm.workers.channel import WorkerProcess
-from cllm.workers.messages import Died, Ready, Report, Text, TokenizerCall, TokenizerReply, TokenizeText
+from cllm.workers.messages import (
+    Died,
+    Ready,
+    Report,
+    Text,
+    TokenizerCall,
+    TokenizerReady,
+    TokenizerReply,
+    TokenizeText,
+)
 from cllm.workers.supervisor import START_FAILED, Attempt, Backoff, Supervisor
 
 PATIENCE_S = 60
@@ -30,7 +39,7 @@ class Worker:
 
     def __init__(self, module: str = "tests.unit.workers.crashing_worker", role: str = "tokenizer") -> None:
         self.reports: queue.Queue[Any] = queue.Queue()
-        reports = Report if role == "engine" else TokenizerReply
+        reports = Report if role == "engine" else TokenizerReady | TokenizerReply
         self.supervisor = Supervisor(role, EngineConfig(model="0"), reports, module=module)
 
     def start(self, delay_s: float = 0.0) -> None:
@@ -139,7 +148,7 @@ def test_a_command_that_cannot_be_decoded_ends_the_worker_with_a_code(role: str)
     """Was (engine): the thread that reads commands died of it, the heartbeats went on."""
     worker = Worker("cllm.testing", role)
     worker.start()
-    while role == "engine" and not isinstance(worker.next(), Ready):
+    while not isinstance(worker.next(), Ready | TokenizerReady):
         pass
     worker.supervisor.send(b"\xc1 is no MessagePack")
     assert worker.died().message == f"the {role} process exited with code 3"
