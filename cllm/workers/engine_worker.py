@@ -147,6 +147,9 @@ class ThreadExecutor:
         if self._core is not None:
             self._core.post(command)
 
+    def end_tasks(self) -> None:
+        pass  # none outlives its call
+
     def stop(self) -> None:
         """End it, also in the middle of loading. What cannot be interrupted is waited for."""
         self._stopping = True

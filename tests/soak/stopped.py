@@ -39,7 +39,10 @@ BIASED = {
     "max_tokens": 4,
     "logit_bias": {str(token): 0.5 for token in range(1000, 2000)},
 }
-FLOODS = {"tokenizer": [("/encode", TEXT)] * 4, "engine": [("/generate", BIASED)] * (PARALLEL * 3 // 2)}
+FLOODS: dict[str, list[tuple[str, Mapping[str, Any]]]] = {
+    "tokenizer": [("/encode", TEXT)] * 4,
+    "engine": [("/generate", BIASED)] * (PARALLEL * 3 // 2),
+}
 DRAIN_S = 2
 MAX_HEALTH_S = 0.1
 MAX_REPLACE_S = 30.0  # silence limit, a new interpreter, loading
