@@ -26,9 +26,9 @@ from cllm.chat.options import check_names
 from cllm.config import EngineConfig, make_config
 from cllm.deprecated import renamed
 from cllm.errors import EngineNotReady, ShuttingDown
-from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_client import EngineClient
 from cllm.tune.search import with_remembered
-from cllm.types import ModelInfo
+from cllm.types import Health, ModelInfo
 from cllm.workers.engine_worker import ThreadExecutor
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -61,6 +61,17 @@ def describe_unknown(name: str, known: Iterable[str]) -> str:
 
     close = get_close_matches(name, known, n=1)
     return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
+
+
+class Health(Enum):
+    """Of an engine, as its clients see it."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
 
 
 class FinishReason(StrEnum):

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from cllm.backend.base import ModelRunner, Sampler
 from cllm.text.structured_output import Constraint, GrammarCompiler
-from cllm.types import Request
+from cllm.types import ConstraintSpec, Request
 
 Made = TypeVar("Made")
 NICENESS = 10  # of these threads: the step goes first
@@ -56,6 +56,10 @@ class Preparation:
         thread = self._others if looks_back else self._grammars
         return self._watched(thread.submit(self._prepare, request))
 
+    def warm_up(self) -> None:
+        """Build the grammar compiler now: it takes half a second, much of it under Python's one lock."""
+        self._grammars.submit(self._compile, None)
+
     def open_embedding(self) -> Future[None]:
         return self._watched(self._others.submit(self._runner.open_embedding))
 
@@ -87,18 +91,17 @@ class Preparation:
             self._wake()
 
     def _prepare(self, request: Request) -> Prepared:
-        constraint = self._get_compiler().compile(request.constraint) if request.constraint else None
+        constraint = self._compile(request.constraint) if request.constraint is not None else None
         sampler = None
         if request.sampling.looks_back:
             sampler = self._runner.create_sampler(request.sampling)
             sampler.accept(request.prompt)
         return Prepared(constraint, sampler)
 
-    def _get_compiler(self) -> GrammarCompiler:
+    def _compile(self, spec: ConstraintSpec | None) -> Constraint | None:
         with self._lock:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(self._runner.vocabulary)
-            return self._compiler
+            self._compiler = self._compiler or GrammarCompiler(self._runner.vocabulary)
+            return self._compiler.compile(spec) if spec is not None else None
 
 
 def _new_thread(name: str) -> Executor:

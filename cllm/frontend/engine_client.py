@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,13 +31,14 @@ from cllm.errors import (
     StorageFailed,
     from_code,
 )
-from cllm.frontend.metrics import EngineMetrics
+from cllm.frontend.metrics import EngineMetrics, describe_end
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.timers import Timers
 from cllm.types import (
     Failure,
     FinishReason,
+    Health,
     Limits,
     ModelInfo,
     Request,
@@ -66,15 +66,6 @@ from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=OutputStream)
-
-
-class Health(Enum):
-    LOADING = "loading"
-    READY = "ready"
-    RESTARTING = "restarting"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    FAILED = "failed"
 
 
 _CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
@@ -448,18 +439,6 @@ class EngineClient:
         self._queue.close(state)
         self._timers.cancel(output.request_id)
         self.metrics.ended(state, output, now)
-        assert output.usage is not None and output.finish_reason is not None
-        log.info(
-            "request %s: %s%s, %d prompt tokens (%d cached), %d generated, "
-            "queued %.3f s, first token %s, total %.3f s",
-            output.request_id,
-            output.finish_reason.value,
-            f" ({output.error.code})" if output.error else "",
-            output.usage.prompt_tokens,
-            output.usage.cached_tokens,
-            output.usage.completion_tokens,
-            (state.dispatched or now) - state.arrived,
-            f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never",
-            now - state.arrived,
-        )
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", describe_end(state, output, now))
         state.stream.push(output)

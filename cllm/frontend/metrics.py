@@ -141,6 +141,19 @@ class EngineMetrics:
         return generate_latest(self.registry)
 
 
+def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
+    """The end of a request in one line of the log."""
+    assert output.usage is not None and output.finish_reason is not None
+    usage, error = output.usage, f" ({output.error.code})" if output.error else ""
+    first = f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never"
+    return (
+        f"request {output.request_id}: {output.finish_reason.value}{error}, "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+        f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
+        f"first token {first}, total {now - state.arrived:.3f} s"
+    )
+
+
 class DeprecatedMetrics(Collector):
     """Metrics under their old names too, with the same values."""
 

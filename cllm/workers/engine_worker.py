@@ -49,6 +49,7 @@ class EngineWorker:
         runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
         self._emit(core.ready)
+        core.preparation.warm_up()
         core.run()
         runner.close()
 

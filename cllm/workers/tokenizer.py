@@ -72,7 +72,12 @@ class TokenizerWorker:
 
     @cached_property
     def _constraints(self) -> GrammarCompiler:
-        return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
+        return GrammarCompiler(self._vocabulary)  # takes half a second
+
+    def warm_up(self) -> None:
+        """Build the grammar compiler, so that the first grammar holds up no text."""
+        with self._lock:
+            _ = self._constraints
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
@@ -193,6 +198,7 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     except (OSError, ValueError):
         pass  # the system does not support it
+    threading.Thread(target=worker.warm_up, name="warm-up", daemon=True).start()
     answer_tasks(channel, worker)
 
 

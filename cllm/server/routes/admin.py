@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
 from cllm.frontend.async_calls import loaded
-from cllm.frontend.engine_client import Health
 from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.submit import get_registry
+from cllm.types import Health
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0

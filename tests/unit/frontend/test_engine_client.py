@@ -22,12 +22,12 @@ from cllm.errors import (
     QueueFull,
     ShuttingDown,
 )
-from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
 from cllm.frontend.request_queue import Stage
 from cllm.frontend.tenants import Tenant
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import Failure, FinishReason, Request, RequestOutput, Usage
+from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
