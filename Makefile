@@ -47,6 +47,9 @@ soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and 
 pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: preempted, answered, the right text
 	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
 
+stopped: .venv/ready ## workers are stopped under load for a minute: /health answers at once, they are replaced
+	.venv/bin/python -m tests.soak.stopped $(ARGS)
+
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
 	.venv/bin/python -m tests.soak.schemas $(ARGS)
 
@@ -81,4 +84,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure stopped schemas features exits doctor firsttoken clean

@@ -136,7 +136,8 @@ class EngineClient:
             self.health = Health.DRAINING
 
     def end_all(self) -> None:
-        """The time to drain is over: every request left ends with an error."""
+        """The time to drain is over: every request and every tokenizer task left ends with an error."""
+        self._executor.end_tasks()
         error = ShuttingDown(self.shutdown_message)
         with self._lock:
             for state in self._queue.requests:

@@ -80,7 +80,7 @@ class EngineWorker:
         os._exit(0)  # EOF: the parent is gone
 
 
-def start_heartbeats(channel: Channel, step_age_s: Callable[[], float]) -> None:
+def start_heartbeats(channel: Channel, step_age_s: Callable[[], float] = lambda: 0.0) -> None:
     """Send a heartbeat every second, from a thread of its own, for as long as this process lives."""
 
     def beat() -> None:
@@ -148,6 +148,9 @@ class ThreadExecutor:
         if self._core is not None:
             self._core.post(command)
 
+    def end_tasks(self) -> None:
+        pass  # none outlives its call
+
     def stop(self) -> None:
         """End it, also in the middle of loading. What cannot be interrupted is waited for."""
         self._stopping = True
@@ -175,12 +178,13 @@ def main(
     if first is None:
         return 0
     config = msgspec.msgpack.decode(first, type=EngineConfig)
-    engine = EngineWorker(channel)
-    start_heartbeats(channel, lambda: engine.step_age_s)
     try:
         if role == "engine":
+            engine = EngineWorker(channel)
+            start_heartbeats(channel, lambda: engine.step_age_s)
             engine.run(config, make_runner)
         else:
+            start_heartbeats(channel)
             serve_tokenizer(channel, config)
     except msgspec.MsgspecError as error:
         log.critical("a message could not be decoded: %s", type(error).__name__)

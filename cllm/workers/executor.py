@@ -68,6 +68,9 @@ class Executor(Protocol):
         Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
         """
 
+    def end_tasks(self) -> None:
+        """Fail the tokenizer tasks that are left, and accept no more; returns at once."""
+
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
 
@@ -88,6 +91,9 @@ class ProcessExecutor:
     def send(self, command: Command) -> None:
         # Only a request can be refused: a cancel must reach the engine.
         self._engine.send(encode(command), refusable=isinstance(command, Submit))
+
+    def end_tasks(self) -> None:
+        self.tokenizer.end()
 
     def stop(self) -> None:
         self._engine.end()  # both exit at the same time
@@ -246,8 +252,13 @@ class ProcessTokenizer:
         for call in calls:
             settle(call.future, error)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Fail the tasks that are left, and accept no more; returns at once."""
         with self._lock:
             self._closed = True
             self._fail_all(ShuttingDown("the server is shutting down"))
+        self._supervisor.end()
+
+    def close(self) -> None:
+        self.end()
         self._supervisor.close()

@@ -127,6 +127,7 @@ class Supervisor:
                         self._beat()
                     case Died():
                         last_words = report
+                        break  # it must exit now, whatever it still does
                     case _:
                         receive(report)
         except msgspec.MsgspecError as error:  # nothing after it can be trusted

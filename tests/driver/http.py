@@ -32,6 +32,7 @@ class HealthWatch:
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
     def _ask(self) -> None:
+        """A failure ends it, which `__exit__` reports."""
         while not self._over.wait(0.01):
             began = time.perf_counter()
             self._client.get("/health").raise_for_status()
@@ -41,7 +42,8 @@ class HealthWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert kind is not None or self._thread.is_alive(), "/health failed"
         self._over.set()
         self._thread.join(PATIENCE_S)
         self._client.close()

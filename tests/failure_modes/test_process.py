@@ -188,9 +188,17 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
     assert not any(map(alive, stopped))
     assert server.metrics()["cllm_engine_restarts_total"] == 1
     assert server.kv_is_zero()
-    for role in ("engine", "tokenizer"):
-        os.kill(server.child(role), signal.SIGSTOP)
-    server.stop(limit_s=10)
+    children = get_children(server.process.pid)
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"text": text}
+        late = pool.submit(httpx.post, f"{server.url}/encode", json=body, timeout=60, trust_env=False)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        answer = late.result(PATIENCE_S)
+        assert answer.status_code == 503 and answer.json()["error"] == "shutting_down"
+    server.wait_gone(children, limit_s=10)
 
 
 @pytest.mark.failure_mode("engine-keeps-crashing")

@@ -71,6 +71,9 @@ class ScriptedExecutor:
             raise self.unsendable[command.request.id]
         self.sent.append(command)
 
+    def end_tasks(self) -> None:
+        pass
+
     def stop(self) -> None:
         self.stopped = True
 

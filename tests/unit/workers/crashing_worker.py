@@ -28,7 +28,10 @@ from cllm.workers.messages import (
 
 def beat(channel: Channel) -> None:
     while True:
-        channel.send(msgspec.msgpack.encode(Heartbeat(0.0)))
+        try:
+            channel.send(msgspec.msgpack.encode(Heartbeat(0.0)))
+        except OSError:
+            os._exit(0)  # the parent is gone
         time.sleep(0.1)
 
 
