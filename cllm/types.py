@@ -386,11 +386,12 @@ class TokenBound(msgspec.Struct, frozen=True):
         """The fewest tokens that these texts can have together."""
         if not self.longest:
             return 0
-        kept = 0
-        for data in map(str.encode, texts):
-            present = bytes(byte for byte in self.dropped if byte in data)  # nearly always none
-            kept += len(data.translate(None, present) if present else data)
-        return -(-kept // self.longest)
+        return -(-sum(map(self._count_bytes, texts)) // self.longest)
+
+    def _count_bytes(self, text: str) -> int:
+        if text.isascii() and not any(chr(byte) in text for byte in self.dropped if byte < 0x80):
+            return len(text)  # without a copy of it
+        return len(text.encode().translate(None, self.dropped))
 
 
 class HasBound(Protocol):

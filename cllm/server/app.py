@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from fastapi import FastAPI
@@ -38,6 +39,7 @@ def create_app(
     )
     app.state.registry = registry
     app.state.slow_reader_s = config.slow_reader_s
+    app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
     keys = keys or KeyRing(config.api_keys, config.api_key)
     openapi.install(app, closed=keys.closed)
     errors.install(app)

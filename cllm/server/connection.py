@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections import deque
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -20,6 +22,8 @@ from cllm.server.errors import error_body
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for child processes that must be replaced, and for files
+BODY_PIECE = 8 << 20  # bytes of a body that are passed on together: each piece wakes the application
+READ_AT_ONCE = 1 << 20  # bytes of a body that are read in one turn of the event loop
 LINGER_S = 1.0  # closing at once on a client that still sends would reset the response away
 
 
@@ -63,6 +67,33 @@ def _descriptors_left(wanted: int) -> int:
     return left
 
 
+class ReadTurns:
+    """Reads large bodies one after the other, a piece in each turn of the event loop.
+
+    The loop by itself would read all that has arrived before it looks at another client. Only a connection
+    with a whole piece at hand waits here, so a slow client holds up no other.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[asyncio.Transport, FlowControl]] = deque()
+
+    def wait(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, flow: FlowControl, *, first: bool
+    ) -> None:
+        """Pause a connection that has read a piece: its first, or one of the body that is being read."""
+        flow.pause_reading()
+        if not self._waiting:
+            loop.call_soon(self._resume_next, loop)
+        (self._waiting.append if first else self._waiting.appendleft)((transport, flow))
+
+    def _resume_next(self, loop: asyncio.AbstractEventLoop) -> None:
+        transport, flow = self._waiting.popleft()
+        if not transport.is_closing():
+            flow.resume_reading()
+        if self._waiting:
+            loop.call_soon(self._resume_next, loop)
+
+
 class GuardedConnection(HttpToolsProtocol):
     """uvicorn's connection, with deadlines for what the client sends.
 
@@ -71,10 +102,16 @@ class GuardedConnection(HttpToolsProtocol):
     """
 
     def __init__(
-        self, limits: ConnectionLimits, config: Config, server_state: ServerState, app_state: dict[str, Any]
+        self,
+        limits: ConnectionLimits,
+        turns: ReadTurns,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._limits = limits
+        self._turns = turns
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True
         self._header_bytes = 0
@@ -113,6 +150,16 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self.headers = []  # of trailers, which follow the body: the scope does not get them
         self._set_deadline(self._limits.body_s, "body")
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if cycle.response_complete or len(cycle.body) + len(body) >= BODY_PIECE:
+            super().on_body(body)
+            return
+        pieces = len(cycle.body) // READ_AT_ONCE
+        cycle.body += body
+        if pieces < len(cycle.body) // READ_AT_ONCE and not self.pipeline:
+            self._turns.wait(self.loop, self.transport, self.flow, first=not pieces)
 
     def on_message_complete(self) -> None:
         self._set_deadline(None)

@@ -18,7 +18,7 @@ from cllm.errors import ConfigError, PortInUse
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry, Load
 from cllm.server.app import create_app
-from cllm.server.connection import GuardedConnection, make_limits
+from cllm.server.connection import GuardedConnection, ReadTurns, make_limits
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import is_loopback
 
@@ -57,6 +57,7 @@ class DrainingServer(uvicorn.Server):
         self._drain_s = settings.drain_s
         self._tls = tls
         self._limits = make_limits(settings)
+        self._turns = ReadTurns()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's own, with guarded connections and a deadline for the TLS handshake."""
@@ -64,7 +65,9 @@ class DrainingServer(uvicorn.Server):
         await self.lifespan.startup()
 
         def connection() -> GuardedConnection:
-            return GuardedConnection(self._limits, self.config, self.server_state, self.lifespan.state)
+            return GuardedConnection(
+                self._limits, self._turns, self.config, self.server_state, self.lifespan.state
+            )
 
         handshake_s = self._limits.header_s if self._tls is not None else None
         self.servers = [

@@ -33,6 +33,10 @@ BODIES = {
     "a number": b"5",
     "nested 100 deep": nested(100),
     "nested 100,000 deep": nested(100_000),
+    "large, nested 300,000 deep": nested(300_000),
+    "large, cut off": b'{"prompt": "' + b"x" * 300_000,
+    "large, not UTF-8": b'{"prompt": "\xff' + b"x" * 300_000 + b'"}',
+    "large, not a number": b'{"prompt": "x", "max_tokens": NaN, "other": "' + b"x" * 300_000 + b'"}',
 }
 # What is put beside {"prompt": "x"}, as JSON text; the message must begin with the field's name.
 FIELDS = {

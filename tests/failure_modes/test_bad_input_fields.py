@@ -210,11 +210,12 @@ def test_a_prompt_longer_than_the_context(tiny: Server, route: str) -> None:
 
 
 @pytest.mark.failure_mode("prompt-too-long")
-def test_a_prompt_of_5_mb_leaves_health_quick(tiny: Server) -> None:
+def test_prompts_of_5_mb_leave_health_quick(tiny: Server) -> None:
     statuses: list[int] = []
 
-    def send() -> None:
-        statuses.append(tiny.post(GENERATE, {"prompt": "many words " * 480_000}).status_code)
+    def send() -> None:  # several: each is refused within milliseconds
+        for _ in range(10):
+            statuses.append(tiny.post(GENERATE, {"prompt": "many words " * 480_000}).status_code)
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -226,7 +227,7 @@ def test_a_prompt_of_5_mb_leaves_health_quick(tiny: Server) -> None:
         took.append(time.perf_counter() - began)
         time.sleep(0.01)
     sender.join(1)
-    assert statuses == [400]
+    assert statuses == [400] * 10
     # The median: on a machine that is busy otherwise a single answer may wait for its turn.
     assert sorted(took)[len(took) // 2] < 0.1
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
+from fastapi.routing import APIRoute
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -17,12 +19,14 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from starlette.requests import Request
 from starlette.responses import Response
 
 from cllm.errors import InvalidRequest
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_DEPTH = 64
+LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
 MAX_BIASES = 1024
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
@@ -37,6 +41,31 @@ class StructResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return _encoder.encode(content)
+
+
+class LargeJsonRoute(APIRoute):
+    """A route whose large bodies are decoded one at a time, with a turn for other requests in between."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def decode_first(request: Request) -> Response:
+            if int(request.headers.get("content-length", LARGE_BODY)) < LARGE_BODY:
+                return await handle(request)
+            return await handle(_LargeJsonRequest(request.scope, request.receive))
+
+        return decode_first
+
+
+class _LargeJsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        async with self.app.state.large_bodies:
+            await asyncio.sleep(0)
+            try:
+                return msgspec.json.decode(body)
+            except (msgspec.DecodeError, RecursionError):
+                return await super().json()  # takes more than JSON (NaN), and says what is wrong
 
 
 def documented(
@@ -73,7 +102,8 @@ def documented(
 
 def _text(value: str) -> str:
     try:
-        value.encode()
+        if not value.isascii():
+            value.encode()
     except UnicodeEncodeError:
         raise ValueError("must be valid Unicode: it contains a lone surrogate") from None
     return value

@@ -18,7 +18,7 @@ from cllm.chat.session import ChatSession, open_chat
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import chat as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.completions import make_usage
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, get_registry, make_request, model_name
@@ -26,7 +26,7 @@ from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, Too
 from cllm.types import RequestOutput, TokenLogprob
 
 ROUTE = "/v1/chat/completions"
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 EXAMPLE_EVENTS = (*map(encode, api.EXAMPLE_CHUNKS), DONE)
 _json = msgspec.json.Encoder()
 _CONTENT = b',"delta":{"content":'

@@ -19,7 +19,7 @@ from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.protocol import embeddings as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.sse import GONE, collect
 from cllm.server.submit import check_model, check_tokens, get_registry, model_name
 from cllm.text.embeddings import RAW, to_vector
@@ -41,7 +41,7 @@ _SCORED = api.ScoreResponse(
     usage=_USAGE,
 )
 _RANKED = api.RerankResponse(model="bge-reranker-v2-m3", results=[api.Ranked(0, 5.27)], usage=_USAGE)
-router = APIRouter(tags=["embeddings"])
+router = APIRouter(tags=["embeddings"], route_class=LargeJsonRoute)
 
 
 async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:

@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_event
 from cllm.server.protocol import generate as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, get_registry, make_request
 from cllm.types import FinishReason, Request, Usage
@@ -33,7 +33,7 @@ _EVENTS = (
         )
     ),
 )
-router = APIRouter(tags=["cLLM"])
+router = APIRouter(tags=["cLLM"], route_class=LargeJsonRoute)
 
 
 async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import llama as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.generate import DecodeBody
 from cllm.server.sse import GONE, EventStream, collect, encode
@@ -32,7 +32,7 @@ _COMPLETION = documented(
     events=(encode(api.LlamaEvent(content="2", tokens=(34,))), encode(api.COMPLETION_EXAMPLE)),
     computes=True,
 )
-router = APIRouter(tags=["llama-server"])
+router = APIRouter(tags=["llama-server"], route_class=LargeJsonRoute)
 
 
 class TimedStream(AsyncOutputStream):

@@ -14,14 +14,14 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.errors import failure_body
 from cllm.server.protocol import messages as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import OutputEvent
 from cllm.text.tool_formats import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 ROUTE = "/v1/messages"
-router = APIRouter(tags=["Anthropic"])
+router = APIRouter(tags=["Anthropic"], route_class=LargeJsonRoute)
 EXAMPLE_EVENTS = encode_events(
     [
         api.MessageEvent("message_start", message=api.EXAMPLE),

@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
@@ -29,7 +29,7 @@ _json = msgspec.json.Encoder()
 _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
 _CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " there")], usage=msgspec.UNSET)
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 
 
 @router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))

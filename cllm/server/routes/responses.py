@@ -16,14 +16,14 @@ from cllm.chat.session import count_tokens, open_chat
 from cllm.errors import NotFound
 from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.protocol import responses as api
-from cllm.server.protocol.base import StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import OutputEvent
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/responses"
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 EXAMPLE_EVENTS = encode_events(
     [
         api.ResponseEvent("response.created", 0, response=api.EXAMPLE),

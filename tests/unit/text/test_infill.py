@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.prompt import Gap, Snippet, infill_prompt
-from cllm.types import InfillTokens
+from cllm.types import InfillTokens, TokenBound
 from cllm.workers.messages import Refused, TokenizeInfill, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
 
@@ -98,3 +98,31 @@ def test_without_room_a_long_text_is_refused() -> None:
     assert isinstance(refused, Refused) and refused.code == "context_length_exceeded"
     cut = worker.perform(TokenizeInfill(task.gap, 20, cut_to=15))
     assert isinstance(cut, Tokens) and len(cut.tokens) == 15
+
+
+@given(
+    prefix=st.integers(0, 300),
+    suffix=st.integers(0, 300),
+    snippets=st.lists(st.integers(0, 300), max_size=4),
+    room=st.integers(10, 60),
+)
+def test_text_that_is_cut_away_is_not_tokenised(
+    prefix: int, suffix: int, snippets: list[int], room: int
+) -> None:
+    """The prompt is the same as if it were."""
+
+    class Counting(Taught):
+        tokenized = 0
+
+        def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            self.tokenized += len(text)
+            return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    class Unbounded(Taught):
+        bound = TokenBound()
+
+    texts = tuple(Snippet(chr(97 + number) * size) for number, size in enumerate(snippets))
+    gap = Gap(prefix="0123456789" * 30 + "p" * prefix, suffix="s" * suffix, snippets=texts)
+    vocabulary = Counting()
+    assert infill_prompt(vocabulary, gap, room) == infill_prompt(Unbounded(), gap, room)
+    assert vocabulary.tokenized <= 3 * room * vocabulary.bound.longest + 100

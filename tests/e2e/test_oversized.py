@@ -1,0 +1,31 @@
+"""Prompts far beyond the context: refused by their bytes, at little cost to the server and to others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.driver.server import Server, cpu_s
+from tests.soak.oversized import measure
+
+CLIENTS = 16
+SIZE = 7_800_000
+
+
+@pytest.mark.parametrize(
+    ("route", "worker_s"),
+    [("/v1/completions", 0.1), ("/v1/chat/completions", 0.2)],  # a conversation is rendered first
+)
+def test_oversized_prompts_at_once_are_refused_untokenised(
+    embedded: Server, route: str, worker_s: float
+) -> None:
+    """Tokenising one of them takes the worker four seconds; CPU time does not depend on how busy we are."""
+    worker = embedded.child("tokenizer")
+    before = cpu_s(worker), cpu_s(embedded.process.pid)
+    big, beside, alone = measure(("127.0.0.1", embedded.port), route, CLIENTS, SIZE)
+    assert [one.status for one in big] == [400] * CLIENTS
+    assert all("at least 96" in one.message for one in big)
+    assert {one.status for one in (*beside, *alone)} == {200} and beside
+    assert embedded.child("tokenizer") == worker, "it was not killed"
+    assert cpu_s(worker) - before[0] < worker_s * (CLIENTS + 1)
+    assert cpu_s(embedded.process.pid) - before[1] < 0.1 * (CLIENTS + 1)
+    assert max(one.seconds for one in (*big, *beside)) < 20
