@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cllm import LLM, AsyncLLM, SamplingParams
+from cllm.errors import EngineNotReady
 from tests.driver.server import environment
 
 CODES = {"end": 0, "exit": 0, "error": 1, "interrupt": 130}  # ways to end, with their exit codes
@@ -128,6 +129,23 @@ def with_asyncio(model: str, moment: Moment) -> None:
     asyncio.run(use())
 
 
+def with_a_forked_child(model: str, moment: Moment) -> None:
+    """The child is refused the model and ends cleanly, too."""
+    llm = _open(model)
+    _start(partial(_endless, llm))
+    moment.start()
+    time.sleep(min(moment.left_s, MAX_DELAY_S) / 2)
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(EngineNotReady):
+            llm.generate("x")
+            os._exit(98)
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with status {status}"
+    time.sleep(moment.left_s)
+
+
 USES: dict[str, Callable[[str, Moment], None]] = {
     "thread": in_a_thread,
     "waited": in_a_thread_that_python_waits_for,
@@ -135,11 +153,13 @@ USES: dict[str, Callable[[str, Moment], None]] = {
     "stream": streaming,
     "load": loading,
     "asyncio": with_asyncio,
+    "fork": with_a_forked_child,
 }
 
 
 def run_child(model: str, use: str, end: str, delay_s: float) -> None:
     """In the process itself: use the model, then end as asked."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     USES[use](model, Moment(end, delay_s))
     if end == "exit":
         sys.exit(0)
