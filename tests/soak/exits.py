@@ -32,7 +32,11 @@ from tests.driver.server import environment
 CODES = {"end": 0, "exit": 0, "error": 1, "interrupt": 130}  # ways to end, with their exit codes
 LIMIT_S = 90.0
 MAX_DELAY_S = 0.6
-SETTINGS: dict[str, Any] = {"parallel": 4, "ctx_size": 8192, "threads": 2}
+SETTINGS: dict[str, Any] = {
+    "parallel": 4,
+    "ctx_size": 8192,
+    "threads": int(os.environ.get("CLLM_THREADS", 2)),
+}
 ENDLESS = SamplingParams(temperature=1.0, ignore_eos=True)
 LONG = "A long text that takes a while to be read. " * 20
 
