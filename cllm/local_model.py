@@ -97,7 +97,11 @@ class LocalModel:
             self._engine.deliver = deliver
         self._forks = _forks
         _open.add(self)
-        self._engine.start()
+        try:
+            self._engine.start()
+        except BaseException:  # no thread can be started, or Ctrl-C
+            self._stop()
+            raise
 
     def _check_open(self) -> ModelInfo:
         """The loaded model. Raises an error that says why it cannot be used here and now."""

@@ -26,12 +26,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cllm import LLM, AsyncLLM, SamplingParams
+from cllm.errors import EngineNotReady
 from tests.driver.server import environment
 
 CODES = {"end": 0, "exit": 0, "error": 1, "interrupt": 130}  # ways to end, with their exit codes
 LIMIT_S = 90.0
 MAX_DELAY_S = 0.6
-SETTINGS: dict[str, Any] = {"parallel": 4, "ctx_size": 8192, "threads": 2}
+SETTINGS: dict[str, Any] = {
+    "parallel": 4,
+    "ctx_size": 8192,
+    "threads": int(os.environ.get("CLLM_THREADS", 2)),
+}
 ENDLESS = SamplingParams(temperature=1.0, ignore_eos=True)
 LONG = "A long text that takes a while to be read. " * 20
 
@@ -128,6 +133,23 @@ def with_asyncio(model: str, moment: Moment) -> None:
     asyncio.run(use())
 
 
+def with_a_forked_child(model: str, moment: Moment) -> None:
+    """The child is refused the model and ends cleanly, too."""
+    llm = _open(model)
+    _start(partial(_endless, llm))
+    moment.start()
+    time.sleep(min(moment.left_s, MAX_DELAY_S) / 2)
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(EngineNotReady):
+            llm.generate("x")
+            os._exit(98)
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with status {status}"
+    time.sleep(moment.left_s)
+
+
 USES: dict[str, Callable[[str, Moment], None]] = {
     "thread": in_a_thread,
     "waited": in_a_thread_that_python_waits_for,
@@ -135,11 +157,13 @@ USES: dict[str, Callable[[str, Moment], None]] = {
     "stream": streaming,
     "load": loading,
     "asyncio": with_asyncio,
+    "fork": with_a_forked_child,
 }
 
 
 def run_child(model: str, use: str, end: str, delay_s: float) -> None:
     """In the process itself: use the model, then end as asked."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     USES[use](model, Moment(end, delay_s))
     if end == "exit":
         sys.exit(0)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from cllm import LLM, AsyncLLM, SamplingParams
+from cllm.backend.base import StepStatus
 from cllm.config import EngineConfig
-from cllm.errors import DeadlineExceeded, InvalidRequest, ShuttingDown
+from cllm.errors import DeadlineExceeded, EngineDied, InvalidRequest, ShuttingDown
 from cllm.testing import CHAT_TEMPLATE, FakeRunner, FakeVocabulary, ScriptedRunner, say
 from tests.driver.server import wait_for
 
@@ -202,6 +203,16 @@ def test_a_long_text_does_not_hold_up_the_event_loop() -> None:
                 await long
 
     asyncio.run(use())
+
+
+def test_an_engine_that_has_died_says_so_each_time() -> None:
+    def fail(_: int, name: str) -> StepStatus | None:
+        return StepStatus.FAILED if name == "collect" else None
+
+    with LLM(make_runner=lambda _: FakeRunner(fail=fail)) as llm:
+        for call in (llm.generate, llm.generate, llm.embed):
+            with pytest.raises(EngineDied):
+                call("x")
 
 
 # Input -----------------------------------------------------------------------------------------------

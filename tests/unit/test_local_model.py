@@ -186,6 +186,19 @@ def test_a_loading_that_fails_leaves_nothing_open() -> None:
         llm.generate("x")
 
 
+def test_an_engine_that_cannot_start_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    llm = LLM(make_runner=make_fake)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            llm.__enter__()
+    with pytest.raises(ShuttingDown, match="closed"):
+        llm.generate("x")
+
+
 USES: dict[str, Callable[[LLM], Any]] = {
     "generate": lambda llm: llm.generate("x"),
     "no prompts": lambda llm: llm.generate([]),
