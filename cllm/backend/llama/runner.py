@@ -13,6 +13,7 @@ from cllm.backend.base import (
     Batch,
     BatchKind,
     Drafter,
+    KVState,
     ModelRunner,
     Row,
     RowResult,
@@ -176,10 +177,10 @@ class LlamaRunner(ModelRunner):
     def copy(self, source: int, target: int, length: int) -> int:
         return self._context.copy(source, target, length)
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         return self._context.save(seq_id)
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         return self._context.restore(seq_id, state)
 
     def memory_bytes(self) -> dict[str, int]:
