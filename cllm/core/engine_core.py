@@ -256,6 +256,7 @@ class EngineCore:
             interrupted=self._interrupt.count,
             prefix_bytes=cache.host.cached_bytes,
             swapped_bytes=cache.host.swapped_bytes,
+            draft_bytes=scheduler.draft_bytes,
             **new,
             **work,  # type: ignore[arg-type]
         )

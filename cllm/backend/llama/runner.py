@@ -189,6 +189,7 @@ class LlamaRunner(ModelRunner):
             "model": self.info.size_bytes,
             "kv": fit.per_cell * self.limits.cells,
             "buffers": fit.compute,
+            "draft_model": fit.draft,
             "embedding_limit": fit.embedding,
             "grammars_limit": fit.grammars,
         }
