@@ -180,8 +180,11 @@ class ModelRunner(Protocol):
     def reset_embedding(self) -> None:
         """Drop an input of which only the first chunks were computed."""
 
-    def create_drafter(self) -> Drafter | None:
-        """A drafter backed by a draft model, for one sequence; None where there is no draft model."""
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        """A drafter backed by a draft model, for one sequence; None where there is no draft model.
+
+        It uses no KV of another tenant's sequences; with None, that of no other sequence.
+        """
         return None
 
     def close(self) -> None:

@@ -57,13 +57,12 @@ class NgramIndex:
         Of tokens that are new, the first `max_indexed` come into the index. It never has the last place: the
         newest tokens themselves are no earlier occurrence.
         """
-        mask, shift, begin = self._mask, self.SHIFT, self.indexed
+        mask, shift, place = self._mask, self.SHIFT, self.indexed
         first, second, third, fourth = self._factors
         heads4, heads3, heads2 = self._heads
         append4, append3, append2 = self._append
         a, b, c, d = self._newest
-        place = begin
-        for token in tokens[begin : begin + max_indexed]:
+        for token in tokens[place : place + max_indexed]:
             total = c * second + d * first
             bucket = total >> shift & mask
             append2(heads2[bucket])
@@ -86,13 +85,14 @@ class NgramIndex:
         total += b * third
         bucket3 = total >> shift & mask
         bucket4 = total + a * fourth >> shift & mask
-        for size, found, earlier in zip(
-            self.SIZES, (heads4[bucket4], heads3[bucket3], heads2[bucket2]), self._earlier, strict=True
-        ):
-            while found:
-                if found >= size and tokens[found - size : found] == tokens[-size:]:
-                    return found
-                found = earlier[found]
+        for number, found in enumerate((heads4[bucket4], heads3[bucket3], heads2[bucket2])):
+            if found:
+                size, earlier = self.SIZES[number], self._earlier[number]
+                newest = tokens[-size:]
+                while found:
+                    if found >= size and tokens[found - size : found] == newest:
+                        return found
+                    found = earlier[found]
         return 0
 
 
@@ -210,20 +210,27 @@ class SpecDecodePolicy:
         max_tokens: int,
         new_drafter: Callable[[], Drafter | None] = NgramDrafter,
         *,
-        draft_model: bool = False,
+        draft_model: Callable[[str | None], Drafter | None] | None = None,
+        share_across_tenants: bool = False,
     ) -> None:
+        """`draft_model` makes the drafters instead; it gets the tenant whose KV may be used, or None."""
         self._max_tokens = max_tokens
         self._new_drafter = new_drafter
         self._draft_model = draft_model
+        self._across_tenants = share_across_tenants
 
     def start(self, request: Request) -> DraftState | None:
         """None where drafts are not wanted, or where a grammar would have to be asked about each."""
         if not self._max_tokens or not request.speculate or request.constraint is not None:
             return None
-        if (drafter := self._new_drafter()) is None:
+        if self._draft_model is None:
+            drafter, rate = self._new_drafter(), self.NGRAM_ACCEPTANCE
+        else:
+            tenant = "" if self._across_tenants else request.tenant
+            drafter, rate = self._draft_model(tenant if request.reuse else None), self.MODEL_ACCEPTANCE
+        if drafter is None:
             return None
-        rate = self.MODEL_ACCEPTANCE if self._draft_model else self.NGRAM_ACCEPTANCE
-        return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model)
+        return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model is not None)
 
     def draft(
         self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float

@@ -86,8 +86,8 @@ class CheckedRunner(ModelRunner):
     def reset_embedding(self) -> None:
         self.inner.reset_embedding()
 
-    def create_drafter(self) -> Drafter | None:
-        return self.inner.create_drafter()
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        return self.inner.create_drafter(tenant)
 
     def close(self) -> None:
         self.inner.close()

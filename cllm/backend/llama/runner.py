@@ -213,8 +213,8 @@ class LlamaRunner(ModelRunner):
         if self._embedding is not None:
             self._embedding.reset()
 
-    def create_drafter(self) -> Drafter | None:
-        return ModelDrafter(self._drafts) if self._drafts is not None else None
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        return ModelDrafter(self._drafts, tenant) if self._drafts is not None else None
 
     def close(self) -> None:
         self._open.close()
