@@ -31,7 +31,17 @@ from functools import partial
 
 import numpy as np
 
-from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, Sampler, StepResult, StepStatus
+from cllm.backend.base import (
+    Batch,
+    BatchKind,
+    KVState,
+    ModelRunner,
+    Row,
+    RowResult,
+    Sampler,
+    StepResult,
+    StepStatus,
+)
 from cllm.config import EngineConfig, ServerConfig
 from cllm.types import (
     EmbedLimits,
@@ -326,7 +336,7 @@ class FakeRunner(ModelRunner):
         self._native("save")
         return np.array(self.memory[seq_id], np.uint16).tobytes()
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         self._native("restore")
         assert not self.memory[seq_id]
         self.memory[seq_id] = np.frombuffer(state, np.uint16).tolist()

@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 
 from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, TokenMask, Vocabulary
 
+KVState = bytes | memoryview
+"""The KV memory of one sequence, saved."""
+
 
 class BatchKind(StrEnum):
     GENERATE = "generate"
@@ -160,10 +163,10 @@ class ModelRunner(Protocol):
         That is `length`, or 0 where the memory cannot be cut there: then `target` is still empty.
         """
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         """The sequence's memory as bytes, or None where that is not possible."""
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
     def memory_bytes(self) -> dict[str, int]:
@@ -180,8 +183,11 @@ class ModelRunner(Protocol):
     def reset_embedding(self) -> None:
         """Drop an input of which only the first chunks were computed."""
 
-    def create_drafter(self) -> Drafter | None:
-        """A drafter backed by a draft model, for one sequence; None where there is no draft model."""
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        """A drafter backed by a draft model, for one sequence; None where there is no draft model.
+
+        It uses no KV of another tenant's sequences; with None, that of no other sequence.
+        """
         return None
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import SlotPool
-from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
+from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import EngineDied, IntegrityError
 from cllm.types import RequestOutput
@@ -76,8 +76,8 @@ class EngineCore:
             spec_decode=spec_decode
             or SpecDecodePolicy(
                 draft_tokens,
-                runner.create_drafter if config.draft_model else NgramDrafter,
-                draft_model=bool(config.draft_model),
+                draft_model=runner.create_drafter if config.draft_model else None,
+                share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
         self.cache_files = CacheFileJobs(runner, self.scheduler.prefix_cache.host, config.state_dir, emit)
@@ -272,6 +272,7 @@ class EngineCore:
             interrupted=self._interrupt.count,
             prefix_bytes=cache.host.cached_bytes,
             swapped_bytes=cache.host.swapped_bytes,
+            draft_bytes=scheduler.draft_bytes,
             **new,
             **work,  # type: ignore[arg-type]
         )

@@ -392,6 +392,11 @@ class Scheduler:
     def cells_used(self) -> int:
         return sum(sequence.num_computed for sequence in self._running.values())
 
+    @property
+    def draft_bytes(self) -> int:
+        """RAM of the n-gram indexes of all sequences."""
+        return sum(sequence.drafts.memory_bytes for sequence in self._live.values() if sequence.drafts)
+
     def snapshot(self) -> Snapshot:
         """Every lease and counter; positions are read from the memory, so drift would show."""
         now = time.monotonic()

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import NamedTuple
 
-from cllm.backend.base import ModelRunner, Row, Sampler
+from cllm.backend.base import KVState, ModelRunner, Row, Sampler
 from cllm.core.preparation import Prepared
 from cllm.core.spec_decode import DraftState
 from cllm.errors import IntegrityError
@@ -66,7 +66,7 @@ class Sequence:
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
         self.preparing: Future[Prepared] | None = None  # done before it may start
-        self.swapped: bytes | None = None  # KV memory while preempted
+        self.swapped: KVState | None = None  # KV memory while preempted
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from the prefix cache instead of being computed

@@ -13,6 +13,7 @@ from cllm.backend.base import (
     Batch,
     BatchKind,
     Drafter,
+    KVState,
     ModelRunner,
     Row,
     RowResult,
@@ -185,10 +186,10 @@ class LlamaRunner(ModelRunner):
     def copy(self, source: int, target: int, length: int) -> int:
         return self._context.copy(source, target, length)
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         return self._context.save(seq_id)
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         return self._context.restore(seq_id, state)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -197,6 +198,7 @@ class LlamaRunner(ModelRunner):
             "model": self.info.size_bytes,
             "kv": fit.per_cell * self.limits.cells,
             "buffers": fit.compute,
+            "draft_model": fit.draft,
             "embedding_limit": fit.embedding,
             "grammars_limit": fit.grammars,
         }
@@ -220,8 +222,8 @@ class LlamaRunner(ModelRunner):
         if self._embedding is not None:
             self._embedding.reset()
 
-    def create_drafter(self) -> Drafter | None:
-        return ModelDrafter(self._drafts) if self._drafts is not None else None
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        return ModelDrafter(self._drafts, tenant) if self._drafts is not None else None
 
     def close(self) -> None:
         self._open.close()
