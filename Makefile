@@ -50,11 +50,17 @@ oversized: .venv/ready ## 16 prompts of 7.8 MB at once, and a hello beside them:
 pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: preempted, answered, the right text
 	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
 
+stopped: .venv/ready ## workers are stopped under load for a minute: /health answers at once, they are replaced
+	.venv/bin/python -m tests.soak.stopped $(ARGS)
+
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
 	.venv/bin/python -m tests.soak.schemas $(ARGS)
 
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
 	.venv/bin/python -m tests.soak.features $(ARGS)
+
+exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
+	.venv/bin/python -m tests.soak.exits $(ARGS)
 
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
@@ -81,4 +87,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure oversized schemas features doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure oversized stopped schemas features exits doctor firsttoken clean

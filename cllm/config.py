@@ -6,11 +6,15 @@ is written down once. `_rare` options are shown by `--help-all` only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
+from cllm.errors import ConfigError, InvalidRequest
+from cllm.types import StructKind, parse_fields
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
@@ -129,6 +133,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     tls_cert: Annotated[str, _file("Certificate chain (PEM); with --tls-key: HTTPS.")] = ""
     tls_key: Annotated[str, _file("Private key of the certificate (PEM).")] = ""
+
+
+def make_config(config: type[StructKind], settings: Mapping[str, Any], *, strict: bool = True) -> StructKind:
+    """One of these structs from settings by name. Raises ConfigError, which names the one that is wrong."""
+    try:
+        return parse_fields(settings, config, strict=strict)
+    except InvalidRequest as error:
+        raise ConfigError(error.message) from None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

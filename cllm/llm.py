@@ -4,25 +4,20 @@
         print(llm.generate(["Once upon a time"], max_tokens=32)[0].text)
         print(llm.chat([{"role": "user", "content": "What is AI?"}]).text)
 
-Requests of one call, and of several threads or tasks, are batched automatically.
+Requests of one call, and of several threads or tasks, are batched automatically. A model that is still open
+when the interpreter exits is closed then; a forked child cannot use it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from pathlib import Path
-from typing import Any, Self, Unpack, overload
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import msgspec
 
-from cllm.backend.base import ModelRunner
-from cllm.backend.llama.memory import prepare
-from cllm.backend.llama.probe import find_working
-from cllm.backend.llama.runner import LlamaRunner
 from cllm.chat.conversation import Conversation
 from cllm.chat.options import (
     GenerateOptions,
@@ -32,21 +27,20 @@ from cllm.chat.options import (
     WholeOptions,
     make_chat,
     make_request,
+    new_request,
 )
 from cllm.chat.reply import ChatChunk, ChatReply, ChunkBuilder
 from cllm.chat.session import open_chat, open_chat_blocking
-from cllm.config import EngineConfig
-from cllm.deprecated import renamed
-from cllm.errors import EngineNotReady, InvalidRequest, from_code
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
+from cllm.errors import InvalidRequest, from_code
+from cllm.frontend.async_calls import get_choice_ids
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.local_model import LocalModel, uninterrupted
 from cllm.text.embeddings import to_vector
-from cllm.tune.search import with_remembered
 from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, Usage
-from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
+from cllm.workers.tokenizer_queue import THREADS
 
-log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,61 +74,20 @@ def _make_vectors(outputs: Sequence[RequestOutput]) -> list[list[float]]:
     return [to_vector(data).tolist() for data in outputs[-1].embeddings]
 
 
-def _texts(texts: str | Sequence[str]) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
+def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
+    found = (texts,) if isinstance(texts, str) else tuple(texts)
+    if not all(isinstance(text, str) for text in found):
+        raise InvalidRequest(f"{field}: expected a text or a sequence of texts", field)
+    return found
 
 
-class _Base:
-    """What `LLM` and `AsyncLLM` share: the engine in a thread, and how a call becomes a request."""
-
-    def __init__(
-        self,
-        model: str | Path = "",
-        *,
-        config: EngineConfig | None = None,
-        make_runner: Callable[[EngineConfig], ModelRunner] | None = None,
-        **settings: Any,
-    ) -> None:
-        """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
-
-        Raises SetupError when the model cannot be served; it is loaded on entry.
-        """
-        settings = renamed(settings)
-        config = msgspec.structs.replace(config or EngineConfig(), model=str(model), **settings)
-        if make_runner is None:
-            # The library is probed in a child process: if it crashes, the caller's process lives on.
-            ready = find_working(prepare(config), log.info)
-            defaults = msgspec.structs.asdict(EngineConfig())
-            chosen = {name for name, value in defaults.items() if getattr(config, name) != value}
-            ready = with_remembered(config, ready, frozenset(chosen.union(settings)))
-            executor = ThreadExecutor(lambda progress: LlamaRunner(ready, progress=progress), ready)
-        else:
-            executor = ThreadExecutor(lambda _: make_runner(config), config)
-        self._engine = EngineClient(executor, queue_size=1_000_000)
-
-    @property
-    def info(self) -> ModelInfo:
-        """The loaded model. Raises EngineNotReady before it is opened."""
-        if self._engine.info is None:
-            raise EngineNotReady("open it first: `with LLM(...) as llm`")
-        return self._engine.info
-
-    @contextmanager
-    def _cancel_after(self, *streams: OutputStream) -> Iterator[None]:
-        """Cancel requests that still run when their reader leaves."""
-        try:
-            yield
-        finally:
-            for stream in streams:
-                self._engine.cancel(stream.request_id)
-
-    def _make_embed_request(self, answer: TokenizerAnswer) -> Request:
-        assert isinstance(answer, TokenLists)
-        if self.info.pooling is Pooling.RANK:
-            raise InvalidRequest(
-                "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
-            )
-        return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
+def _make_embed_request(info: ModelInfo, answer: TokenizerAnswer) -> Request:
+    assert isinstance(answer, TokenLists)
+    if info.pooling is Pooling.RANK:
+        raise InvalidRequest(
+            "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
+        )
+    return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
 
 
 def _set_prompt(request: Request, answer: TokenizerAnswer) -> Request:
@@ -142,31 +95,40 @@ def _set_prompt(request: Request, answer: TokenizerAnswer) -> Request:
     return msgspec.structs.replace(request, prompt=answer.tokens)
 
 
-class LLM(_Base):
+class LLM(LocalModel):
     """A model for synchronous Python. A context manager; safe to use from several threads."""
 
     def __enter__(self) -> Self:
-        self._engine.start()
-        self._engine.wait_ready()
+        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
+        self._start()
+        try:
+            self._engine.wait_ready()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the model; calls that still run raise an error. Idempotent."""
-        self._engine.stop()
+        """Close the model, also while it loads; calls that still run raise an error. Idempotent."""
+        self._stop()
 
     def generate(
         self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """Complete raw prompts, all in one batch; the results have the order of the prompts.
 
-        A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded.
+        A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded. When
+        one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own.
         """
-        streams = [self._submit(prompt, sampling, options) for prompt in _texts(prompts)]
-        with self._cancel_after(*streams):
-            return [_make_completion(list(stream)) for stream in streams]
+        template = make_request(sampling, options, self._check_open(), "generate")
+        texts = _texts(prompts, "prompts")
+        requests = [new_request(template) for _ in texts]
+        with self._cancel_after(*(request.id for request in requests)):
+            streams = [self._submit(request, text) for request, text in zip(requests, texts, strict=True)]
+            return [_make_completion(list(self._read(stream))) for stream in streams]
 
     @overload
     def chat(
@@ -187,7 +149,7 @@ class LLM(_Base):
         `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
         all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
         """
-        chunks = self._read_chat(*make_chat(messages, sampling, options))
+        chunks = self._read_chat(*make_chat(messages, sampling, options, self._check_open()))
         if stream:
             return chunks
         *_, last = chunks
@@ -195,10 +157,11 @@ class LLM(_Base):
         return last.reply
 
     def _read_chat(self, conversation: Conversation, request: Request, n: int) -> Iterator[ChatChunk]:
-        session = open_chat_blocking(self._engine, conversation, request, n)
+        self._check_open()
         builder = ChunkBuilder(n)
-        with self._cancel_after(*session.streams):
-            for step in session.events_blocking():
+        with self._cancel_after(*get_choice_ids(request.id, n)):
+            session = uninterrupted(open_chat_blocking, self._engine, conversation, request, n)
+            for step in self._read(session.events_blocking()):
                 yield from builder.add(*step)
             yield builder.last()
 
@@ -208,52 +171,78 @@ class LLM(_Base):
         """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
         if not isinstance(prompt, str):
             chunks = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
-            yield from (chunk.text for chunk in chunks if chunk.text)
-            return
-        stream = self._submit(prompt, sampling, options)
-        with self._cancel_after(stream):
-            for output in stream:
+            return (chunk.text for chunk in chunks if chunk.text)
+        return self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
+
+    def _read_text(self, template: Request, prompt: str) -> Iterator[str]:
+        self._check_open()
+        request = new_request(template)
+        with self._cancel_after(request.id):
+            for output in self._read(self._submit(request, prompt)):
                 _raise_error(output)
                 if output.text:
                     yield output.text
 
     def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """An embedding of norm 1 for each text, in their order."""
+        self._check_open()
         if not texts:
             return []
-        tokens = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))).result()
-        stream = self._engine.submit(self._make_embed_request(tokens), BlockingOutputStream)
-        with self._cancel_after(stream):
-            return _make_vectors(list(stream))
+        tokens = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts, "texts"))).result()
+        request = _make_embed_request(self.info, tokens)
+        with self._cancel_after(request.id):
+            stream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
+            return _make_vectors(list(self._read(stream)))
 
-    def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> BlockingOutputStream:
-        request = make_request(sampling, options)
+    def _submit(self, request: Request, prompt: str) -> BlockingOutputStream:
         answer = self._engine.tokenizer.submit(TokenizeText(prompt)).result()
-        return self._engine.submit(_set_prompt(request, answer), BlockingOutputStream)
+        request = _set_prompt(request, answer)
+        stream: BlockingOutputStream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
+        return stream
+
+    def _read(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items of a stream. In a forked child nothing would ever follow: that is an error there."""
+        for item in items:
+            yield item
+            self._check_process()
 
 
-class AsyncLLM(_Base):
+class AsyncLLM(LocalModel):
     """A model for asyncio. An asynchronous context manager; use it on the event loop that entered it."""
 
+    _entry = "async with AsyncLLM(...) as llm"
+    _tokenizer_threads = THREADS  # the event loop stays free
+
     async def __aenter__(self) -> Self:
-        self._engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        self._engine.start()
-        await asyncio.wrap_future(self._engine.loaded)
+        """See `LLM.__enter__`."""
+        self._start(asyncio.get_running_loop().call_soon_threadsafe)
+        try:
+            await asyncio.wrap_future(self._engine.loaded)
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Close the model; calls that still run raise an error. Idempotent."""
-        await asyncio.get_running_loop().run_in_executor(None, self._engine.stop)
+        """See `LLM.close`."""
+        self._closed = True
+        await asyncio.to_thread(self._stop)
 
     async def generate(
         self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """See `LLM.generate`."""
-        calls = (self._complete(prompt, sampling, options) for prompt in _texts(prompts))
-        return list(await asyncio.gather(*calls))
+        template = make_request(sampling, options, self._check_open(), "generate")
+        calls = [asyncio.ensure_future(self._complete(template, text)) for text in _texts(prompts, "prompts")]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     @overload
     def chat(
@@ -269,7 +258,7 @@ class AsyncLLM(_Base):
         self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
     ) -> Coroutine[Any, Any, ChatReply] | AsyncGenerator[ChatChunk, None]:
         """See `LLM.chat`. Await the reply; with `stream=True` iterate over the chunks, without `await`."""
-        chunks = self._read_chat(*make_chat(messages, sampling, options))
+        chunks = self._read_chat(*make_chat(messages, sampling, options, self._check_open()))
         return chunks if stream else self._wait_for_reply(chunks)
 
     async def _wait_for_reply(self, chunks: AsyncIterator[ChatChunk]) -> ChatReply:
@@ -280,47 +269,56 @@ class AsyncLLM(_Base):
     async def _read_chat(
         self, conversation: Conversation, request: Request, n: int
     ) -> AsyncGenerator[ChatChunk, None]:
-        session = await open_chat(self._engine, conversation, request, n)
+        self._check_open()
         builder = ChunkBuilder(n)
-        with self._cancel_after(*session.streams):
+        with self._cancel_after(*get_choice_ids(request.id, n)):
+            session = await open_chat(self._engine, conversation, request, n)
             async for step in session.events():
                 for chunk in builder.add(*step):
                     yield chunk
             yield builder.last()
 
-    async def stream(
+    def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """See `LLM.stream`."""
-        if not isinstance(prompt, str):
-            chat = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
-            async with aclosing(chat) as chunks:
-                async for chunk in chunks:
-                    if chunk.text:
-                        yield chunk.text
-            return
-        stream = await self._submit(prompt, sampling, options)
-        with self._cancel_after(stream):
-            async for output in stream:
+        if isinstance(prompt, str):
+            return self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
+        return _texts_of(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
+
+    async def _read_text(self, template: Request, prompt: str) -> AsyncGenerator[str, None]:
+        self._check_open()
+        request = new_request(template)
+        with self._cancel_after(request.id):
+            async for output in await self._submit(request, prompt):
                 _raise_error(output)
                 if output.text:
                     yield output.text
 
     async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """See `LLM.embed`."""
+        self._check_open()
         if not texts:
             return []
-        tokens = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeTexts(_texts(texts))))
-        stream = self._engine.submit(self._make_embed_request(tokens), AsyncOutputStream)
-        with self._cancel_after(stream):
-            return _make_vectors([output async for output in stream])
+        task = TokenizeTexts(_texts(texts, "texts"))
+        request = _make_embed_request(
+            self.info, await asyncio.wrap_future(self._engine.tokenizer.submit(task))
+        )
+        with self._cancel_after(request.id):
+            return _make_vectors([output async for output in self._engine.submit(request, AsyncOutputStream)])
 
-    async def _complete(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> Completion:
-        stream = await self._submit(prompt, sampling, options)
-        with self._cancel_after(stream):
-            return _make_completion([output async for output in stream])
+    async def _complete(self, template: Request, prompt: str) -> Completion:
+        request = new_request(template)
+        with self._cancel_after(request.id):
+            return _make_completion([output async for output in await self._submit(request, prompt)])
 
-    async def _submit(self, prompt: str, sampling: Sampling, options: GenerateOptions) -> AsyncOutputStream:
-        request = make_request(sampling, options)
+    async def _submit(self, request: Request, prompt: str) -> AsyncOutputStream:
         answer = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeText(prompt)))
         return self._engine.submit(_set_prompt(request, answer), AsyncOutputStream)
+
+
+async def _texts_of(chat: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(chat) as chunks:
+        async for chunk in chunks:
+            if chunk.text:
+                yield chunk.text

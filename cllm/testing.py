@@ -31,7 +31,17 @@ from functools import partial
 
 import numpy as np
 
-from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, Sampler, StepResult, StepStatus
+from cllm.backend.base import (
+    Batch,
+    BatchKind,
+    KVState,
+    ModelRunner,
+    Row,
+    RowResult,
+    Sampler,
+    StepResult,
+    StepStatus,
+)
 from cllm.config import EngineConfig, ServerConfig
 from cllm.types import (
     EmbedLimits,
@@ -281,7 +291,7 @@ class FakeRunner(ModelRunner):
 
     def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
         """The model's next token, before any mask."""
-        return next_token(memory, params.seed, ends=not params.ignore_eos)
+        return next_token(memory, params.seed or 0, ends=not params.ignore_eos)
 
     def _check(self, batch: Batch) -> None:
         ids = [row.seq_id for row in batch.rows]
@@ -289,7 +299,7 @@ class FakeRunner(ModelRunner):
         assert 0 < batch.token_count + len(batch.padding) <= self.limits.batch_tokens
         for seq_id in batch.padding:
             assert ids[0] < seq_id < ids[-1] and seq_id not in ids
-            assert not self.memory[seq_id], "padding rows need empty slots"
+            assert not self.memory[seq_id] or self.trimmable, "padding rows are removed again"
         for row in batch.rows:
             assert row.tokens and row.outputs <= len(row.tokens)
             assert row.outputs <= 1 or (self.trimmable and row.mask is None), "drafts cannot be rolled back"
@@ -326,7 +336,7 @@ class FakeRunner(ModelRunner):
         self._native("save")
         return np.array(self.memory[seq_id], np.uint16).tobytes()
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         self._native("restore")
         assert not self.memory[seq_id]
         self.memory[seq_id] = np.frombuffer(state, np.uint16).tolist()

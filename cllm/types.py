@@ -5,18 +5,73 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Literal, Protocol
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from enum import Enum, StrEnum
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from cllm.errors import InvalidRequest
+
 MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
+StructKind = TypeVar("StructKind", bound=msgspec.Struct)
+
+
+def parse_fields(values: Mapping[str, Any], kind: type[StructKind], *, strict: bool = True) -> StructKind:
+    """A struct from values by name; those it has no field for are ignored. `strict`: a text is no number.
+
+    Raises InvalidRequest, which names a field that is mistyped, out of bounds or not finite.
+    """
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    check_finite(plain)
+    try:
+        return msgspec.convert(plain, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        field = re.split(r"\W", place)[0]
+        shown = f"{field} is {reprlib.repr(plain[field])}: " if field else ""
+        raise InvalidRequest(f"{shown}{reason[:1].lower()}{reason[1:]}", field or None) from None
+
+
+def check_finite(values: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for a NaN or an infinity: bounds may let them through."""
+
+    def finite(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return all(map(finite, value))
+        return not isinstance(value, float) or math.isfinite(value)
+
+    for name, value in values.items():
+        if not finite(value):
+            raise InvalidRequest(f"{name} is {reprlib.repr(value)}: expected a finite number", name)
+
+
+def describe_unknown(name: str, known: Iterable[str]) -> str:
+    """A name that means nothing, with the known one that was probably meant."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1)
+    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
+
+
+class Health(Enum):
+    """Of an engine, as its clients see it."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
 
 
 class FinishReason(StrEnum):
@@ -94,8 +149,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: Annotated[
         bool, Meta(description="Never sample an end-of-generation token: go on to max_tokens")
     ] = False
-    # The caller draws a seed where the user gave none, so that a replayed request samples the same.
-    seed: Annotated[int, Meta(ge=0, description="The same seed gives the same text")] = 0
+    # The caller draws one where there is none, so that a replayed request samples the same.
+    seed: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="The same seed gives the same text; none: another one for each answer"),
+    ] = None
 
     @property
     def greedy(self) -> bool:
@@ -105,11 +163,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def adjusts_logits(self) -> bool:
         """True when logits are rewritten before sampling, so that their argmax is not enough."""
-        return bool(self.logit_bias) or self.penalises or self.dry_multiplier > 0
+        return bool(self.logit_bias) or self.looks_back
+
+    @property
+    def looks_back(self) -> bool:
+        """True when the tokens so far change the next one's logits."""
+        return self.penalises or self.dry_multiplier > 0
 
     @property
     def penalises(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+GRAMMAR_CACHE_BYTES = 48 << 20  # of compiled grammars, in the engine
 
 
 class ConstraintKind(StrEnum):
@@ -325,7 +391,7 @@ class TokenBound(msgspec.Struct, frozen=True):
     def _count_bytes(self, text: str) -> int:
         if text.isascii() and not any(chr(byte) in text for byte in self.dropped if byte < 0x80):
             return len(text)  # without a copy of it
-        return len(text.encode().translate(None, self.dropped))
+        return len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped))
 
 
 class HasBound(Protocol):

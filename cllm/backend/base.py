@@ -12,6 +12,9 @@ from typing import NamedTuple, Protocol
 
 from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, TokenMask, Vocabulary
 
+KVState = bytes | memoryview
+"""The KV memory of one sequence, saved."""
+
 
 class BatchKind(StrEnum):
     GENERATE = "generate"
@@ -58,8 +61,9 @@ class Batch(NamedTuple):
     starts at position 0 and is whole; or it is a chunk of a long input, alone in its batch, and its memory
     stays until the chunk that wants output. Whatever else is in that memory when a step ends is cleared.
 
-    `padding` holds ids of empty slots between those of the rows. Each gets one token that is discarded, and
-    is empty afterwards whatever the outcome of the step: so the ids have no gaps.
+    `padding` holds ids between those of the rows: of slots that are empty or take no part in this step. Each
+    gets one token that is discarded, and holds afterwards what it held before, whatever the outcome of the
+    step: so the ids have no gaps.
     """
 
     rows: tuple[Row, ...]
@@ -98,6 +102,7 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None  # no token could be sampled for this row; its memory is as computed
     embedding: bytes = b""  # float32, of an EMBED row
+    sample_s: float = 0.0  # its part of the step's `sample_s`
 
 
 class StepResult(NamedTuple):
@@ -112,7 +117,7 @@ class StepResult(NamedTuple):
 
 
 class ModelRunner(Protocol):
-    """A model and its KV memory. The owner thread's, but for `interrupt` and `vocabulary`."""
+    """A model and its KV memory. The owner thread's, but for what says that it may be called from any."""
 
     info: ModelInfo
     limits: Limits
@@ -139,7 +144,8 @@ class ModelRunner(Protocol):
         """
         return
 
-    def create_sampler(self, params: SamplingParams) -> Sampler: ...
+    def create_sampler(self, params: SamplingParams) -> Sampler:
+        """A new sampler. From any thread, as its first `accept`: what looks back may take long to build."""
 
     def next_position(self, seq_id: int) -> int:
         """Where the sequence's next token goes: the highest position in memory plus one, 0 if empty."""
@@ -157,10 +163,10 @@ class ModelRunner(Protocol):
         That is `length`, or 0 where the memory cannot be cut there: then `target` is still empty.
         """
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         """The sequence's memory as bytes, or None where that is not possible."""
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
     def memory_bytes(self) -> dict[str, int]:
@@ -172,13 +178,16 @@ class ModelRunner(Protocol):
         return ""
 
     def open_embedding(self) -> None:
-        """Allocate what EMBED batches need; idempotent. Raises CllmError where that is not possible."""
+        """Allocate what EMBED batches need, from any thread; idempotent. Raises CllmError where it cannot."""
 
     def reset_embedding(self) -> None:
         """Drop an input of which only the first chunks were computed."""
 
-    def create_drafter(self) -> Drafter | None:
-        """A drafter backed by a draft model, for one sequence; None where there is no draft model."""
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        """A drafter backed by a draft model, for one sequence; None where there is no draft model.
+
+        It uses no KV of another tenant's sequences; with None, that of no other sequence.
+        """
         return None
 
     def close(self) -> None:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 
 import msgspec
+from msgspec import Meta
 
 from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
 from cllm.errors import InvalidRequest
 from cllm.text.tool_formats import Tool
-from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, Request, SamplingParams
+from cllm.types import (
+    SEED_SPACE,
+    ConstraintKind,
+    ConstraintSpec,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    describe_unknown,
+    parse_fields,
+)
 
 Kind = TypeVar("Kind")
 Messages = Sequence[Mapping[str, Any]]
@@ -27,7 +37,7 @@ class GenerateOptions(TypedDict, total=False):
     """How much is generated."""
 
     max_tokens: int  # 256 unless given
-    stop: Sequence[str]  # stop strings; they are not part of the answer
+    stop: str | Sequence[str] | None  # a stop string or several; they are not part of the answer
     timeout: float | None  # seconds; then DeadlineExceeded
 
 
@@ -52,6 +62,19 @@ class WholeOptions(ChatOptions, total=False):
 
 class StreamOptions(ChatOptions):
     stream: Literal[True]
+
+
+class _Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that have a range: that of the HTTP routes."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] = DEFAULT_MAX_TOKENS
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    reasoning_format: Literal["auto", "none"] = "auto"
 
 
 class _Part(msgspec.Struct):
@@ -105,43 +128,75 @@ def _convert(value: object, kind: type[Kind], field: str) -> Kind:
         raise InvalidRequest(f"{field}: {error}", field) from None
 
 
-def make_request(sampling: Sampling, options: GenerateOptions | ChatOptions, **more: Any) -> Request:
-    """A request without its prompt. Raises InvalidRequest."""
-    max_tokens, timeout = options.get("max_tokens", DEFAULT_MAX_TOKENS), options.get("timeout")
-    stop = tuple(options.get("stop", ()))
-    if max_tokens < 1:
-        raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1", "max_tokens")
-    if not all(stop):
-        raise InvalidRequest("stop: a stop string may not be empty", "stop")
-    if timeout is not None and not timeout > 0:
-        raise InvalidRequest(f"timeout is {timeout}: it must be above 0 seconds", "timeout")
-    return Request(
-        id=uuid.uuid4().hex,
-        prompt=(),
-        max_tokens=max_tokens,
-        sampling=sampling or SamplingParams(seed=secrets.randbelow(SEED_SPACE)),
-        stop=stop,
-        timeout_s=timeout,
-        **more,
-    )
+def check_names(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that means nothing."""
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"{call}() got an unexpected keyword argument {describe_unknown(unknown[0], known)}")
+
+
+def make_request(sampling: Sampling, given: Mapping[str, Any], info: ModelInfo, call: str) -> Request:
+    """A request without prompt, from the `GenerateOptions` of a call. Raises InvalidRequest, TypeError."""
+    check_names(call, given, GenerateOptions.__annotations__)
+    return _make_request(sampling, _parse_options(given), info)
+
+
+def new_request(template: Request) -> Request:
+    """A request like this one, with an id of its own and, where the user gave none, a seed of its own."""
+    sampling = template.sampling
+    if sampling.seed is None:
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(SEED_SPACE))
+    return msgspec.structs.replace(template, id=uuid.uuid4().hex, sampling=sampling)
 
 
 def make_chat(
-    messages: Messages, sampling: Sampling, given: dict[str, Any]
+    messages: Messages, sampling: Sampling, given: Mapping[str, Any], info: ModelInfo
 ) -> tuple[Conversation, Request, int]:
-    """The arguments of `open_chat`, from the `ChatOptions` that are given. Raises InvalidRequest."""
-    if unknown := given.keys() - ChatOptions.__annotations__.keys():
-        raise TypeError(f"chat() got an unexpected keyword argument {min(unknown)!r}")
-    options = cast(ChatOptions, given)
-    n, logprobs, top = options.get("n", 1), options.get("logprobs"), options.get("top_logprobs")
-    if not 1 <= n <= MAX_CHOICES:
-        raise InvalidRequest(f"n is {n}: it must be 1 to {MAX_CHOICES}", "n")
-    if top is not None and not logprobs:
+    """The arguments of `open_chat`, from the `ChatOptions` of a call. Raises InvalidRequest, TypeError."""
+    check_names("chat", given, ChatOptions.__annotations__)
+    options = _parse_options(given)
+    top = options.top_logprobs
+    if top is not None and not options.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=True", "top_logprobs")
-    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs is {top}: it must be 0 to {MAX_TOP_LOGPROBS}", "top_logprobs")
-    more = {"logprobs": max(1, top or 0) if logprobs else 0, "constraint": _parse_response_format(options)}
-    return _parse_conversation(messages, options), make_request(sampling, options, **more), n
+    request = _make_request(
+        sampling,
+        options,
+        info,
+        logprobs=max(1, top or 0) if options.logprobs else 0,
+        constraint=_parse_response_format(cast(ChatOptions, given)),
+    )
+    return _parse_conversation(messages, cast(ChatOptions, given)), new_request(request), options.n
+
+
+def _parse_options(given: Mapping[str, Any]) -> _Options:
+    stop = given.get("stop")
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    options = parse_fields({**given, "stop": stops}, _Options)
+    if any("\0" in text for text in options.stop):
+        raise InvalidRequest("stop: must not contain NUL", "stop")
+    return options
+
+
+def _make_request(sampling: Sampling, options: _Options, info: ModelInfo, **more: Any) -> Request:
+    if sampling is None:
+        sampling = SamplingParams()
+    elif not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
+    sampling = parse_fields(msgspec.structs.asdict(sampling), SamplingParams)
+    for token, _ in sampling.logit_bias:
+        if not 0 <= token < info.vocabulary_size:
+            message = f"logit_bias: {token} is not a token id (0 to {info.vocabulary_size - 1})"
+            raise InvalidRequest(message, "logit_bias")
+    if sampling.seed is not None:
+        sampling = msgspec.structs.replace(sampling, seed=sampling.seed % SEED_SPACE)
+    return Request(
+        id="",
+        prompt=(),
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+        stop=options.stop,
+        timeout_s=options.timeout,
+        **more,
+    )
 
 
 def _parse_conversation(messages: Messages, options: ChatOptions) -> Conversation:

@@ -22,9 +22,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from cllm.config import GROUPS, Config, EngineConfig, ServerConfig
+from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config
 from cllm.deprecated import FLAGS, renamed, warn
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, InvalidRequest
+from cllm.types import check_finite, describe_unknown
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
 _SHOW_ALL = "cllm.show_all"
@@ -100,7 +101,11 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
     flat = renamed({key.replace("-", "_"): item for key, item in flat.items()})
     known = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
     if unknown := sorted(set(flat) - known):
-        raise typer.BadParameter(f"{value}: unknown setting {unknown[0]!r}")
+        raise typer.BadParameter(f"{value}: unknown setting {describe_unknown(unknown[0], known)}")
+    try:
+        check_finite(flat)
+    except InvalidRequest as error:
+        raise typer.BadParameter(f"{value}: {error}") from None
     context.default_map = {**(context.default_map or {}), **flat}
     return value
 
@@ -171,10 +176,10 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
             sources = {name: context.get_parameter_source(name) for name in names}
             given = frozenset(name for name, source in sources.items() if source and source.name != "DEFAULT")
             settings = {name: values.pop(name) for name in names}
-            try:
-                # Each part takes its own fields.
-                config = msgspec.convert({"engine": settings, "server": settings}, Config, strict=False)
-            except msgspec.ValidationError as error:
+            try:  # each part takes its own fields
+                engine = make_config(EngineConfig, settings, strict=False)
+                config = Config(engine=engine, server=make_config(ServerConfig, settings, strict=False))
+            except ConfigError as error:
                 raise fail(ConfigError(f"configuration: {error}")) from None
             return command(config=config, given=given, **values)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.prefill_budget import PrefillBudget
@@ -48,8 +49,17 @@ class EmbeddingScheduler:
     input at a time may be longer than a step: it is computed in chunks.
     """
 
-    def __init__(self, runner: ModelRunner, budget: PrefillBudget, decoding: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        budget: PrefillBudget,
+        decoding: Callable[[], int],
+        open_context: Callable[[], Future[None]],
+    ) -> None:
+        """The first request calls `open_context`; none is computed before it is done."""
         self.runner = runner
+        self._open_context = open_context
+        self._opening: Future[None] | None = None
         self.budget = budget
         self._decoding = decoding  # how many wait for their next token meanwhile
         self._limits = runner.limits.embed
@@ -65,15 +75,23 @@ class EmbeddingScheduler:
         """Accept a request. It gets exactly one terminal output, whatever happens."""
         assert request.id not in self._jobs, f"request {request.id} is here already"
         job = self._jobs[request.id] = EmbeddingJob(request)
-        try:
-            if not request.embed:
-                raise InvalidRequest.no_generation(self.runner.info.name, self.runner.info.architecture)
-            self.runner.open_embedding()
-        except CllmError as error:
-            self._fail(job, error)
-        except Exception as error:
+        if not request.embed:
+            info = self.runner.info
+            self._fail(job, InvalidRequest.no_generation(info.name, info.architecture))
+        elif self._opening is None:
+            self._opening = self._open_context()
+
+    def _opened(self) -> bool:
+        """Whether the context is open. If that failed, so does the first job; the next one tries again."""
+        assert self._opening is not None
+        if (error := self._opening.exception()) is None:
+            return True
+        if not isinstance(error, CllmError):
             log.error("embedding could not be opened", exc_info=error)
-            self._fail(job, EngineError(f"embedding could not be opened: {type(error).__name__}"))
+            error = EngineError(f"embedding could not be opened: {type(error).__name__}")
+        self._fail(next(iter(self._jobs.values())), error)
+        self._opening = self._open_context() if self._jobs else None
+        return False
 
     def cancel(self, request_id: str) -> None:
         """End a job now; one that is unknown or has ended is left alone."""
@@ -90,7 +108,7 @@ class EmbeddingScheduler:
     def schedule(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
         self._scheduled = {}
-        if not self._jobs:
+        if not self.has_work or not self._opened():
             return None
         # Decoding sequences have no token in this batch: what counts is whether one waits for it.
         room = max(1, self.budget.prefill_tokens(int(self._decoding() > 0)))
@@ -188,6 +206,10 @@ class EmbeddingScheduler:
     @property
     def idle(self) -> bool:
         return not self._jobs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs) and self._opening is not None and self._opening.done()
 
     @property
     def count(self) -> int:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
@@ -16,11 +17,12 @@ from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file import CacheFileJobs
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
+from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import SlotPool
-from cllm.core.spec_decode import NgramDrafter, SpecDecodePolicy
+from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
-from cllm.errors import CllmError, EngineDied, IntegrityError
+from cllm.errors import EngineDied, IntegrityError
 from cllm.types import RequestOutput
 from cllm.workers.messages import (
     Cancel,
@@ -34,11 +36,12 @@ from cllm.workers.messages import (
     Stop,
     Submit,
     UseStateFile,
+    Wake,
 )
 
 log = logging.getLogger(__name__)
 
-GRAMMAR_POLL_S = 0.005
+DISK_POLL_S = 0.005
 
 
 class EngineCore:
@@ -52,11 +55,13 @@ class EngineCore:
         *,
         cost: StepCostModel | None = None,
         spec_decode: SpecDecodePolicy | None = None,
+        preparation: Callable[..., Preparation] = Preparation,
     ) -> None:
-        """`cost` and `spec_decode` replace what the configuration says, for tests."""
+        """`cost`, `spec_decode` and `preparation` replace what is made here, for tests."""
         self.runner = runner
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
+        self.preparation = preparation(runner, wake=partial(self.inbox.put, Wake()))
         limits = runner.limits
         cost = cost or StepCostModel(split=not limits.unified)
         target_s = config.target_itl_ms * MILLISECOND
@@ -64,14 +69,15 @@ class EngineCore:
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
         self.scheduler = Scheduler(
             runner,
-            PrefillBudget(limits.batch_tokens, target_s, cost),
+            PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
             HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
+            preparation=self.preparation,
             share_across_tenants=config.share_prefixes_across_tenants,
             spec_decode=spec_decode
             or SpecDecodePolicy(
                 draft_tokens,
-                runner.create_drafter if config.draft_model else NgramDrafter,
-                draft_model=bool(config.draft_model),
+                draft_model=runner.create_drafter if config.draft_model else None,
+                share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
         self.cache_files = CacheFileJobs(runner, self.scheduler.prefix_cache.host, config.state_dir, emit)
@@ -80,6 +86,7 @@ class EngineCore:
             runner,
             PrefillBudget(limits.embed.batch_tokens, target_s, StepCostModel(split=False)),
             decoding=lambda: self.scheduler.running_count,
+            open_context=self.preparation.open_embedding,
         )
         self._embedded_last = False
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
@@ -103,8 +110,10 @@ class EngineCore:
                 self._interrupt.cancelled(None)
 
     def run(self) -> None:
-        """Run until stopped. Whatever ends it, every request still here gets a terminal output."""
-        error: CllmError = EngineDied("the engine was stopped")
+        """Run until stopped. Whatever ends it, everything native of the requests still here is released.
+
+        They get no output: the client ends them, or replays them in the next engine.
+        """
         try:
             while self._take_commands():
                 self.step()
@@ -112,13 +121,13 @@ class EngineCore:
                     self.cache_files.slice()
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
-            error = exception if isinstance(exception, CllmError) else EngineDied("the engine loop died")
             raise
         finally:
             self.cache_files.close()
-            self.scheduler.fail_all(error)
-            self.embedding.fail_all(error)
-            self._emit(StepReport(self._take_outputs(), self._stats()))
+            ended = EngineDied("the engine has ended")
+            self.scheduler.fail_all(ended)
+            self.embedding.fail_all(ended)
+            self.preparation.close()
 
     def step(self) -> None:
         """One step, of generation or of embeddings: schedule, submit, collect, update."""
@@ -127,7 +136,7 @@ class EngineCore:
         started = self._busy_since or self.step_started
         transferred_s = self.scheduler.transfer.seconds
         # Where both have work they alternate: at most one batch of embeddings between two decode steps.
-        waits = not self.embedding.idle
+        waits = self.embedding.has_work
         self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
         results: list[StepResult] = []
@@ -155,6 +164,11 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle and self.embedding.idle
+
+    @property
+    def has_work(self) -> bool:
+        """False when a step would compute nothing."""
+        return self.scheduler.has_work or self.embedding.has_work
 
     def _take_outputs(self) -> tuple[RequestOutput, ...]:
         return (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
@@ -199,10 +213,10 @@ class EngineCore:
             if self.idle and self.cache_files.idle:
                 self._check_idle()
                 command = self.inbox.get()
-            elif self.scheduler.has_work or not self.embedding.idle or self.cache_files.has_work:
+            elif self.has_work or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
-            else:  # every request here waits for its grammar, or for the disk
-                command = self.inbox.get(timeout=GRAMMAR_POLL_S)
+            else:  # every request here is being prepared, which ends with Wake; or waits for the disk
+                command = self.inbox.get(timeout=None if self.cache_files.idle else DISK_POLL_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False
@@ -231,6 +245,8 @@ class EngineCore:
                 self._emit(Inspection(call_id, self.scheduler.snapshot()))
             case UseStateFile():
                 self.cache_files.add(command)
+            case Wake():
+                pass
             case Stop():
                 return False
         return True
@@ -256,6 +272,7 @@ class EngineCore:
             interrupted=self._interrupt.count,
             prefix_bytes=cache.host.cached_bytes,
             swapped_bytes=cache.host.swapped_bytes,
+            draft_bytes=scheduler.draft_bytes,
             **new,
             **work,  # type: ignore[arg-type]
         )

@@ -24,31 +24,38 @@ class PrefillBudget:
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     TILE_AIM = 1.1  # for a single tile: the next smaller chunk computes a third as much in the same time
     OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
+    SAMPLING_SHARE = 0.2  # of a step's compute: what all samplers may add while there are cheap ones
 
-    def __init__(self, batch_tokens: int, target_s: float, cost: StepCostModel) -> None:
+    def __init__(
+        self, batch_tokens: int, target_s: float, cost: StepCostModel, *, defers: bool = False
+    ) -> None:
+        """`defers`: a decoding sequence may be left out of a step."""
         self.batch_tokens = batch_tokens
+        self.defers = defers
         self.target_s = target_s
         self.max_step_s = self.AIM * target_s
         self.cost = cost
         self._turn = 0
+        self._sampling_credit_s = 0.0
 
     def schedule_tokens(
         self, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
     ) -> dict[str, int]:
         """Tokens by request id; a sequence that is missing has no part in this step.
 
-        Each decoding sequence gets one token, prompts what there is time for. Of several prompts the shortest
+        Each decoding sequence gets one token, unless its sampler would cost the others too much (`_defer`);
+        prompts get what there is time for. Of several prompts the shortest
         goes first (`urgency` stands for the length): that minimises the sum of all times to first token. But
         one step in `OLDEST_FIRST` belongs to the oldest, so that short prompts cannot hold up a long one for
         ever. Steps and not parts of steps, since small chunks are slow.
         """
         sequences = list(running)
         if all(sequence.pending == 1 for sequence in sequences):
-            return {sequence.id: 1 for sequence in sequences}
+            return {sequence.id: 1 for sequence in self._defer(sequences)}
         sequences.sort(key=attrgetter("arrival"))
         context = sum(sequence.num_computed for sequence in sequences)
         prompts = [each for each in sequences if self._at_once(each, len(sequences), context)]
-        decoding = [sequence for sequence in sequences if sequence not in prompts]
+        decoding = self._defer([sequence for sequence in sequences if sequence not in prompts])
         shares = {sequence.id: 1 for sequence in decoding}
         if not prompts:
             return shares
@@ -60,6 +67,7 @@ class PrefillBudget:
             len(decoding),
             context=sum(sequence.num_computed for sequence in decoding),
             position=prompts[0].num_computed,
+            sampling_s=sum(sequence.sample_s for sequence in decoding),
         )
         parts = divide(room, [prompt.pending for prompt in prompts], self._offset(len(decoding)))
         shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
@@ -79,6 +87,33 @@ class PrefillBudget:
         step_s = step.seconds(StepShape(1, 0, rows, context))
         return rows * (step.ubatch + (tokens - 1) * step.prefill_token) < (tokens - 1) * step_s
 
+    def _defer(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Those that take part in the next step: costly samplers pay for their time with turns.
+
+        Together samplers may add `SAMPLING_SHARE` to a step. What is left of it by the cheap ones (they take
+        no more than an even part) goes to the costly ones, in turn. Where all are costly, all take part.
+        """
+        total_s = sum(sequence.sample_s for sequence in decoding)
+        if total_s == 0 or not self.defers or (step := self.cost.step) is None:
+            return decoding
+        context = sum(sequence.num_computed for sequence in decoding)
+        allowed_s = self.SAMPLING_SHARE * step.seconds(StepShape(1, 0, len(decoding), context))
+        costly = [each for each in decoding if each.sample_s * len(decoding) > allowed_s]
+        if total_s <= allowed_s or len(costly) == len(decoding):
+            return decoding
+        earned_s = allowed_s - total_s + sum(sequence.sample_s for sequence in costly)
+        credit_s = min(self._sampling_credit_s + earned_s, allowed_s)
+        deferred = set()
+        for sequence in sorted(costly, key=attrgetter("deferred"), reverse=True):
+            if credit_s > 0:
+                credit_s -= sequence.sample_s
+                sequence.deferred = 0
+            else:
+                sequence.deferred += 1
+                deferred.add(sequence.id)
+        self._sampling_credit_s = credit_s
+        return [sequence for sequence in decoding if sequence.id not in deferred]
+
     def _offset(self, decoding: int) -> int:
         """What a chunk must have beyond whole tiles, to be computed in whole tiles beside these rows.
 
@@ -87,10 +122,12 @@ class PrefillBudget:
         """
         return int(decoding > 0) if self.cost.split else -(decoding % TILE)
 
-    def prefill_tokens(self, decoding: int, *, context: int = 0, position: int = 0) -> int:
+    def prefill_tokens(
+        self, decoding: int, *, context: int = 0, position: int = 0, sampling_s: float = 0.0
+    ) -> int:
         """Most prefill tokens of the next step, beside one token for each of `decoding` sequences.
 
-        Those hold `context` cells together; the prefill goes on at about `position`.
+        Those hold `context` cells together and take `sampling_s`; the prefill goes on at about `position`.
         """
         room = self.batch_tokens - decoding
         if decoding == 0 or room <= 0:
@@ -105,7 +142,7 @@ class PrefillBudget:
             shape = self._shape(chunk, decoding, context, position)
             if shape.attended > self.MAX_GROWTH * max(self.cost.largest_attended, context):
                 return False
-            return step.seconds(shape) <= aim * self.target_s
+            return step.seconds(shape) + sampling_s <= aim * self.target_s
 
         tiles = bisect_largest(0, (largest - offset) // TILE, lambda count: fits(count * TILE + offset))
         if tiles == 0 and largest >= TILE + offset:
@@ -154,12 +191,12 @@ def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
 
 
 def choose_padding(
-    rows: List[Row], empty: Collection[int], cost: StepCostModel, max_tokens: int
+    rows: List[Row], unused: Collection[int], cost: StepCostModel, max_tokens: int
 ) -> tuple[int, ...]:
-    """Padding rows: empty slots between the rows' ids that are worth a token each. Rows ascend by id.
+    """Padding rows: unused slots between the rows' ids that are worth a token each. Rows ascend by id.
 
     With split KV, llama.cpp computes a run of consecutive ids at once, so a gap costs another pass over the
-    weights. An empty slot in the gap can be given a token that is discarded, which costs a row.
+    weights. An unused slot in the gap can be given a token that is discarded, which costs a row.
     """
     ids = [row.seq_id for row in rows]
     if ids[-1] - ids[0] + 1 == len(ids) or (step := cost.step) is None:
@@ -170,7 +207,7 @@ def choose_padding(
     ubatches = count_ubatches(padded, max_tokens, unified=False)
     for before, after in pairwise(ids):
         gap = range(before + 1, after)
-        if not gap or len(gap) > room or not all(seq_id in empty for seq_id in gap):
+        if not gap or len(gap) > room or not all(seq_id in unused for seq_id in gap):
             continue
         tried = [*padded, *(Row(seq_id, 0, (0,), 0, None) for seq_id in gap)]
         ubatches_then = count_ubatches(tried, max_tokens, unified=False)

@@ -16,10 +16,11 @@ from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.prefill_budget import PrefillBudget, choose_padding
+from cllm.core.preparation import Preparation
 from cllm.core.sequence import Sequence, SlotPool, State
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
-from cllm.text.structured_output import GrammarCompilerThread
+from cllm.text.structured_output import MaskBuilder
 from cllm.types import (
     Failure,
     FinishReason,
@@ -43,6 +44,7 @@ class Scheduler:
         budget: PrefillBudget,
         host: HostKVCache,
         *,
+        preparation: Preparation,
         share_across_tenants: bool = False,
         spec_decode: SpecDecodePolicy | None = None,
     ) -> None:
@@ -60,7 +62,8 @@ class Scheduler:
         self.prefix_cache = PrefixCache(
             runner, self.transfer, budget, host, across_tenants=share_across_tenants
         )
-        self._grammars = GrammarCompilerThread(runner.vocabulary)
+        self._preparation = preparation
+        self._masks = MaskBuilder(runner.vocabulary.size)
         # A rejected draft is removed from memory, which not every memory can.
         can_cut = not (runner.info.recurrent or runner.info.sliding_window)
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
@@ -74,8 +77,7 @@ class Scheduler:
         self._arrived += 1
         sequence = Sequence(request, self.runner.limits.request_tokens, self._arrived)
         sequence.drafts = self._spec_decode.start(request)
-        if request.constraint is not None:
-            sequence.compiling = self._grammars.submit(request.constraint)
+        sequence.preparing = self._preparation.submit(request)
         self._live[request.id] = sequence
         self._waiting.append(sequence)
 
@@ -98,14 +100,16 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
+        self._preparation.close_unused()
         self.prefix_cache.transferred_before_s = self.transfer.seconds
         self._admit_waiting()
         self._check_positions()
         counts = self.budget.schedule_tokens(self._running.values(), self._urgency)
         masks = self._build_masks(counts)
         limits = self.runner.limits
+        left_out = [each for each in self._running.values() if each.id not in counts]
         drafts = self._spec_decode.draft(
-            self._running.values(),
+            [each for each in self._running.values() if each.id in counts or each.pending > 1],
             self.budget.cost,
             room=limits.batch_tokens - len(self._running),
             max_step_s=self.budget.max_step_s,
@@ -120,7 +124,8 @@ class Scheduler:
         padding: tuple[int, ...] = ()
         # Unified KV has no gaps; recurrent states must not be moved about.
         if not limits.unified and not self.runner.info.recurrent:
-            padding = choose_padding(rows, self.pool.free_ids, self.budget.cost, limits.batch_tokens)
+            unused = self.pool.free_ids.union(each.seq_id for each in left_out)
+            padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
         batch = Batch(tuple(rows), padding=padding)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
@@ -138,8 +143,11 @@ class Scheduler:
         masks: dict[str, TokenMask] = {}
         if not sampling:
             return masks
-        found = self._grammars.masks([constraint for _, constraint in sampling])
+        started = time.perf_counter()
+        found = self._masks.masks([constraint for _, constraint in sampling])
+        mask_s = (time.perf_counter() - started) / len(sampling)
         for (sequence, _), mask in zip(sampling, found, strict=True):
+            sequence.mask_s = mask_s
             if isinstance(mask, CllmError):
                 self._fail(sequence, mask)
             else:
@@ -213,11 +221,11 @@ class Scheduler:
         sequence.move_to(State.RUNNING)
         self._running[lease.seq_id] = sequence
         try:
-            if sequence.compiling is not None:
-                sequence.constraint, sequence.compiling = sequence.compiling.result(), None
+            if sequence.preparing is not None:
+                preparing, sequence.preparing = sequence.preparing, None
+                sequence.constraint, sequence.sampler = preparing.result()
             if sequence.sampler is None:
                 sequence.sampler = self.runner.create_sampler(sequence.request.sampling)
-                sequence.sampler.accept(sequence.tokens)
             if sequence.swapped is not None:
                 self.transfer.swap_in(sequence)
             elif match is not None:
@@ -252,6 +260,7 @@ class Scheduler:
         sequence.decoded_tokens += len(row.tokens)
         sequence.steps += 1
         sequence.ubatches += ubatches
+        sequence.sample_s = sequence.mask_s + outcome.sample_s
         if row.outputs > 1:
             drafted, rejected = row.outputs - 1, row.outputs - len(outcome.tokens)
             if sequence.drafts is not None:
@@ -337,6 +346,8 @@ class Scheduler:
         sequence.move_to(State.FINISHED)
         if sequence.lease is None:
             self._waiting.remove(sequence)
+            if sequence.preparing is not None:
+                self._preparation.discard(sequence.preparing)
         else:
             if reason is not FinishReason.ERROR:
                 self.prefix_cache.store(sequence, others=len(self._running) > 1)
@@ -380,6 +391,11 @@ class Scheduler:
     @property
     def cells_used(self) -> int:
         return sum(sequence.num_computed for sequence in self._running.values())
+
+    @property
+    def draft_bytes(self) -> int:
+        """RAM of the n-gram indexes of all sequences."""
+        return sum(sequence.drafts.memory_bytes for sequence in self._live.values() if sequence.drafts)
 
     def snapshot(self) -> Snapshot:
         """Every lease and counter; positions are read from the memory, so drift would show."""

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from enum import Enum
 from typing import NamedTuple
 
-from cllm.backend.base import ModelRunner, Row, Sampler
+from cllm.backend.base import KVState, ModelRunner, Row, Sampler
+from cllm.core.preparation import Prepared
 from cllm.core.spec_decode import DraftState
 from cllm.errors import IntegrityError
 from cllm.text.detokenizer import IncrementalDetokenizer
@@ -64,12 +65,15 @@ class Sequence:
         self.detokenizer = IncrementalDetokenizer(request.stop)
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
-        self.compiling: Future[Constraint] | None = None  # done before it may start
-        self.swapped: bytes | None = None  # KV memory while preempted
+        self.preparing: Future[Prepared] | None = None  # done before it may start
+        self.swapped: KVState | None = None  # KV memory while preempted
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from the prefix cache instead of being computed
         self.drafts: DraftState | None = None
+        self.mask_s = 0.0  # its last token mask
+        self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
+        self.deferred = 0  # steps in a row that it took no part in because of that
         self.decoded_tokens = 0
         self.steps = 0
         self.ubatches = 0
@@ -91,8 +95,8 @@ class Sequence:
 
     @property
     def startable(self) -> bool:
-        """Whether its grammar, if it has one, is compiled (or refused)."""
-        return self.compiling is None or self.compiling.done()
+        """Whether what it waits for, if anything, is prepared (or refused)."""
+        return self.preparing is None or self.preparing.done()
 
     def move_to(self, state: State) -> None:
         """Change state; raises AssertionError for a transition that does not exist."""

@@ -5,6 +5,8 @@ The runner verifies every draft token, so a wrong draft costs time, never text.
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +19,83 @@ if TYPE_CHECKING:
     from cllm.core.sequence import Sequence
 
 
+class NgramIndex:
+    """Where each n-gram of a text stood last: hash chains in flat arrays, some twenty bytes a token.
+
+    A place is the position after an n-gram. `_heads` has the latest place of each hash; from a place,
+    `_earlier` leads to the place before it of the same hash. What is found is compared with the text.
+    """
+
+    SIZES = (4, 3, 2)
+    SHIFT = 17  # a token's own bits, about: the hash is what its factor carries beyond them
+
+    def __init__(self, tokens: int) -> None:
+        """For about so many tokens; more of them make it slower, not wrong."""
+        buckets = 1 << tokens.bit_length()
+        self._mask = buckets - 1
+        # Random, so that no text can be made to fall on one chain; one for each token of the longest n-gram.
+        bits = self.SHIFT + buckets.bit_length()
+        self._factors = [random.getrandbits(bits) | 1 for _ in range(max(self.SIZES))]
+        self._heads = [array("i", bytes(buckets * array("i").itemsize)) for _ in self.SIZES]
+        self._earlier = [array("i") for _ in self.SIZES]
+        self._append = [earlier.append for earlier in self._earlier]
+        self._newest: Tokens[int] = [0] * max(self.SIZES)  # before `indexed`; before the text there are zeros
+        self.indexed = 0  # places below this are in the index
+
+    @property
+    def crowded(self) -> bool:
+        """Its chains have become long: a larger one is due."""
+        return self.indexed > 2 * self._mask
+
+    @property
+    def memory_bytes(self) -> int:
+        return array("i").itemsize * len(self.SIZES) * (self._mask + 1 + self.indexed)
+
+    def find(self, tokens: Tokens[int], max_indexed: int) -> int:
+        """The latest place of the longest of its newest n-grams that stood in it before; 0: none did.
+
+        Of tokens that are new, the first `max_indexed` come into the index. It never has the last place: the
+        newest tokens themselves are no earlier occurrence.
+        """
+        mask, shift, place = self._mask, self.SHIFT, self.indexed
+        first, second, third, fourth = self._factors
+        heads4, heads3, heads2 = self._heads
+        append4, append3, append2 = self._append
+        a, b, c, d = self._newest
+        for token in tokens[place : place + max_indexed]:
+            total = c * second + d * first
+            bucket = total >> shift & mask
+            append2(heads2[bucket])
+            heads2[bucket] = place
+            total += b * third
+            bucket = total >> shift & mask
+            append3(heads3[bucket])
+            heads3[bucket] = place
+            total += a * fourth
+            bucket = total >> shift & mask
+            append4(heads4[bucket])
+            heads4[bucket] = place
+            a, b, c, d = b, c, d, token
+            place += 1
+        self.indexed, self._newest = place, (a, b, c, d)
+        if place < len(tokens):
+            a, b, c, d = tokens[-len(self._factors) :]
+        total = c * second + d * first
+        bucket2 = total >> shift & mask
+        total += b * third
+        bucket3 = total >> shift & mask
+        bucket4 = total + a * fourth >> shift & mask
+        for number, found in enumerate((heads4[bucket4], heads3[bucket3], heads2[bucket2])):
+            if found:
+                size, earlier = self.SIZES[number], self._earlier[number]
+                newest = tokens[-size:]
+                while found:
+                    if found >= size and tokens[found - size : found] == newest:
+                        return found
+                    found = earlier[found]
+        return 0
+
+
 class NgramDrafter:
     """Prompt lookup: proposes what followed when the newest tokens stood in the text before.
 
@@ -24,30 +103,33 @@ class NgramDrafter:
     is proposed to go on repeating it.
     """
 
-    NGRAM_SIZES = (4, 3, 2)
     MAX_INDEXED = 4096  # tokens of a long prompt indexed in one step
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its latest occurrence
-        self._indexed = 0  # positions up to here are in the index
+        self._index: NgramIndex | None = None
+        self._larger: NgramIndex | None = None  # takes its place when it has caught up
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the index."""
+        return sum(index.memory_bytes for index in (self._index, self._larger) if index is not None)
 
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
-        self._index(tokens)
-        for size in self.NGRAM_SIZES:
-            place = self._seen.get(tuple(tokens[-size:]))
-            if place is not None:
-                followed = list(tokens[place : place + max_tokens])
-                return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
-        return []
+        if self._index is None:
+            self._index = NgramIndex(len(tokens))
+        place = self._index.find(tokens, self.MAX_INDEXED)
+        if self._larger is not None or self._index.crowded:
+            self._grow(tokens)
+        followed = list(tokens[place : place + max_tokens]) if place else []
+        return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
 
-    def _index(self, tokens: Tokens[int]) -> None:
-        # Up to the last token but one: the newest tokens themselves are no earlier occurrence.
-        end = min(len(tokens), self._indexed + self.MAX_INDEXED)
-        for place in range(max(1, self._indexed), end):
-            for size in self.NGRAM_SIZES:
-                if place >= size:
-                    self._seen[tuple(tokens[place - size : place])] = place
-        self._indexed = end
+    def _grow(self, tokens: Tokens[int]) -> None:
+        """Bring a larger index forward by a slice."""
+        if self._larger is None:
+            self._larger = NgramIndex(2 * len(tokens))
+        self._larger.find(tokens, self.MAX_INDEXED)
+        if self._larger.indexed == len(tokens):
+            self._index, self._larger = self._larger, None
 
 
 class DraftState:
@@ -99,6 +181,11 @@ class DraftState:
         rate = self.acceptance_rate
         return float(length) if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
 
+    @property
+    def memory_bytes(self) -> int:
+        """What an n-gram drafter keeps of the text; a draft model's memory is allocated at its start."""
+        return self._drafter.memory_bytes if isinstance(self._drafter, NgramDrafter) else 0
+
     def reject(self) -> None:
         """The drafts found no room: they must prove themselves again."""
         self.acceptance_rate = 0.0
@@ -123,20 +210,27 @@ class SpecDecodePolicy:
         max_tokens: int,
         new_drafter: Callable[[], Drafter | None] = NgramDrafter,
         *,
-        draft_model: bool = False,
+        draft_model: Callable[[str | None], Drafter | None] | None = None,
+        share_across_tenants: bool = False,
     ) -> None:
+        """`draft_model` makes the drafters instead; it gets the tenant whose KV may be used, or None."""
         self._max_tokens = max_tokens
         self._new_drafter = new_drafter
         self._draft_model = draft_model
+        self._across_tenants = share_across_tenants
 
     def start(self, request: Request) -> DraftState | None:
         """None where drafts are not wanted, or where a grammar would have to be asked about each."""
         if not self._max_tokens or not request.speculate or request.constraint is not None:
             return None
-        if (drafter := self._new_drafter()) is None:
+        if self._draft_model is None:
+            drafter, rate = self._new_drafter(), self.NGRAM_ACCEPTANCE
+        else:
+            tenant = "" if self._across_tenants else request.tenant
+            drafter, rate = self._draft_model(tenant if request.reuse else None), self.MODEL_ACCEPTANCE
+        if drafter is None:
             return None
-        rate = self.MODEL_ACCEPTANCE if self._draft_model else self.NGRAM_ACCEPTANCE
-        return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model)
+        return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model is not None)
 
     def draft(
         self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float

@@ -169,7 +169,8 @@ class StepCostModel:
         seconds = result.compute_s + result.sample_s
         if seconds > 0 and not self.frozen:
             self._observe_drafts(batch, seconds)
-            self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds)
+            sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
+            self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds - sampling_s)
 
     def observe_shape(self, shape: StepShape, seconds: float) -> None:
         seconds = max(seconds, TINY)

@@ -87,21 +87,25 @@ def submit_all(
     again draws the same.
     """
     streams: list[StreamKind] = []
+    seed = request.sampling.seed or 0
     try:
         for number, prompt in enumerate(prompts):
-            for index in range(count):
+            for index, choice_id in enumerate(get_choice_ids(request.id, count, number)):
                 sampling = request.sampling
                 if index:
-                    sampling = _replace(sampling, seed=(sampling.seed + index) % SEED_SPACE)
-                choice = _replace(
-                    request, id=f"{request.id}-{number}-{index}", prompt=prompt, sampling=sampling
-                )
+                    sampling = _replace(sampling, seed=(seed + index) % SEED_SPACE)
+                choice = _replace(request, id=choice_id, prompt=prompt, sampling=sampling)
                 streams.append(engine.submit(choice, kind))
     except CllmError:
         for stream in streams:
             engine.cancel(stream.request_id)
         raise
     return streams
+
+
+def get_choice_ids(request_id: str, count: int, number: int = 0) -> list[str]:
+    """The ids of the choices for prompt `number`: known before they are submitted."""
+    return [f"{request_id}-{number}-{index}" for index in range(count)]
 
 
 async def merged(streams: Sequence[AsyncOutputStream]) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -5,13 +5,13 @@ It holds the request table, dispatches to the executor, hands outputs to streams
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from cllm.errors import (
     CllmError,
     DeadlineExceeded,
     EngineDied,
+    EngineError,
     EngineNotReady,
     InvalidRequest,
     PoisonRequest,
@@ -30,13 +31,14 @@ from cllm.errors import (
     StorageFailed,
     from_code,
 )
-from cllm.frontend.metrics import EngineMetrics
+from cllm.frontend.metrics import EngineMetrics, describe_end
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
-from cllm.frontend.timeouts import RequestTimeouts
+from cllm.frontend.timers import Timers
 from cllm.types import (
     Failure,
     FinishReason,
+    Health,
     Limits,
     ModelInfo,
     Request,
@@ -66,16 +68,6 @@ log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=OutputStream)
 
 
-class Health(Enum):
-    LOADING = "loading"
-    READY = "ready"
-    RESTARTING = "restarting"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-_COMPUTING = (Health.READY, Health.DRAINING)
 _CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
 
 
@@ -85,6 +77,8 @@ class EngineClient:
     `deliver` decides on which thread reports are handled: an event loop's `call_soon_threadsafe` brings a
     whole step across in one call; by default the executor's own thread handles them.
     """
+
+    shutdown_message = "the server is shutting down"
 
     def __init__(
         self,
@@ -104,11 +98,13 @@ class EngineClient:
         self._executor = executor
         self._on_loading = on_loading
         self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s)
-        self._timeouts = RequestTimeouts(lambda request_id: self.deliver(self._expire, request_id))
+        # By request: its deadline. By None: the next look at the queue.
+        self._timers: Timers[str | None] = Timers(lambda key: self.deliver(self._timer_fired, key))
         self._lock = threading.RLock()
         self._run = 0  # of the executor; reports of an earlier run are stale
+        self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
-        self._error: CllmError | None = None
+        self._error: CllmError | None = None  # why new requests are refused while health is FAILED
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.metrics = EngineMetrics()
@@ -116,11 +112,13 @@ class EngineClient:
 
     # From start to stop ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to load. Returns at once."""
+    def start(self, delay_s: float = 0.0) -> None:
+        """Begin to load, after the delay, unless it was stopped before. Returns at once."""
         with self._lock:
+            if self.health is Health.STOPPED:
+                return
             self._run += 1
-            self._executor.start(partial(self._deliver, self._run))
+            self._executor.start(partial(self._deliver, self._run), delay_s)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the model is loaded; raises what kept it from loading."""
@@ -138,22 +136,27 @@ class EngineClient:
             self.health = Health.DRAINING
 
     def end_all(self) -> None:
-        """The time to drain is over: every request left ends with an error."""
-        error = ShuttingDown("the server is shutting down")
+        """The time to drain is over: every request and every tokenizer task left ends with an error."""
+        self._executor.end_tasks()
+        error = ShuttingDown(self.shutdown_message)
         with self._lock:
             for state in self._queue.requests:
                 self._drop(state, error)
             self._fail_calls(error)
 
     def stop(self) -> None:
-        """End now: every request left ends with an error. Idempotent."""
+        """End now: every request left ends with an error. From any thread; idempotent."""
         with self._lock:
-            if self.health is Health.STOPPED:
-                return
-            self.health = Health.STOPPED
-            self._run += 1
-            self.end_all()
-        self._timeouts.stop()
+            if self.health is not Health.STOPPED:
+                self.health = Health.STOPPED
+                self._computing = False
+                self._run += 1
+            if not self.loaded.done():
+                self.loaded.set_exception(ShuttingDown("it was closed while the model was loading"))
+        # Streams are woken where they are read; an event loop that is closed has no readers left.
+        with contextlib.suppress(RuntimeError):
+            self.deliver(self.end_all)
+        self._timers.stop()
         self._executor.stop()
 
     @property
@@ -194,7 +197,7 @@ class EngineClient:
                 state = self._queue.admit(request, stream, self.limits)
                 self.metrics.accepted.inc()
                 if state.timeout_s is not None:
-                    self._timeouts.add(request.id, state.arrived + state.timeout_s)
+                    self._timers.set(request.id, state.arrived + state.timeout_s)
                 self._dispatch()
                 if state.stage is Stage.QUEUED:
                     stream.queue_position = state.queue.position(state)
@@ -212,6 +215,7 @@ class EngineClient:
             state.cancelled = True
             if state.stage is Stage.QUEUED:
                 self._end(state, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                self._dispatch()  # others may have waited for it
             else:
                 self._executor.send(Cancel(request_id))
 
@@ -235,7 +239,7 @@ class EngineClient:
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if self.health in _COMPUTING:
+            if self._computing:
                 call_id = next(self._call_ids)
                 self._calls[call_id] = future
                 self._executor.send(command(call_id))
@@ -261,12 +265,33 @@ class EngineClient:
     def _closed_error(self) -> CllmError:
         if self.health is Health.FAILED:
             return self._error or EngineDied("the engine is gone")
-        return ShuttingDown("the server is shutting down and takes no new requests")
+        return ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
     def _dispatch(self) -> None:
-        if self.limits is not None and self.health in _COMPUTING:
-            for state in self._queue.next_for_engine(self.limits):
-                self._executor.send(Submit(state.request))
+        """Send the requests whose turn it is. One that cannot be sent fails, and the next has its place."""
+        while self._computing and self.limits is not None:
+            sent = [self._send(state) for state in self._queue.next_for_engine(self.limits)]
+            if all(sent):
+                if self._queue.look_again_at is not None:
+                    self._timers.set(None, self._queue.look_again_at)
+                return
+
+    def _send(self, state: RequestState) -> bool:
+        try:
+            self._executor.send(Submit(state.request))
+        except CllmError as error:
+            self._fail(state, error)
+        except Exception:
+            log.exception("request %s could not be sent to the engine", state.request.id)
+            self._fail(state, EngineError("this request could not be sent to the engine"))
+        return state.stage is Stage.ENGINE
+
+    def _timer_fired(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self._expire(request_id)
+            return
+        with self._lock:
+            self._dispatch()
 
     def _expire(self, request_id: str) -> None:
         """A request's time is up: the client gets the error now, not when the step is over."""
@@ -303,6 +328,8 @@ class EngineClient:
                 case Ready(info, limits, memory):
                     self.metrics.loaded(limits, memory)
                     self.info, self.limits = info, limits
+                    self._computing = True
+                    self._backoff.ready()
                     if self.health is not Health.DRAINING:
                         self.health = Health.READY
                     if not self.loaded.done():
@@ -313,7 +340,7 @@ class EngineClient:
 
     def _process_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         now = time.monotonic()
-        ended = False
+        ended = completed = False
         generated = 0
         for output in outputs:
             state = self._queue.states.get(output.request_id)
@@ -331,6 +358,7 @@ class EngineClient:
                 generated += count
             if output.finish_reason is not None:
                 ended = True
+                completed |= output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self._end(state, output)
                 continue
             state.stream.push(output)
@@ -339,14 +367,15 @@ class EngineClient:
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
+        if completed:
+            self._backoff.progress()
         if ended:
-            if self._backoff.count:
-                self._backoff.progress()
             self._dispatch()
 
     def _on_crash(self, error: CllmError) -> None:
         """Survive native death: requests with output get an error, others are replayed, a new run starts."""
         self.metrics.crashed()
+        self._computing = False
         self._fail_calls(error)
         if not self.loaded.done():
             self._give_up(error)
@@ -363,26 +392,28 @@ class EngineClient:
             else:
                 self._backoff.progress()
                 self._fail(state, PoisonRequest("the engine died each time it computed this request"))
-        self._run += 1
-        if not (self._executor.restartable and self._backoff.schedule(self._restart, self._run)):
+        if not self._executor.restartable:
             self._give_up(error)
             return
-        if self.health is not Health.DRAINING:
+        delay_s = self._backoff.next_delay()
+        if self._backoff.exhausted:
+            times = f"the engine crashed {self._backoff.count} times in a row"
+            refusal = EngineNotReady(f"{times}; it is started again in {delay_s:.0f} s: {error}")
+            refusal.retry_after_s = delay_s
+            self._give_up(refusal)
+        elif self.health is not Health.DRAINING:
             self.health = Health.RESTARTING
         self.metrics.restarts.inc()
-
-    def _restart(self, run: int) -> None:
-        with self._lock:
-            if run == self._run:  # not stopped meanwhile
-                self.start()
+        self.start(delay_s)
 
     def _give_up(self, error: CllmError) -> None:
-        """The engine will not come back: every request, present and later, fails with the reason."""
-        self.health = Health.FAILED
+        """No engine is expected soon: every request, present and later, fails with the reason until Ready."""
+        if self.health is not Health.DRAINING:
+            self.health = Health.FAILED
         self._error = error
         for state in self._queue.requests:
             self._fail(state, error)
-        log.critical("the engine is gone for good: %s", error)
+        log.critical("the engine is given up: %s", error)
 
     # Endings -----------------------------------------------------------------------------------------
 
@@ -406,20 +437,8 @@ class EngineClient:
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
             output = msgspec.structs.replace(output, usage=usage)
         self._queue.close(state)
-        self._timeouts.remove(output.request_id)
+        self._timers.cancel(output.request_id)
         self.metrics.ended(state, output, now)
-        assert output.usage is not None and output.finish_reason is not None
-        log.info(
-            "request %s: %s%s, %d prompt tokens (%d cached), %d generated, "
-            "queued %.3f s, first token %s, total %.3f s",
-            output.request_id,
-            output.finish_reason.value,
-            f" ({output.error.code})" if output.error else "",
-            output.usage.prompt_tokens,
-            output.usage.cached_tokens,
-            output.usage.completion_tokens,
-            (state.dispatched or now) - state.arrived,
-            f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never",
-            now - state.arrived,
-        )
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s", describe_end(state, output, now))
         state.stream.push(output)

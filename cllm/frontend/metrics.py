@@ -79,6 +79,7 @@ class EngineMetrics:
         self.restarts = counter("engine_restarts", "Engine processes started after a crash")
         self.memory = gauge("memory_bytes", "Memory by part; buffers are an estimate", "part")
         self._host_cache = self.memory.labels("ram_tier")
+        self._ngram_indexes = self.memory.labels("ngram_indexes")
         self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
         self._last = StepStats()
@@ -116,6 +117,7 @@ class EngineMetrics:
             if (value := getattr(stats, field)) != getattr(last, field):
                 show.set(value)
         self._host_cache.set(stats.prefix_bytes + stats.swapped_bytes)
+        self._ngram_indexes.set(stats.draft_bytes)
 
     def ended(self, state: RequestState, output: RequestOutput, now: float) -> None:
         assert output.finish_reason is not None and output.usage is not None
@@ -133,12 +135,25 @@ class EngineMetrics:
         self._last = StepStats()
         for _, gauge in (*self._gauges, ("", self.ready)):
             gauge.set(0)
-        for part in ("model", "kv", "buffers", "ram_tier"):
+        for part in ("model", "kv", "buffers", "ram_tier", "ngram_indexes", "draft_model"):
             self.memory.labels(part).set(0)
 
     def render(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
+    """The end of a request in one line of the log."""
+    assert output.usage is not None and output.finish_reason is not None
+    usage, error = output.usage, f" ({output.error.code})" if output.error else ""
+    first = f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never"
+    return (
+        f"request {output.request_id}: {output.finish_reason.value}{error}, "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+        f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
+        f"first token {first}, total {now - state.arrived:.3f} s"
+    )
 
 
 class DeprecatedMetrics(Collector):

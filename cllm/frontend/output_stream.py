@@ -4,64 +4,106 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 
 import msgspec
 
-from cllm.types import Failure, RequestOutput
+from cllm.types import Failure, RequestOutput, TokenLogprob
+
+_logprobs_encoder = msgspec.msgpack.Encoder()
+_logprobs_decoder = msgspec.msgpack.Decoder(tuple[TokenLogprob, ...])
 
 
 class OutputStream:
     """A request's outputs as they come. The producer never blocks; what is unread is read as one output.
 
-    Beyond `unread_limit` the stream is `overfull` and is to be ended.
-    The terminal output has a `finish_reason`; after it there is nothing.
+    The newest unread output is kept as it is; a reader that keeps up sees nothing else. Those before it are
+    packed: as objects they would take fifty times the memory. Beyond `unread_limit` bytes the stream is
+    `overfull` and is to be ended. The terminal output has a `finish_reason`; after it there is nothing.
     """
 
-    unread_limit: int | None = None  # bytes, about; None: the answer's own length is limit enough
+    unread_limit: int | None = None  # bytes; None: the answer's own length is limit enough
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.queue_position = 0  # when it was accepted; 0: went to the engine at once
         self.finished = False  # the terminal output has been pushed
-        self.overfull = False
-        self._unread: list[RequestOutput] = []
-        self._unread_bytes = 0
+        self._newest: RequestOutput | None = None
+        self._packed: PackedOutputs | None = None  # what is unread before the newest
 
     def push(self, output: RequestOutput) -> None:
         """Add an output and wake the reader. Nothing may follow the terminal one."""
         assert not self.finished, f"request {self.request_id} has ended already"
-        self._unread.append(output)
-        self._unread_bytes += len(output.text) + 8 * len(output.tokens)
-        for entry in output.logprobs:
-            self._unread_bytes += 64 * (1 + len(entry.top))
-        self.overfull = self.unread_limit is not None and self._unread_bytes > self.unread_limit
+        if self._newest is not None:
+            if self._packed is None:
+                self._packed = PackedOutputs()
+            self._packed.add(self._newest)
+        self._newest = output
         self.finished = output.finish_reason is not None
         self._wake()
 
     @property
+    def unread_bytes(self) -> int:
+        """The memory that unread outputs take, but for the newest."""
+        return self._packed.size if self._packed is not None else 0
+
+    @property
+    def overfull(self) -> bool:
+        return self.unread_limit is not None and self.unread_bytes > self.unread_limit
+
+    @property
     def failure(self) -> Failure | None:
         """Why it failed, if that is the first thing to read."""
-        return self._unread[0].error if self._unread else None
+        return self._newest.error if self._newest is not None and self._packed is None else None
 
     def _take(self) -> RequestOutput:
         """All that is unread (something is) as one output. An error comes alone, after the text before it."""
-        unread, self._unread = self._unread, []
-        self._unread_bytes = 0
-        self.overfull = False
-        if len(unread) > 1 and unread[-1].error is not None:
-            self._unread = [unread.pop()]
-        if len(unread) == 1:
-            return unread[0]
-        return msgspec.structs.replace(
-            unread[-1],
-            text="".join(output.text for output in unread),
-            tokens=tuple(token for output in unread for token in output.tokens),
-            logprobs=tuple(entry for output in unread for entry in output.logprobs),
-        )
+        newest, packed = self._newest, self._packed
+        assert newest is not None
+        self._packed = None
+        if packed is not None and newest.error is not None:
+            return packed.unpack(RequestOutput(request_id=self.request_id))
+        self._newest = None
+        return newest if packed is None else packed.unpack(newest)
 
     def _wake(self) -> None:
         raise NotImplementedError
+
+
+class PackedOutputs:
+    """Outputs of one request, one after the other, in little more memory than their contents."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._tokens = array("i")
+        self._logprobs = bytearray()
+        self._ends = array("q")  # of the parts of it, one for each output
+
+    def add(self, output: RequestOutput) -> None:
+        self._text += output.text.encode("utf-8", "surrogatepass")
+        self._tokens.extend(output.tokens)
+        if output.logprobs:
+            self._logprobs += _logprobs_encoder.encode(output.logprobs)
+            self._ends.append(len(self._logprobs))
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        arrays = len(self._tokens) * self._tokens.itemsize + len(self._ends) * self._ends.itemsize
+        return len(self._text) + len(self._logprobs) + arrays
+
+    def unpack(self, newest: RequestOutput) -> RequestOutput:
+        """All of it, and then `newest`, as one output."""
+        parts = (self._logprobs[begin:end] for begin, end in pairwise((0, *self._ends)))
+        logprobs = [entry for part in parts for entry in _logprobs_decoder.decode(part)]
+        return msgspec.structs.replace(
+            newest,
+            text=self._text.decode("utf-8", "surrogatepass") + newest.text,
+            tokens=(*self._tokens, *newest.tokens),
+            logprobs=(*logprobs, *newest.logprobs),
+        )
 
 
 class AsyncOutputStream(OutputStream):
@@ -78,14 +120,14 @@ class AsyncOutputStream(OutputStream):
 
     async def next(self) -> RequestOutput:
         """All that is unread, or what comes next. Not to be called again after the terminal output."""
-        while not self._unread:  # as `begun`, without another coroutine: this runs once a token
+        while self._newest is None:  # as `begun`, without another coroutine: this runs once a token
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._take()
 
     async def begun(self) -> None:
         """Return when there is something to read. Takes nothing."""
-        while not self._unread:
+        while self._newest is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
@@ -114,7 +156,7 @@ class BlockingOutputStream(OutputStream):
     def __iter__(self) -> Iterator[RequestOutput]:
         while True:
             with self._condition:
-                while not self._unread:
+                while self._newest is None:
                     self._condition.wait()
                 output = self._take()
             yield output

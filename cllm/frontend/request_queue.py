@@ -5,11 +5,13 @@ It lives in the parent. So a refusal never waits for a step, and a crash of the 
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from itertools import islice
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.frontend.output_stream import OutputStream
@@ -34,6 +36,7 @@ class RequestState(Attempt):
         self.stream = stream
         self.tenant = tenant
         self.queue = queue  # where it waits
+        self.number = 0  # in the order of arrival, in its queue
         self.stage = Stage.QUEUED
         self.cancelled = False
         self.charged = False  # its prompt counts for its tenant; a replay is not charged again
@@ -61,6 +64,9 @@ class RequestQueue:
     cannot change in the engine. Of those places a tenant keeps, for some seconds after its last request, as
     many as it used lately, up to its share by weight and unless it has had more than the others: its next
     request need not wait for the end of another tenant's.
+
+    A request that must run alone (it was in two crashes of the engine) goes when the engine is empty. Until
+    it has run, nothing else goes, generation or embedding: so it waits only for what is in the engine.
     """
 
     def __init__(self, queue_size: int, queue_tokens: int = 0, max_timeout_s: float = 0.0) -> None:
@@ -73,6 +79,8 @@ class RequestQueue:
         self._embedding = FairQueue(self.tenants)  # these hold no slot: they have a limit of their own
         self.states: dict[str, RequestState] = {}  # every accepted request, by id
         self._engine: dict[str, RequestState] = {}
+        # When requests may go that must wait now, though nothing happens; None: only after something does.
+        self.look_again_at: float | None = None
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -101,7 +109,7 @@ class RequestQueue:
         self.refuse_if_full(state.input_tokens)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
         state.timeout_s = min(timeouts, default=None)
-        tenant.waiting += 1
+        self.tenants.queued(tenant)
         if tenant.request_bucket is not None:
             tenant.request_bucket.take(1.0, state.arrived)
         self.states[request.id] = state
@@ -122,48 +130,56 @@ class RequestQueue:
     def next_for_engine(self, limits: Limits) -> list[RequestState]:
         """The requests to send now; they count as being in the engine from here on."""
         now = time.monotonic()
+        self.tenants.advance(now)
         sent: list[RequestState] = []
         for queue in (self._generation, self._embedding):
             while queue.count and (state := self._pop(queue, limits, now)) is not None:
                 state.stage = Stage.ENGINE
                 state.dispatched = now
                 self._engine[state.request.id] = state
-                state.tenant.waiting -= 1
-                state.tenant.running += 1
-                state.tenant.peak(now)
+                queue.running += 1
+                self.tenants.entered(state.tenant)
                 if not state.charged:
                     state.charged = True
                     state.tenant.charge(state.input_tokens, now)
                 sent.append(state)
+        # Of all the rules only places that are kept depend on time: with one tenant there are none.
+        lapses = self._generation.count and self.tenants.active_count > 1
+        self.look_again_at = self.tenants.period_end if lapses else None
         return sent
 
     def _pop(self, queue: FairQueue, limits: Limits, now: float) -> RequestState | None:
         """The next request of a queue, or None while the engine is to be given no more of them."""
         running = next(iter(self._engine.values()), None)
-        first = queue.replayed[0] if queue.replayed else None
-        if running is not None and (running.alone or (first is not None and first.alone)):
+        first, alone = queue.first_replayed, self._next_alone()
+        if running is not None and (running.alone or alone is not None):
+            return None
+        if alone is not None and alone is not first:
             return None
         generation = queue is self._generation
-        inside = len([state for state in self._engine.values() if state.queue is queue])
-        if inside >= (window(limits.sequences) if generation else MAX_EMBEDDING_REQUESTS):
+        if queue.running >= (window(limits.sequences) if generation else MAX_EMBEDDING_REQUESTS):
             return None
         if first is not None:
             queue.remove(first)
             return first
         if not generation:
-            return queue.pop(None, now)
+            return queue.pop(now)
         # A unified KV that is full by now, with the cells known to be needed (embedding needs none): one more
         # request would only wait in the engine.
         known = (len(state.request.prompt) + state.generated for state in self._engine.values())
         if limits.unified and sum(known) >= limits.cells:
             return None
-        active = self.tenants.active(now)
-        if len(active) == 1:
-            return queue.pop(None, now)
-        free = limits.sequences - inside
-        return queue.pop(
-            lambda tenant: free > _count_kept(self.tenants, active, tenant, limits.sequences, now), now
-        )
+        if self.tenants.active_count == 1:
+            return queue.pop(now)
+        if (free := limits.sequences - queue.running) <= 0:
+            return None
+        return queue.pop(now, free, self.tenants.kept_places(limits.sequences))
+
+    def _next_alone(self) -> RequestState | None:
+        """The request that must run alone next, of those at the head of either queue."""
+        heads = (self._generation.first_replayed, self._embedding.first_replayed)
+        alone = (state for state in heads if state is not None and state.alone)
+        return min(alone, key=lambda state: state.arrived, default=None)
 
     def close(self, state: RequestState) -> None:
         """The request has ended: remove it from the table. Exactly once."""
@@ -172,8 +188,7 @@ class RequestQueue:
             state.queue.remove(state)
             state.tenant.waiting -= 1
         else:
-            del self._engine[state.request.id]
-            state.tenant.running -= 1
+            self._leave_engine(state)
             state.tenant.drain_rate.note()
             self.drain_rate.note(state.input_tokens)
         del self.states[state.request.id]
@@ -192,33 +207,22 @@ class RequestQueue:
             to_blame = state.blame()
             (lost if state.begun or state.cancelled or to_blame else kept).append(state)
         for state in reversed(kept):
-            del self._engine[state.request.id]
+            self._leave_engine(state)
             state.stage = Stage.QUEUED
             state.dispatched = None
-            state.tenant.waiting += 1
-            state.tenant.running -= 1
+            self.tenants.queued(state.tenant)
             state.queue.push(state)
         return lost, kept
+
+    def _leave_engine(self, state: RequestState) -> None:
+        del self._engine[state.request.id]
+        state.queue.running -= 1
+        self.tenants.left(state.tenant, time.monotonic())
 
 
 def window(sequences: int) -> int:
     """How many the engine is given when order does not matter."""
     return sequences + max(2, sequences // 2)
-
-
-def _count_kept(tenants: Tenants, active: list[Tenant], tenant: Tenant, sequences: int, now: float) -> int:
-    """Free places that a tenant may not take: kept for the next requests of tenants that used them lately.
-
-    They are kept only from tenants that have had at least as much: else many small requests would keep theirs
-    while few large ones take the machine.
-    """
-    weight = sum(each.limits.weight for each in active)
-    kept = 0
-    for other in active:
-        if other is not tenant and tenants.start_tag(other) <= tenants.start_tag(tenant):
-            share = int(sequences * other.limits.weight / weight)
-            kept += max(0, min(share, other.peak(now)) - other.running)
-    return kept
 
 
 def _check_inputs(request: Request, limits: Limits | None) -> None:
@@ -229,13 +233,84 @@ def _check_inputs(request: Request, limits: Limits | None) -> None:
             raise ContextLengthExceeded.of_input(index, len(tokens), limits.embed.tokens)
 
 
+class Line:
+    """The waiting requests of one tenant in a priority class, the oldest first. Never empty while it stands.
+
+    A request is taken out anywhere in constant time, as those that are cancelled are.
+    """
+
+    __slots__ = ("states", "tenant")
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.states: OrderedDict[RequestState, None] = OrderedDict()
+
+    @property
+    def head(self) -> RequestState:
+        return next(iter(self.states))
+
+
 class PriorityClass:
-    """The waiting requests of one priority, by tenant. Never empty while it is in the queue."""
+    """The waiting requests of one priority, by tenant. Never empty while it is in the queue.
+
+    Two heaps find the next line without a look at each tenant: the lines of tenants that have not had more
+    than virtual time allows, by arrival, and those of tenants that have, by their virtual time. Both keys
+    only ever grow, so an entry that is out of date is mended when it comes to the top.
+    """
+
+    SPARE = 64  # entries of lines that are gone, in small heaps
 
     def __init__(self, priority: int, now: float) -> None:
         self.priority = priority
         self.served = now  # when a request of this class was last let in, or when it began to wait
-        self.lines: dict[Tenant, deque[RequestState]] = {}
+        self.count = 0
+        self.lines: OrderedDict[Tenant, Line] = OrderedDict()
+        self._even: list[tuple[int, Line]] = []
+        self._ahead: list[tuple[float, int, Line]] = []
+
+    def add(self, state: RequestState) -> None:
+        self.count += 1
+        if (line := self.lines.get(state.tenant)) is None:
+            line = self.lines[state.tenant] = Line(state.tenant)
+            heapq.heappush(self._even, (state.number, line))
+        line.states[state] = None
+
+    def remove(self, state: RequestState) -> None:
+        self.count -= 1
+        line = self.lines[state.tenant]
+        del line.states[state]
+        if not line.states:
+            del self.lines[state.tenant]
+            if len(self._even) + len(self._ahead) > 2 * len(self.lines) + self.SPARE:
+                self._ahead.clear()
+                self._even = [(line.head.number, line) for line in self.lines.values()]
+                heapq.heapify(self._even)
+
+    def next_line(self, virtual_time: float) -> Line:
+        """The line of the tenant that has had least, of equals the one that waits longest."""
+        even, ahead = self._even, self._ahead
+        while ahead and ahead[0][0] <= virtual_time:
+            if (line := heapq.heappop(ahead)[2]).states:
+                heapq.heappush(even, (line.head.number, line))
+        while even:
+            number, line = even[0]
+            if not line.states:
+                heapq.heappop(even)
+            elif (had := line.tenant.virtual) > virtual_time:
+                heapq.heappop(even)
+                heapq.heappush(ahead, (had, line.head.number, line))
+            elif line.head.number > number:
+                heapq.heapreplace(even, (line.head.number, line))
+            else:
+                return line
+        while True:
+            had, number, line = ahead[0]
+            if not line.states:
+                heapq.heappop(ahead)
+            elif line.tenant.virtual > had or line.head.number > number:
+                heapq.heapreplace(ahead, (line.tenant.virtual, line.head.number, line))
+            else:
+                return line
 
 
 class FairQueue:
@@ -252,75 +327,107 @@ class FairQueue:
     """
 
     AGEING_S = 1.0
+    MAX_SAMPLED = 16  # lines from which a position is estimated
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self.replayed: deque[RequestState] = deque()
+        self._replayed: deque[RequestState] = deque()  # no more than the engine held
         self._classes: dict[int, PriorityClass] = {}
+        self._pushed = 0  # in all
         self.count = 0
         self.tokens = 0  # of the prompts that wait
+        self.running = 0  # requests from here that are in the engine
 
     def __iter__(self) -> Iterator[RequestState]:
-        yield from self.replayed
+        yield from self._replayed
         for _, each in sorted(self._classes.items(), reverse=True):
             yield from sorted(
-                (state for line in each.lines.values() for state in line), key=lambda state: state.arrived
+                (state for line in each.lines.values() for state in line.states),
+                key=lambda state: state.number,
             )
+
+    @property
+    def first_replayed(self) -> RequestState | None:
+        return self._replayed[0] if self._replayed else None
 
     def push(self, state: RequestState) -> None:
         """Add a request; one that was in a crash goes back to the head, before all others."""
         self.count += 1
         self.tokens += state.input_tokens
         if state.crashes:
-            self.replayed.appendleft(state)
+            self._replayed.appendleft(state)
             return
+        self._pushed += 1
+        state.number = self._pushed
         priority = state.request.priority
         if (found := self._classes.get(priority)) is None:
             found = self._classes[priority] = PriorityClass(priority, state.arrived)
-        found.lines.setdefault(state.tenant, deque()).append(state)
+        found.add(state)
 
-    def pop(self, may_enter: Callable[[Tenant], bool] | None, now: float) -> RequestState | None:
-        """Take the next request of a tenant that may enter (None: any), and advance virtual time."""
+    def pop(self, now: float, free: int = 1, kept: Mapping[Tenant, int] | None = None) -> RequestState | None:
+        """Take the next request and advance virtual time; None if all `free` places are kept for others."""
         classes = list(self._classes.values())
         if len(classes) > 1:
             classes.sort(key=lambda each: each.priority + (now - each.served) / self.AGEING_S, reverse=True)
-        start_tag = self._tenants.start_tag
         for each in classes:
-            heads = [line[0] for tenant, line in each.lines.items() if may_enter is None or may_enter(tenant)]
-            if heads:
-                state = heads[0]
-                if len(heads) > 1:
-                    state = min(heads, key=lambda state: (start_tag(state.tenant), state.arrived))
-                state.tenant.virtual = self._tenants.virtual_time = start_tag(state.tenant)
+            line = self._next_allowed(each, free, kept or {})
+            if line is not None:
+                state = line.head
+                state.tenant.virtual = self._tenants.virtual_time = self._tenants.start_tag(state.tenant)
                 each.served = now
                 self.remove(state)
                 return state
         return None
 
+    def _next_allowed(self, each: PriorityClass, free: int, kept: Mapping[Tenant, int]) -> Line | None:
+        """The next line whose tenant may take one of the free places.
+
+        Places are kept only from tenants that have had at least as much: else many small requests would keep
+        theirs while few large ones take the machine. So where the next line must wait, all that come after
+        it must, but for those of tenants with kept places.
+        """
+        start_tag = self._tenants.start_tag
+
+        def allowed(tenant: Tenant) -> bool:
+            tag = start_tag(tenant)
+            return free > sum(
+                count for other, count in kept.items() if other is not tenant and start_tag(other) <= tag
+            )
+
+        line = each.next_line(self._tenants.virtual_time)
+        if allowed(line.tenant):
+            return line
+        return min(
+            (each.lines[tenant] for tenant in kept if tenant in each.lines and allowed(tenant)),
+            key=lambda line: (start_tag(line.tenant), line.head.number),
+            default=None,
+        )
+
     def remove(self, state: RequestState) -> None:
         self.count -= 1
         self.tokens -= state.input_tokens
         if state.crashes:
-            self.replayed.remove(state)
+            self._replayed.remove(state)
             return
         each = self._classes[state.request.priority]
-        line = each.lines[state.tenant]
-        line.remove(state)
-        if not line:
-            del each.lines[state.tenant]
-            if not each.lines:
-                del self._classes[each.priority]
+        each.remove(state)
+        if not each.count:
+            del self._classes[each.priority]
 
     def position(self, state: RequestState) -> int:
-        """How many go before it, and itself, if no others come; between tenants an estimate by weight."""
+        """How many go before the newest of its tenant's requests, and itself, if no others come.
+
+        Between tenants it is an estimate by weight, with many of them from a sample.
+        """
         each = self._classes[state.request.priority]
-        own = each.lines[state.tenant].index(state) + 1
-        ahead = len(self.replayed)
-        for other in self._classes.values():
-            if other.priority > each.priority:
-                ahead += sum(map(len, other.lines.values()))
-        for tenant, line in each.lines.items():
-            if tenant is not state.tenant:
-                turns = own * tenant.limits.weight / state.tenant.limits.weight
-                ahead += min(len(line), math.ceil(turns))
-        return ahead + own
+        own = len(each.lines[state.tenant].states)
+        ahead = len(self._replayed)
+        ahead += sum(other.count for other in self._classes.values() if other.priority > each.priority)
+        others = [
+            line for line in islice(each.lines.values(), self.MAX_SAMPLED) if line.tenant is not state.tenant
+        ]
+        turns = own / state.tenant.limits.weight
+        before = sum(min(len(line.states), math.ceil(turns * line.tenant.limits.weight)) for line in others)
+        if others:
+            before = before * (len(each.lines) - 1) // len(others)
+        return ahead + before + own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from cllm.errors import InvalidRequest, RateLimited
 from cllm.types import Request, TenantLimits
@@ -60,7 +60,7 @@ class DrainRate:
 class Tenant:
     """One tenant's account. `virtual` is its virtual time: tokens had, divided by weight."""
 
-    HOLD_S = 2.0  # how long a tenant's places in the engine are kept for its next request
+    HOLD_S = 2.0  # a period. What a tenant used of the engine is kept for it to the end of the next
 
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
@@ -68,7 +68,7 @@ class Tenant:
         self.waiting = 0
         self.running = 0
         self.drain_rate = DrainRate()
-        self._period = time.monotonic()
+        self._period = 0  # the number of the present one
         self._peaks = (0, 0)  # maximum in the engine at once: of the last period, of this one
         self.limit(limits)
 
@@ -102,46 +102,112 @@ class Tenant:
         if self.token_bucket is not None:
             self.token_bucket.take(tokens, now)
 
-    def peak(self, now: float) -> int:
-        """The maximum of its requests in the engine at once, lately."""
-        elapsed = now - self._period
-        if elapsed >= self.HOLD_S:
-            self._peaks = (self._peaks[1] if elapsed < 2 * self.HOLD_S else 0, self.running)
-            self._period = now
+    def peak(self, period: int) -> int:
+        """The maximum of its requests in the engine at once, in this period and the last."""
+        if (passed := period - self._period) > 0:
+            self._peaks = (self._peaks[1] if passed == 1 else self.running, self.running)
+            self._period = period
         elif self.running > self._peaks[1]:
             self._peaks = (self._peaks[0], self.running)
-        return max(*self._peaks, self.running)
+        return max(self._peaks)
 
 
 class Tenants:
-    """All tenants by name. Names that are not registered are tenants too, without limits."""
+    """All tenants by name. Names that are not registered are tenants too, without limits.
+
+    Those with requests here, or in the engine a moment ago, are active. All lose that, and the places kept
+    for them, at the end of a period and at no other time: so there is one moment to look at the queue again.
+    """
 
     MAX_UNKNOWN = 256  # accounts of unregistered names that are kept
 
     def __init__(self) -> None:
         self._limits: dict[str, TenantLimits] = {}
         self._tenants: dict[str, Tenant] = {}
+        self._forget_at = self.MAX_UNKNOWN  # so many accounts
+        self._active: dict[Tenant, None] = {}
+        self._recent: dict[Tenant, None] = {}  # of the active, those in the engine now or a moment ago
+        self._period = 0
+        self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
 
     def register(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace all limits. Accounts go on; changed limits count from now."""
         self._limits = dict(limits)
+        self._forget_at = len(self._limits) + self.MAX_UNKNOWN
         for tenant in self._tenants.values():
             if (new := self._limits.get(tenant.name, TenantLimits())) != tenant.limits:
                 tenant.limit(new)
+        self._weigh()
 
     def find(self, name: str) -> Tenant:
         """The account of a tenant, opened if it is new."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            if len(self._tenants) >= len(self._limits) + self.MAX_UNKNOWN:
+            if len(self._tenants) >= self._forget_at:
                 self._forget()
             tenant = self._tenants[name] = Tenant(name, self._limits.get(name, TenantLimits()))
         return tenant
 
-    def active(self, now: float) -> list[Tenant]:
-        """Tenants with requests here, now or a moment ago."""
-        return [tenant for tenant in self._tenants.values() if tenant.waiting or tenant.peak(now)]
+    # Who is here -----------------------------------------------------------------------------------
+
+    def queued(self, tenant: Tenant) -> None:
+        """One more of its requests waits."""
+        tenant.waiting += 1
+        if tenant not in self._active:
+            self._active[tenant] = None
+            self._weight += tenant.limits.weight
+            self._max_weight = max(self._max_weight, tenant.limits.weight)
+
+    def entered(self, tenant: Tenant) -> None:
+        """One of its waiting requests goes to the engine."""
+        tenant.waiting -= 1
+        tenant.running += 1
+        tenant.peak(self._period)
+        self._recent[tenant] = None
+
+    def left(self, tenant: Tenant, now: float) -> None:
+        """One of its requests has left the engine."""
+        self.advance(now)  # it was there until now
+        tenant.running -= 1
+
+    def advance(self, now: float) -> None:
+        """Time goes on: what was kept longer than a period lapses."""
+        if (period := int(now // Tenant.HOLD_S)) == self._period:
+            return
+        self._period = period
+        self._recent = {tenant: None for tenant in self._recent if tenant.peak(period)}
+        self._active = {tenant: None for tenant in self._active if tenant.waiting or tenant in self._recent}
+        self._weigh()
+
+    def _weigh(self) -> None:
+        weights = [tenant.limits.weight for tenant in self._active]
+        self._weight, self._max_weight = sum(weights), max(weights, default=0.0)
+
+    @property
+    def active_count(self) -> int:
+        return len(self._active)
+
+    @property
+    def period_end(self) -> float:
+        """When something may lapse next."""
+        return (self._period + 1) * Tenant.HOLD_S
+
+    def kept_places(self, places: int) -> dict[Tenant, int]:
+        """Of the engine's places, those kept for the next requests of tenants that used them lately.
+
+        A tenant's share by weight is the limit.
+        """
+        if places * self._max_weight < self._weight:
+            return {}  # the usual case with many tenants: not one has a share of a whole place
+        return {tenant: kept for tenant, kept in self._count_kept(places) if kept > 0}
+
+    def _count_kept(self, places: int) -> Iterator[tuple[Tenant, int]]:
+        for tenant in self._recent:
+            share = int(places * tenant.limits.weight / self._weight)
+            yield tenant, min(share, tenant.peak(self._period)) - tenant.running
+
+    # Shares ----------------------------------------------------------------------------------------
 
     def start_tag(self, tenant: Tenant) -> float:
         """Its place in virtual time; an idle tenant starts now, without credit for the past."""
@@ -152,9 +218,10 @@ class Tenants:
         self.virtual_time = max([self.virtual_time, *(each.virtual for each in self._tenants.values())])
 
     def _forget(self) -> None:
-        busy = {tenant.name for tenant in self.active(time.monotonic())}
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
-            if name in busy or name in self._limits or tenant.virtual > self.virtual_time
+            if tenant in self._active or name in self._limits or tenant.virtual > self.virtual_time
         }
+        # Not to look through all of them for each new name while most are busy.
+        self._forget_at = max(len(self._limits) + self.MAX_UNKNOWN, 2 * len(self._tenants))

@@ -25,8 +25,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from cllm.errors import ConfigError
-from cllm.types import TenantLimits
+from cllm.errors import ConfigError, InvalidRequest
+from cllm.types import TenantLimits, check_finite
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,11 @@ def read_keys(path: Path) -> dict[bytes, TenantLimits]:
     try:
         document = tomllib.loads(path.read_text())
         entries = msgspec.convert(document, dict[Name, KeyEntry])
+        for table in document.values():
+            check_finite(table)
     except OSError as error:
         raise ConfigError(f"the keys file {path.name} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, InvalidRequest) as error:
         raise ConfigError(f"the keys file {path.name} is wrong: {error}") from None
     if not entries:
         raise ConfigError(f"the keys file {path.name} holds no key: `cllm keys new` makes one")

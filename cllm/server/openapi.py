@@ -54,7 +54,7 @@ WHEN = {
     429: "The queue is full, or the key has reached its limits (`rate_limit_exceeded`)",
     431: "The address and headers are too large",
     500: "The engine died or failed",
-    503: "Loading, restarting or shutting down",
+    503: "Loading, an engine that keeps crashing, or shutting down",
     504: "The request's deadline passed before anything was sent",
 }
 _NO_ADMIN = "; or the key is not an admin's"

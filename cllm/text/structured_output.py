@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -16,23 +18,46 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.types import ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
+from cllm.types import GRAMMAR_CACHE_BYTES, ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 
 MAX_SOURCE = 256 << 10  # characters
 MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
 MAX_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
-CACHE_SIZE = 64  # compiled grammars
+MIN_COMPILED_BYTES = 32 << 10
+MAX_LEXER_STATES = 1 << 16  # of one grammar; they are made while it is used
+STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
+TOKEN_BYTES = 16_000  # by which a token of an answer makes its grammar grow, at most; usually by none
+MAX_CHECKED = 1024  # grammars known to be valid
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, max_grammar_size=200_000, verbose_errors=False
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    max_lexer_states=MAX_LEXER_STATES,
+    max_grammar_size=200_000,
+    verbose_errors=False,
 )
 
 
-class Constraint:
-    """Grammar state of one answer. Cheap to copy; can be rolled back."""
+class CompiledGrammar:
+    """A compiled grammar and the memory it takes. Its answers share a lexer, which grows with their text."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, compiled_bytes: int) -> None:
+        self.matcher = matcher
+        self.compiled_bytes = compiled_bytes
+        self.tokens = 0  # of all answers
+
+    @property
+    def memory_bytes(self) -> int:
+        """An upper bound: llguidance does not say how far the lexer has grown."""
+        return self.compiled_bytes + min(self.tokens * TOKEN_BYTES, MAX_LEXER_STATES * STATE_BYTES)
+
+
+class Constraint:
+    """Grammar state of one answer. Can be rolled back."""
+
+    def __init__(self, grammar: CompiledGrammar, vocabulary_size: int) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
         self._size = vocabulary_size
 
     def mask(self) -> TokenMask:
@@ -48,6 +73,7 @@ class Constraint:
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""
+        self._grammar.tokens += 1
         self._matcher.consume_token(token)
         self._check()
 
@@ -67,17 +93,46 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Grammar compiler for one vocabulary, with a cache of compiled grammars."""
+    """Grammar compiler for one vocabulary, with a cache of compiled grammars. One thread at a time.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    The cache takes at most `cache_bytes`; the least recently used grammar is evicted first, and compiled
+    again when it is wanted. One that an answer uses is freed when the answer has ended.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, cache_bytes: int = GRAMMAR_CACHE_BYTES) -> None:
         self._size = vocabulary.size
         wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
         self._tokenizer = LLTokenizer(wrapper, eos_token=sorted(vocabulary.ends))
-        self._cached = lru_cache(CACHE_SIZE)(self._compile)
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[ConstraintSpec, CompiledGrammar] = OrderedDict()
+        self._checked: OrderedDict[bytes, None] = OrderedDict()  # digests
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the cached grammars take, at most."""
+        return sum(grammar.memory_bytes for grammar in self._cached.values())
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
         """A new constraint. Raises InvalidRequest for a grammar that is invalid or too complex."""
-        return Constraint(self._cached(spec).deep_copy(), self._size)
+        if (grammar := self._cached.pop(spec, None)) is None:
+            before = _allocated_bytes()
+            matcher = self._compile(spec)
+            # Other threads allocate and free at the same time: no less than such a source takes at least.
+            usual = MIN_COMPILED_BYTES + 32 * len(spec.source)
+            grammar = CompiledGrammar(matcher, max(usual, _allocated_bytes() - before))
+        self._cached[spec] = grammar
+        while self.memory_bytes > self._cache_bytes:
+            self._cached.popitem(last=False)
+        return Constraint(grammar, self._size)
+
+    def check(self, spec: ConstraintSpec) -> None:
+        """Raise InvalidRequest where `compile` would. Keeps no grammar."""
+        digest = hashlib.blake2b(f"{spec.kind}:{spec.source}".encode("utf-8", "surrogatepass")).digest()
+        if digest not in self._checked:
+            self._compile(spec)
+            self._checked[digest] = None
+            if len(self._checked) > MAX_CHECKED:
+                self._checked.popitem(last=False)
 
     def _compile(self, spec: ConstraintSpec) -> LLMatcher:
         field = spec.kind.field
@@ -143,6 +198,28 @@ def _first_line(text: str) -> str:
     return text.strip().splitlines()[0][:300] if text.strip() else ""
 
 
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _allocated_bytes() -> int:
+    """Bytes that native code has allocated in this process; 0 where the C library does not say."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
 class _Tokenizer:
     """Vocabulary in the interface that llguidance expects."""
 
@@ -164,29 +241,19 @@ class _Tokenizer:
         return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
 
 
-class GrammarCompilerThread:
-    """Grammar compiler in a thread, and bitmasks. Its only native access is to the vocabulary, read-only."""
+class MaskBuilder:
+    """The masks of several constraints in one native call. Owner thread only."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="cllm-grammars")
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(self._vocabulary)  # takes half a second, so made on first use
+    def __init__(self, vocabulary_size: int) -> None:
+        self._size = vocabulary_size
 
     @cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """`mask()` of each constraint, or the error it raises, in one native call. On the owner thread."""
-        if not constraints:
-            return []
-        size = self._vocabulary.size
+        """`mask()` of each constraint, or the error it raises."""
+        size = self._size
         words = allocate_token_bitmask(len(constraints), size)
         matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]
         fill_next_token_bitmask_par(self._executor, matchers, words)
@@ -198,7 +265,3 @@ class GrammarCompilerThread:
             except InvalidRequest as error:
                 found.append(error)
         return found
-
-    def submit(self, spec: ConstraintSpec) -> Future[Constraint]:
-        """Compile in the thread; the future fails with InvalidRequest."""
-        return self._thread.submit(lambda: self._compiler.compile(spec))

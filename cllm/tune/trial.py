@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from cllm.backend.base import Row
+from cllm.backend.base import KVState, Row
 from cllm.backend.llama.context import CELL_BLOCK, LlamaContext, NativeBatch
 from cllm.backend.llama.library import DeferredFrees, Library, load
 from cllm.backend.llama.model import LlamaModel
@@ -37,7 +37,7 @@ MIN_S_TO_JUDGE = 0.2  # the system counts in hundredths of a second
 LOGIT_ROWS = 128  # of a whole vocabulary each
 MAX_PREFIXES = 3  # flash attention and layout are varied one after the other
 
-Prefixes = dict[Hashable, bytes]  # saved states, by length and by the settings they depend on
+Prefixes = dict[Hashable, KVState]  # saved states, by length and by the settings they depend on
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +178,7 @@ class Bench:
         plan, ids = self._plan, range(self._plan.requests)
         first, rest = ids[0], ids[1:]
         seconds: dict[str, float] = {}
-        short = b""
+        short: KVState = b""
         if plan.steps:
             prefill_s = self._fill(first, 0, plan.short)
             if plan.prompt:
@@ -262,12 +262,12 @@ class Bench:
     def _tokens(self, begin: int, end: int) -> list[int]:
         return [self._text[position % len(self._text)] for position in range(begin, end)]
 
-    def _save(self, seq_id: int) -> bytes:
+    def _save(self, seq_id: int) -> KVState:
         if (state := self._context.save(seq_id)) is None:
             raise EngineError("a sequence's state cannot be saved")
         return state
 
-    def _restore(self, ids: Iterable[int], state: bytes) -> None:
+    def _restore(self, ids: Iterable[int], state: KVState) -> None:
         # Not llama_memory_seq_cp: in a unified pool the copies would share cells, and look cheap.
         for seq_id in ids:
             if not self._context.restore(seq_id, state):

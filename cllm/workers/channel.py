@@ -4,51 +4,67 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+
+from cllm.errors import EngineNotReady
 
 log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
+CHUNK = 1 << 16  # bytes read at a time
+
+
+class FrameBuffer:
+    """Whole frames out of the bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, chunk: bytes) -> None:
+        self._data += chunk
+
+    def take(self) -> bytes | None:
+        """The next frame, or None until more of it has been added."""
+        if len(self._data) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+        if len(self._data) < end:
+            return None
+        frame = bytes(self._data[_LENGTH.size : end])
+        del self._data[:end]
+        return frame
 
 
 class Channel:
-    """Length-prefixed frames over a socket. Sending is safe from several threads."""
+    """Length-prefixed frames over a blocking socket: the worker's end. Several threads may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._lock = threading.Lock()
-        self._buffer = bytearray()
-        self._timeout_s: float | None = None
+        self._buffer = FrameBuffer()
 
     def send(self, frame: bytes) -> None:
-        """Send a whole frame; raises OSError when the other side is gone."""
+        """Send a whole frame, waiting for the other side; raises OSError when that is gone."""
         with self._lock:
             self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
 
-    def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next frame, or None at the end; TimeoutError when nothing comes for that long."""
-        if timeout_s != self._timeout_s:  # a system call each time otherwise
-            self._socket.settimeout(timeout_s)
-            self._timeout_s = timeout_s
-        while True:
-            if len(self._buffer) >= _LENGTH.size:
-                end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
-                if len(self._buffer) >= end:
-                    break
+    def receive(self) -> bytes | None:
+        """The next frame, or None at the end."""
+        while (frame := self._buffer.take()) is None:
             try:
-                chunk = self._socket.recv(1 << 16)
+                chunk = self._socket.recv(CHUNK)
             except ConnectionError:
-                chunk = b""
+                return None
             if not chunk:
                 return None
-            self._buffer += chunk
-        frame = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
+            self._buffer.add(chunk)
         return frame
 
     def close(self) -> None:
@@ -59,64 +75,178 @@ class Channel:
 
 
 class WorkerProcess:
-    """`python -m MODULE FD ROLE arguments…`, never forked. It exits when its end of the pair reads EOF."""
+    """`python -m MODULE FD ROLE arguments…`, never forked. It exits when its end of the pair reads EOF.
 
-    def __init__(self, module: str, role: str, *arguments: str, silence_limit_s: float | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), role, *arguments],
+    One thread runs it: `open`, `frames`, `close`. Any thread may `send`, `kill` and `end`; none of these
+    waits. What the process does not read yet is kept here and written by the thread in `frames`.
+    """
+
+    MAX_PENDING_BYTES = 64 << 20  # kept for a process that does not read
+    END_LIMIT_S = 3.0  # a process whose input has ended may take so long to exit
+    SETTLE_S = 0.2  # silence is judged after so long without a byte, even when this process was suspended
+
+    def __init__(self, module: str, role: str, *arguments: str, silence_limit_s: float) -> None:
+        self.role = role
+        self.silence_limit_s = silence_limit_s  # without a frame for so long it is killed
+        self._command = (module, role, *arguments)
+        self._lock = threading.Lock()
+        self._pending = bytearray()  # sent, but not yet written
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._waker: socket.socket | None = None  # a byte sent here ends the wait in `frames`
+        self._wakeups: socket.socket | None = None  # and is read here
+        self.killed = False
+        self._killed_for: str | None = None
+        self._ended = False
+
+    def open(self) -> None:
+        """Start the process, unless it was ended already. Raises OSError."""
+        if self.killed or self._ended:
+            return
+        with contextlib.ExitStack() as on_error:
+            ours, theirs = map(on_error.enter_context, socket.socketpair())
+            wakeups, waker = map(on_error.enter_context, socket.socketpair())
+            for each in (ours, wakeups, waker):
+                each.setblocking(False)
+            module, *arguments = self._command
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C is for the parent, which then ends the worker in good order.
                 start_new_session=True,
             )
-        self.role = role
-        self.channel = Channel(ours)
-        self.silence_limit_s = silence_limit_s  # None: it may be silent for ever
-        self._killed_for: str | None = None
+            on_error.pop_all()
+        theirs.close()
+        with self._lock:
+            self._process, self._socket, self._wakeups, self._waker = process, ours, wakeups, waker
+            if self.killed:
+                process.kill()
+            if self._ended:
+                self._shut_down(ours)
+
+    def send(self, frame: bytes, *, refusable: bool = False) -> None:
+        """Send a frame without waiting. A process that has ended drops it.
+
+        Raises EngineNotReady where the frame is `refusable` and the process does not read what it has.
+        """
+        with self._lock:
+            pending = len(self._pending)
+            if refusable and pending and pending + len(frame) > self.MAX_PENDING_BYTES:
+                raise EngineNotReady(
+                    f"the {self.role} process does not read its input: {pending >> 20} MiB wait for it, "
+                    f"at most {self.MAX_PENDING_BYTES >> 20} MiB may; try again in a few seconds"
+                )
+            if self._ended:
+                return
+            self._pending += _LENGTH.pack(len(frame))
+            self._pending += frame
+            if not pending and self._waker is not None:
+                self._write()
+                if self._pending:
+                    with contextlib.suppress(OSError):
+                        self._waker.send(b"\0")
+
+    def _write(self) -> None:
+        """Write what the socket takes now."""
+        assert self._socket is not None
+        try:
+            del self._pending[: self._socket.send(self._pending)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone: `frames` reads the end
+            self._pending.clear()
+            self._ended = True
 
     def frames(self) -> Iterator[bytes]:
         """The frames of the process, until it ends. Silence beyond the limit kills it."""
+        connection, wakeups = self._socket, self._wakeups
+        if connection is None or wakeups is None:
+            return
+        buffer = FrameBuffer()
+        heard = time.monotonic()
+        poll = select.poll()
+        poll.register(wakeups, select.POLLIN)
         while True:
-            try:
-                frame = self.channel.receive(self.silence_limit_s)
-            except TimeoutError:
-                self._killed_for = f"it said nothing for {self.silence_limit_s:.0f} s"
-                self.kill()
-                continue
-            except OSError:
-                break
-            if frame is None:
-                break
-            yield frame
-        self.kill()  # EOF without an exit would leave a zombie
-        self._process.wait()
-        self.channel.close()
+            # Read without the lock: what is sent from now on wakes the wait.
+            poll.register(connection, select.POLLIN | (select.POLLOUT if self._pending else 0))
+            left_s = heard + self.silence_limit_s - time.monotonic()
+            ready = dict(poll.poll(1000 * max(self.SETTLE_S, left_s)))
+            if wakeups.fileno() in ready:
+                wakeups.recv(CHUNK)
+            happened = ready.get(connection.fileno(), 0)
+            if happened & select.POLLOUT:
+                with self._lock:
+                    self._write()
+            if happened & ~select.POLLOUT:
+                try:
+                    chunk = connection.recv(CHUNK)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    return
+                if not chunk:
+                    return
+                buffer.add(chunk)
+                while (frame := buffer.take()) is not None:
+                    yield frame
+                    heard = time.monotonic()
+            elif time.monotonic() >= heard + self.silence_limit_s:
+                self.kill(f"it said nothing for {self.silence_limit_s:.0f} s")
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+    def kill(self, because: str | None = None) -> None:
+        """End it now; one that has not been started will not be."""
+        with self._lock:
+            self.killed = True
+            self._killed_for = self._killed_for or because
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+
+    def end(self) -> None:
+        """Close its input, on which it exits; `close` waits for that. One not yet started will not be."""
+        with self._lock:
+            self._ended = True
+            self._pending.clear()
+            if self._socket is not None:
+                self._shut_down(self._socket)
+
+    @staticmethod
+    def _shut_down(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Wait until it has exited; SIGKILL if that takes too long. Then nothing is left of it."""
+        self.end()
+        with self._lock:
+            for each in (self._socket, self._waker, self._wakeups):
+                if each is not None:
+                    each.close()
+            self._socket = self._waker = self._wakeups = None
+        if self._process is None:
+            return
+        for _ in range(2):
+            try:
+                self._process.wait(self.END_LIMIT_S)
+                return
+            except subprocess.TimeoutExpired:
+                log.warning("the %s process did not exit by itself: killing it", self.role)
+                self.kill()
+        log.error("the %s process cannot be ended", self.role)
 
     @property
     def exit_signal(self) -> int:
-        """The signal that ended it; 0: it exited by itself. Waits for the end."""
-        return max(0, -self._process.wait())
+        """The signal that ended it; 0: it exited by itself. After `close`."""
+        if self._process is None or self._process.returncode is None:
+            return int(signal.SIGKILL)
+        return max(0, -self._process.returncode)
 
     def exit_reason(self) -> str:
-        """How it ended, in a sentence. Waits for the end."""
+        """How it ended, in a sentence. After `close`."""
         if self._killed_for:
             return f"the {self.role} process was killed: {self._killed_for}"
         if number := self.exit_signal:
             return f"the {self.role} process was ended by {signal.Signals(number).name}"
-        return f"the {self.role} process exited with code {self._process.wait()}"
-
-    def close(self) -> None:
-        """End it: EOF first, SIGKILL if that is not enough. Returns when it is gone."""
-        self.channel.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            log.warning("the %s process did not exit by itself: killing it", self.role)
-            self.kill()
-            self._process.wait()
+        assert self._process is not None
+        return f"the {self.role} process exited with code {self._process.returncode}"

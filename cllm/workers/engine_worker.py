@@ -21,7 +21,7 @@ import msgspec
 from cllm.backend.base import ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.errors import CllmError
+from cllm.errors import CllmError, ShuttingDown
 from cllm.logs import configure_logging
 from cllm.workers.channel import Channel
 from cllm.workers.executor import Receive, TokenizerClient
@@ -30,6 +30,7 @@ from cllm.workers.tokenizer import LocalTokenizer, TokenizerWorker, serve_tokeni
 
 log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
+BAD_COMMAND = 3  # the exit code after a command that cannot be decoded; its content is not logged
 MakeRunner = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 ServeTokenizer = Callable[[Channel, EngineConfig], None]
 
@@ -43,13 +44,20 @@ class EngineWorker:
         self._core: EngineCore | None = None
 
     def run(self, config: EngineConfig, make_runner: MakeRunner) -> None:
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        # It reads before there is a core: end of input ends the process while the model loads, too.
+        threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
         self._emit(core.ready)
-        threading.Thread(target=self._read_commands, args=(core,), name="commands", daemon=True).start()
+        core.preparation.warm_up()
         core.run()
         runner.close()
+
+    @property
+    def step_age_s(self) -> float:
+        """How long the running step has run; 0 between steps."""
+        started = self._core.step_started if self._core is not None else None
+        return time.perf_counter() - started if started is not None else 0.0
 
     def _emit(self, report: Report) -> None:
         try:
@@ -57,20 +65,33 @@ class EngineWorker:
         except OSError:
             os._exit(0)  # the parent is gone
 
-    def _beat(self) -> None:
+    def _read_commands(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Command)
+        try:
+            while (frame := self._channel.receive()) is not None:
+                command = decoder.decode(frame)
+                assert self._core is not None, "commands come after Ready"
+                self._core.post(command)
+                if isinstance(command, Stop):
+                    return
+        except Exception as error:  # else the engine would live on without hearing anything
+            log.critical("a command could not be read: %s", type(error).__name__)
+            os._exit(BAD_COMMAND)
+        os._exit(0)  # EOF: the parent is gone
+
+
+def start_heartbeats(channel: Channel, step_age_s: Callable[[], float] = lambda: 0.0) -> None:
+    """Send a heartbeat every second, from a thread of its own, for as long as this process lives."""
+
+    def beat() -> None:
         while True:
-            started = self._core.step_started if self._core is not None else None
-            self._emit(Heartbeat(time.perf_counter() - started if started is not None else 0.0))
+            try:
+                channel.send(msgspec.msgpack.encode(Heartbeat(step_age_s())))
+            except OSError:
+                os._exit(0)  # the parent is gone
             time.sleep(HEARTBEAT_S)
 
-    def _read_commands(self, core: EngineCore) -> None:
-        decoder = msgspec.msgpack.Decoder(Command)
-        while (frame := self._channel.receive()) is not None:
-            command = decoder.decode(frame)
-            core.post(command)
-            if isinstance(command, Stop):
-                return
-        os._exit(0)  # EOF: the parent is gone
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
 class ThreadExecutor:
@@ -80,28 +101,44 @@ class ThreadExecutor:
     tokenizer: TokenizerClient  # once the model is loaded
 
     def __init__(
-        self, make_runner: Callable[[Callable[[float], None]], ModelRunner], config: EngineConfig
+        self,
+        make_runner: Callable[[Callable[[float], None]], ModelRunner],
+        config: EngineConfig,
+        *,
+        tokenizer_threads: int = 0,
     ) -> None:
-        """`make_runner` gets a function that takes the progress of loading, 0 to 1."""
+        """`make_runner` gets a function that takes the progress of loading, 0 to 1, and raises to end it."""
         self._make_runner = make_runner
         self._config = config
+        self._tokenizer_threads = tokenizer_threads
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.stop_limit_s: float | None = None  # how long `stop` waits; None: until the thread has ended
 
-    def start(self, receive: Receive) -> None:
-        self._thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
-        self._thread.start()
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
+        thread = threading.Thread(target=self._run, args=(receive,), name="cllm-engine", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self, receive: Receive) -> None:
+        def progress(fraction: float) -> None:
+            if self._stopping:
+                raise ShuttingDown("the model was closed while it was loading")
+            receive(Loading(fraction))
+
         try:
-            with closing(self._make_runner(lambda fraction: receive(Loading(fraction)))) as runner:
-                self._core = core = EngineCore(runner, self._config, receive)
+            with closing(self._make_runner(progress)) as runner:
+                core = EngineCore(runner, self._config, receive)
                 info = runner.info
                 worker = TokenizerWorker(
                     runner.vocabulary, info.chat_template, tool_template=info.tool_template
                 )
                 # Closed before the runner, whose vocabulary it reads from any thread.
-                with closing(LocalTokenizer(worker)) as self.tokenizer:
+                with closing(LocalTokenizer(worker, self._tokenizer_threads)) as self.tokenizer:
+                    self._core = core  # from here on `stop` reaches it
+                    if self._stopping:
+                        core.post(Stop())
                     receive(core.ready)
                     core.run()
         except Exception as error:
@@ -111,10 +148,15 @@ class ThreadExecutor:
         if self._core is not None:
             self._core.post(command)
 
+    def end_tasks(self) -> None:
+        pass  # none outlives its call
+
     def stop(self) -> None:
+        """End it, also in the middle of loading. What cannot be interrupted is waited for."""
+        self._stopping = True
         self.send(Stop())
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(self.stop_limit_s)
 
 
 def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
@@ -138,9 +180,15 @@ def main(
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     try:
         if role == "engine":
-            EngineWorker(channel).run(config, make_runner)
+            engine = EngineWorker(channel)
+            start_heartbeats(channel, lambda: engine.step_age_s)
+            engine.run(config, make_runner)
         else:
+            start_heartbeats(channel)
             serve_tokenizer(channel, config)
+    except msgspec.MsgspecError as error:
+        log.critical("a message could not be decoded: %s", type(error).__name__)
+        return BAD_COMMAND
     except Exception as error:
         channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
         return 1

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, EngineDied, InvalidRequest, ShuttingDown, from_code
+from cllm.errors import CllmError, InvalidRequest, ShuttingDown, from_code
 from cllm.types import TokenBound
 from cllm.workers.messages import (
     Command,
     Died,
     Refused,
     Report,
+    Submit,
     TokenizerAnswer,
     TokenizerCall,
     TokenizerReady,
@@ -30,7 +31,7 @@ from cllm.workers.messages import (
     TokenizerTask,
     check_task,
 )
-from cllm.workers.supervisor import WORKER_MODULE, Backoff, Supervisor
+from cllm.workers.supervisor import START_FAILED, WORKER_MODULE, Backoff, Supervisor
 from cllm.workers.tokenizer_queue import WAIT_LIMIT_S, Call, TokenizerQueue, busy_error
 
 log = logging.getLogger(__name__)
@@ -58,11 +59,17 @@ class Executor(Protocol):
     def tokenizer(self) -> TokenizerClient:
         """The tokenizer of this model; of an engine in a thread only once it is Ready."""
 
-    def start(self, receive: Receive) -> None:
-        """Begin to load; returns at once. Only after `Died` may it be called again."""
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
+        """Begin to load, after the delay; returns at once. Only after `Died` may it be called again."""
 
     def send(self, command: Command) -> None:
-        """Pass a command on. An engine that has ended drops it, and `Died` follows."""
+        """Pass a command on, without waiting. An engine that has ended drops it, and `Died` follows.
+
+        Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
+        """
+
+    def end_tasks(self) -> None:
+        """Fail the tokenizer tasks that are left, and accept no more; returns at once."""
 
     def stop(self) -> None:
         """End it and wait until nothing native is left. Idempotent."""
@@ -74,22 +81,34 @@ class ProcessExecutor:
     restartable = True
 
     def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
-        self._engine = Supervisor(
-            "engine", config, Report, heartbeats=True, log_level=log_level, module=module
-        )
+        self._engine = Supervisor("engine", config, Report, log_level=log_level, module=module)
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
-        self._encoder = msgspec.msgpack.Encoder()
 
-    def start(self, receive: Receive) -> None:
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.tokenizer.start()
-        self._engine.start(receive)
+        self._engine.start(receive, delay_s)
 
     def send(self, command: Command) -> None:
-        self._engine.send(self._encoder.encode(command))
+        # Only a request can be refused: a cancel must reach the engine.
+        self._engine.send(encode(command), refusable=isinstance(command, Submit))
+
+    def end_tasks(self) -> None:
+        self.tokenizer.end()
 
     def stop(self) -> None:
-        self._engine.close()
+        self._engine.end()  # both exit at the same time
         self.tokenizer.close()
+        self._engine.close()
+
+
+def encode(message: Command | TokenizerCall) -> bytes:
+    """The frame of a message. Raises InvalidRequest where no frame can carry it."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except OverflowError:  # free-form parts (tools, template options) may hold anything
+        raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
 
 
 def settle(future: Future[Any], answer: object) -> None:
@@ -114,12 +133,14 @@ class ProcessTokenizer:
     cost no time of their limit.
     """
 
-    WATCH_S = 0.5  # between two looks at the time limits
-
     def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
-        reports = TokenizerReady | TokenizerReply | Died
         self._supervisor = Supervisor(
-            "tokenizer", config, reports, heartbeats=False, log_level=log_level, module=module
+            "tokenizer",
+            config,
+            TokenizerReady | TokenizerReply,
+            beat=self._keep_limits,
+            log_level=log_level,
+            module=module,
         )
         self._backoff = Backoff()
         self._lock = threading.RLock()
@@ -127,40 +148,27 @@ class ProcessTokenizer:
         self._queue = TokenizerQueue()
         self._running: dict[int, Call] = {}  # in the worker
         self.bound = TokenBound()  # of the vocabulary, once a worker has loaded it
-        self._up = False  # a process runs
+        self._up = False  # a process runs, or will after the back-off
         self._ready = False  # it takes tasks
-        self._restarting = False
         self._closed = False
         self._aborted = False  # the process is being killed because of a task that hangs: none is to blame
-        self._watch_ends = threading.Event()
-        self._watch: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, delay_s: float = 0.0) -> None:
         """Start the process, before the first task or after a crash. Idempotent."""
         with self._lock:
-            if not (self._up or self._restarting or self._closed):
+            if not (self._up or self._closed):
+                self._supervisor.start(self._receive, delay_s)
                 self._up = True
-                self._supervisor.start(self._receive)
 
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         call_id = next(self._call_ids)
-        try:
-            check_task(task, self)
-            frame = msgspec.msgpack.encode(TokenizerCall(call_id, task))
-        except OverflowError:  # free-form parts (tools, template options) may hold what no message can carry
-            raise InvalidRequest("a number is out of range: whole numbers must fit into 64 bits") from None
-        except UnicodeEncodeError:
-            raise InvalidRequest("a text holds a lone surrogate: it must be valid Unicode") from None
-        call = Call(call_id, task, frame, tenant)
+        check_task(task, self)
+        call = Call(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
         with self._lock:
             if self._closed:
                 raise ShuttingDown("the server is shutting down")
+            self.start()
             self._queue.put(call)
-            if self._watch is None:
-                self._watch = threading.Thread(target=self._keep_limits, name="tokenizer-limits", daemon=True)
-                self._watch.start()
-            if not self._up:
-                self.start()
             self._dispatch()
         return call.future
 
@@ -181,18 +189,20 @@ class ProcessTokenizer:
         future.cancel()
 
     def _keep_limits(self) -> None:
-        """Refuse what waits too long. What takes too long in the worker hangs: refuse it, end the worker."""
-        while not self._watch_ends.wait(self.WATCH_S):
-            with self._lock:
-                for call in self._queue.expired():
-                    self._queue.remove(call)
-                    settle(call.future, busy_error(f"this one waited for {WAIT_LIMIT_S:.0f} s"))
-                slowest = max(self._running.values(), key=lambda call: call.overdue_s, default=None)
-                if slowest is not None and slowest.overdue_s > 0 and not self._aborted:
-                    del self._running[slowest.call_id]
-                    settle(slowest.future, slowest.timeout_error())
-                    self._aborted = True
-                    self._supervisor.kill()  # the other tasks are sent again: they may only have been held up
+        """Refuse what waits too long. What takes too long in the worker hangs: refuse it, end the worker.
+
+        Called at each heartbeat of the worker.
+        """
+        with self._lock:
+            for call in self._queue.expired():
+                self._queue.remove(call)
+                settle(call.future, busy_error(f"this one waited for {WAIT_LIMIT_S:.0f} s"))
+            slowest = max(self._running.values(), key=lambda call: call.overdue_s, default=None)
+            if slowest is not None and slowest.overdue_s > 0 and not self._aborted:
+                del self._running[slowest.call_id]
+                settle(slowest.future, slowest.timeout_error())
+                self._aborted = True
+                self._supervisor.kill()  # the other tasks are sent again: they may only have been held up
 
     def _receive(self, report: TokenizerReady | TokenizerReply | Died) -> None:
         with self._lock:
@@ -218,7 +228,8 @@ class ProcessTokenizer:
         """Reject the tasks that are to blame, and send all others again."""
         log.warning("the tokenizer process ended: %s", died.message)
         present, self._running = [*self._running.values()], {}
-        rejected = [] if self._aborted else [call for call in present if call.blame()]
+        innocent = self._aborted or died.code == START_FAILED
+        rejected = [] if innocent else [call for call in present if call.blame()]
         for call in rejected:
             settle(call.future, call.rejection_error(died.signal))
         for call in present:
@@ -228,14 +239,12 @@ class ProcessTokenizer:
             self._backoff.progress()
         self._aborted = False
         # Without a pending task the next one starts it: a process that cannot start must not spin.
-        self._restarting = any(True for _ in self._queue) and self._backoff.schedule(self._restart)
-        if not self._restarting:
-            self._fail_all(EngineDied(died.message))
-
-    def _restart(self) -> None:
-        with self._lock:
-            self._restarting = False
-            self.start()
+        if any(True for _ in self._queue):
+            delay_s = self._backoff.next_delay()
+            if self._backoff.exhausted:
+                self._fail_all(from_code(died.code, died.message))
+                return
+            self.start(delay_s)
             self._dispatch()
 
     def _fail_all(self, error: CllmError) -> None:
@@ -244,9 +253,13 @@ class ProcessTokenizer:
         for call in calls:
             settle(call.future, error)
 
-    def close(self) -> None:
-        self._watch_ends.set()
+    def end(self) -> None:
+        """Fail the tasks that are left, and accept no more; returns at once."""
         with self._lock:
             self._closed = True
             self._fail_all(ShuttingDown("the server is shutting down"))
+        self._supervisor.end()
+
+    def close(self) -> None:
+        self.end()
         self._supervisor.close()

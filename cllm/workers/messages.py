@@ -53,7 +53,11 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Submit | Cancel | Inspect | UseStateFile | Stop
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Something that a request waits for is done: look again. The engine sends it to itself."""
+
+
+Command = Submit | Cancel | Inspect | UseStateFile | Stop | Wake
 
 # From the engine ------------------------------------------------------------------------------------
 
@@ -78,6 +82,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_evictions: int = 0  # states evicted from it
     prefix_bytes: int = 0
     swapped_bytes: int = 0
+    draft_bytes: int = 0  # of n-gram indexes
     preemptions: int = 0  # requests preempted because KV was full
     swap_ins: int = 0  # preempted requests that went on from their saved state
 

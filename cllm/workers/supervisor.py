@@ -5,24 +5,38 @@ The engine and the tokenizer are run by the same code (invariant: survives nativ
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from cllm.config import EngineConfig
+from cllm.errors import EngineDied, EngineNotReady
 from cllm.workers.channel import WorkerProcess
 from cllm.workers.messages import Died, Heartbeat
 
 log = logging.getLogger(__name__)
 WORKER_MODULE = "cllm.workers.engine_worker"
+START_FAILED = EngineNotReady.code  # of a `Died`: no process was started, so none of its work is the cause
+
+
+class _Order(NamedTuple):
+    """A process to be started, when (monotonic), and where its reports go."""
+
+    process: WorkerProcess
+    due: float
+    receive: Callable[[Any], None]
 
 
 class Supervisor:
-    """Runs one worker process at a time and passes its reports on."""
+    """Runs one worker process at a time and passes its reports on.
+
+    One thread does all that can wait, for the supervisor's whole life: it starts the process, reads, writes,
+    waits for its end, and for the next order to start. So a restart needs no new thread, and no caller waits.
+    """
 
     START_LIMIT_S = 120.0  # until the first heartbeat: a new interpreter on a busy machine
     SILENCE_LIMIT_S = 10.0  # heartbeats come every second from a thread that does nothing else
@@ -34,82 +48,158 @@ class Supervisor:
         config: EngineConfig,
         reports: Any,
         *,
-        heartbeats: bool,
+        beat: Callable[[], None] = lambda: None,
         log_level: str = "info",
         module: str = WORKER_MODULE,
     ) -> None:
-        """`reports` is the type of what the worker sends; one without `heartbeats` may be silent for ever."""
+        """`reports` is the type of what the worker sends, besides `Heartbeat` and `Died`.
+
+        `beat` is called at each heartbeat, about once a second.
+        """
+        self._beat = beat
+        self._role = role
         self._command = (module, role, log_level)
         self._config = msgspec.msgpack.encode(config)
-        self._decoder = msgspec.msgpack.Decoder(reports)
-        self._start_limit_s = self.START_LIMIT_S if heartbeats else None
+        self._decoder = msgspec.msgpack.Decoder(reports | Heartbeat | Died)
+        self._changed = threading.Condition()
+        self._order: _Order | None = None
         self._process: WorkerProcess | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
-    def start(self, receive: Callable[[Any], None]) -> None:
-        """Start a process. `receive` gets its reports on a thread of its own, `Died` as the last of them.
+    def start(self, receive: Callable[[Any], None], delay_s: float = 0.0) -> None:
+        """Start a process after the delay; returns at once. What is sent meanwhile waits for it.
 
-        Only after `Died` may it be called again.
+        `receive` gets its reports on the supervisor's thread, `Died` as the last of them, also when it cannot
+        be started. Only after `Died` may it be called again. Raises EngineNotReady: there is no thread.
         """
-        process = WorkerProcess(*self._command, silence_limit_s=self._start_limit_s)
-        self._process = process
-        self.send(self._config)
-        name = f"cllm-{process.role}-reports"
-        threading.Thread(target=self._read, args=(process, receive), name=name, daemon=True).start()
+        process = WorkerProcess(*self._command, silence_limit_s=self.START_LIMIT_S)
+        process.send(self._config)
+        with self._changed:
+            if self._closed:
+                return
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=f"cllm-{self._role}-supervisor", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise EngineNotReady(f"the {self._role} process cannot be started: {error}") from None
+                self._thread = thread
+            self._process = process
+            self._order = _Order(process, time.monotonic() + delay_s, receive)
+            self._changed.notify()
 
-    def _read(self, process: WorkerProcess, receive: Callable[[Any], None]) -> None:
+    def _run(self) -> None:
+        while (order := self._next_order()) is not None:
+            died = self._supervise(order.process, order.receive)
+            try:
+                order.receive(died)
+            except Exception:
+                log.exception("the end of the %s process could not be handled", self._role)
+
+    def _next_order(self) -> _Order | None:
+        """Wait until a process is to be started; None when closed."""
+        with self._changed:
+            while not self._closed:
+                order = self._order
+                left_s = order.due - time.monotonic() if order is not None else None
+                if order is not None and (order.process.killed or order.due <= time.monotonic()):
+                    self._order = None
+                    return order
+                self._changed.wait(left_s)
+        return None
+
+    def _supervise(self, process: WorkerProcess, receive: Callable[[Any], None]) -> Died:
+        """Run a process to its end; how it ended."""
+        try:
+            process.open()
+        except Exception as error:  # no memory, no process, no file descriptor is left: tried again later
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            return Died(START_FAILED, f"the {self._role} process could not be started: {reason}")
         last_words: Died | None = None
-        for frame in process.frames():
-            report = self._decoder.decode(frame)
-            match report:
-                case Heartbeat(step_age_s):
-                    process.silence_limit_s = self.SILENCE_LIMIT_S
-                    if step_age_s > self.STEP_LIMIT_S:
-                        log.error("the engine has been in one step for %.0f s: killing it", step_age_s)
-                        process.kill()
-                case Died():
-                    last_words = report
-                case _:
-                    receive(report)
-        receive(last_words or Died("engine_died", process.exit_reason(), process.exit_signal))
+        try:
+            for frame in process.frames():
+                match report := self._decoder.decode(frame):
+                    case Heartbeat(step_age_s):
+                        process.silence_limit_s = self.SILENCE_LIMIT_S
+                        if step_age_s > self.STEP_LIMIT_S:
+                            process.kill(f"it was in one step for {step_age_s:.0f} s")
+                        self._beat()
+                    case Died():
+                        last_words = report
+                        break  # it must exit now, whatever it still does
+                    case _:
+                        receive(report)
+        except msgspec.MsgspecError as error:  # nothing after it can be trusted
+            process.kill(f"it sent a report that cannot be decoded ({type(error).__name__})")
+        except Exception:
+            log.exception("a report of the %s process could not be handled", self._role)
+            process.kill("its report could not be handled")
+        process.close()
+        return last_words or Died(EngineDied.code, process.exit_reason(), process.exit_signal)
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame. A worker that has ended drops it, and `Died` follows."""
+    def send(self, frame: bytes, *, refusable: bool = False) -> None:
+        """Send a frame without waiting. A worker that has ended drops it, and `Died` follows.
+
+        Raises EngineNotReady where the frame is `refusable` and too much waits to be read by the worker.
+        """
         if self._process is not None:
-            with contextlib.suppress(OSError):
-                self._process.channel.send(frame)
+            self._process.send(frame, refusable=refusable)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        """End the process now, or do not start it; `Died` follows."""
+        with self._changed:
+            if self._process is not None:
+                self._process.kill()
+                self._changed.notify()
+
+    def end(self) -> None:
+        """Let the process exit and start no other; returns at once. Idempotent."""
+        with self._changed:
+            self._closed = True
+            if self._process is not None:
+                self._process.end()
+            self._changed.notify()
 
     def close(self) -> None:
         """End the process and wait until it is gone. Idempotent."""
-        if self._process is not None:
-            self._process.close()
+        self.end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(3 * WorkerProcess.END_LIMIT_S)
 
 
 class Backoff:
-    """Delays restarts that follow each other without progress in between, and says when to give up."""
+    """Delays restarts that follow each other without progress in between."""
 
     MAX_IN_A_ROW = 5
+    MAX_DELAY_S = 60.0
+    STABLE_S = 60.0  # a run that was ready for so long is progress
 
     def __init__(self) -> None:
         self.count = 0  # restarts since the last progress
+        self._ready_at: float | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """So many in a row that it is not expected to come back soon."""
+        return self.count > self.MAX_IN_A_ROW
+
+    def ready(self) -> None:
+        """The process can work from now on."""
+        self._ready_at = time.monotonic()
 
     def progress(self) -> None:
         """Work was finished, or the cause of a crash was found: this is no crash loop."""
         self.count = 0
 
-    def schedule(self, restart: Callable[..., None], *arguments: Any) -> bool:
-        """Call `restart` after the delay, on a thread of its own. False: too many in a row, give up."""
-        if self.count >= self.MAX_IN_A_ROW:
-            return False
-        delay = min(8.0, 0.25 * 2**self.count) if self.count else 0.0
+    def next_delay(self) -> float:
+        """The process has ended: count it, and say how long to wait before the next start."""
+        if self._ready_at is not None and time.monotonic() - self._ready_at > self.STABLE_S:
+            self.progress()
+        self._ready_at = None
+        delay_s = min(self.MAX_DELAY_S, 0.25 * 2 ** min(self.count, 10)) if self.count else 0.0
         self.count += 1
-        timer = threading.Timer(delay, restart, arguments)
-        timer.daemon = True
-        timer.start()
-        return True
+        return delay_s
 
 
 class Attempt:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, ContextLengthExceeded, ShuttingDown
+from cllm.errors import CllmError, ContextLengthExceeded, InvalidRequest, ShuttingDown
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
 from cllm.text.prompt import PromptBuilder, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
@@ -72,7 +72,12 @@ class TokenizerWorker:
 
     @cached_property
     def _constraints(self) -> GrammarCompiler:
-        return GrammarCompiler(self._vocabulary)  # takes half a second: only where it is needed
+        return GrammarCompiler(self._vocabulary)  # takes half a second
+
+    def warm_up(self) -> None:
+        """Build the grammar compiler, so that the first grammar holds up no text."""
+        with self._lock:
+            _ = self._constraints
 
     def perform(self, task: TokenizerTask) -> TokenizerAnswer:
         """Do a task; what is wrong with it comes back as Refused, never as an exception."""
@@ -109,7 +114,7 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case CheckConstraint(spec):
                     with self._lock:
-                        self._constraints.compile(spec).mask()
+                        self._constraints.check(spec)
                     return Text("")
         except CllmError as error:
             return Refused(error.code, error.message, getattr(error, "field", None))
@@ -131,28 +136,50 @@ def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> To
 
 
 class LocalTokenizer:
-    """`TokenizerClient` in the caller's thread: for the Python API."""
+    """`TokenizerClient` of the Python API: in the caller's thread, or on `threads` beside an event loop.
 
-    def __init__(self, worker: TokenizerWorker) -> None:
+    Closing waits for the tasks that run: the vocabulary must not be freed while one reads it.
+    """
+
+    def __init__(self, worker: TokenizerWorker, threads: int = 0) -> None:
         self._worker = worker
-        self._lock = threading.Lock()  # the vocabulary must not be freed while a task reads it
+        self._lock = threading.Lock()  # without threads: held by the task that runs
+        self._pool = ThreadPoolExecutor(threads, "cllm-tokenizer") if threads else None
         self._closed = False
 
     def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
         future: Future[TokenizerAnswer] = Future()
-        with self._lock:
-            if self._closed:
-                raise ShuttingDown("the model is closed")
-            answer = self._worker.perform(task)
-        settle(future, answer)
+        if self._pool is None:
+            with self._lock:
+                self._answer(task, future)
+            return future
+        try:
+            self._pool.submit(self._answer, task, future)
+        except RuntimeError:  # the pool is shut down
+            raise ShuttingDown("the model is closed") from None
         return future
+
+    def _answer(self, task: TokenizerTask, future: Future[TokenizerAnswer]) -> None:
+        if future.cancelled():
+            return
+        answer: TokenizerAnswer | CllmError
+        try:
+            answer = ShuttingDown("the model is closed") if self._closed else self._worker.perform(task)
+        except UnicodeEncodeError:
+            answer = InvalidRequest("a text holds a lone surrogate: it must be valid Unicode")
+        except Exception as error:
+            future.set_exception(error)
+            return
+        settle(future, answer)
 
     def abort(self, future: Future[TokenizerAnswer]) -> None:
         pass
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._closed = True  # tasks that wait for a thread are refused
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
@@ -171,6 +198,7 @@ def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     except (OSError, ValueError):
         pass  # the system does not support it
+    threading.Thread(target=worker.warm_up, name="warm-up", daemon=True).start()
     answer_tasks(channel, worker)
 
 

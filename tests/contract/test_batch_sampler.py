@@ -11,9 +11,9 @@ import pytest
 from cllm.backend.base import Row
 from cllm.backend.llama.batch_sampler import MIN_THREADED_LOGITS, BatchSampler
 from cllm.backend.llama.candidates import BatchCandidates, Candidates, TopKPrefilter, best
-from cllm.backend.llama.library import load
+from cllm.backend.llama.library import DeferredFrees, Owned, load
 from cllm.backend.llama.runner import LlamaRunner
-from cllm.backend.llama.sampler import DryPrototypes, build_chain
+from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
 from cllm.types import SamplingParams, TokenMask
 
 SIZE = 50_000
@@ -30,10 +30,16 @@ LOOKING_AT_ALL: list[dict[str, Any]] = [
     {"top_k": 0},
     {"top_n_sigma": 1.0},
     {"mirostat": 2},
-    {"repetition_penalty": 1.2},
-    {"logit_bias": ((5, 3.0),)},
-    {"dry_multiplier": 0.5},
     {"temperature": 0.0},
+    {"repetition_penalty": 1.2, "top_k": 0},
+]
+ADJUSTING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.2},
+    {"repetition_penalty": 0.5, "top_k": 100},
+    {"frequency_penalty": -2.0, "penalty_last_n": 200},
+    {"presence_penalty": 2.0, "temperature": 0.0},
+    {"logit_bias": ((5, 100.0), (9, -100.0), (49_999, 3.0))},
+    {"logit_bias": ((5, -100.0),), "temperature": 0.0},
 ]
 
 
@@ -98,6 +104,32 @@ def mask_of(kind: str, seed: int) -> TokenMask | None:
     return np.arange(SIZE) == seed if kind == "one" else None
 
 
+@pytest.mark.parametrize("masked", ["free", "wide", "narrow"])
+@pytest.mark.parametrize("sampling", ADJUSTING, ids=str)
+def test_the_prefilter_keeps_what_penalties_and_biases_adjust(sampling: dict[str, Any], masked: str) -> None:
+    api, frees = load().api, DeferredFrees()
+    params = SamplingParams(**{"seed": 3, **sampling})
+
+    def new_sampler() -> LlamaSampler:
+        chain = Owned(chain_of(api, params), api.llama_sampler_free, frees)
+        return LlamaSampler(api, params, chain, np.zeros(0, np.int32), 512)
+
+    with_cut, without = new_sampler(), new_sampler()
+    without._recent = None  # any token may be adjusted: none is left out
+    candidates = Candidates(api, SIZE)
+    logits = rows(5, 1, 3.0)[0]
+    likely = np.argsort(-logits)[:60].tolist()
+    for sampler in (with_cut, without):
+        sampler.accept([*range(300), *likely])
+    for number in range(40):  # the same row again: what was chosen is what is penalised next
+        mask = mask_of(masked, number)
+        expected = without.sample(logits, candidates, mask)
+        assert with_cut.sample(logits, candidates, mask) == expected
+    assert with_cut._recent is not None and len(with_cut._recent) in (0, 64, 200)
+    with_cut.close()
+    without.close()
+
+
 @pytest.mark.parametrize("sampling", LOOKING_AT_ALL, ids=str)
 def test_a_chain_that_looks_at_every_token_gets_every_token(sampling: dict[str, Any]) -> None:
     cut = TopKPrefilter(SamplingParams(**sampling))
@@ -121,7 +153,8 @@ def test_threads_choose_what_one_thread_chooses(runner: LlamaRunner) -> None:
         batch_sampler = BatchSampler(load().api, SIZE, threads)
         samplers = [runner.create_sampler(SamplingParams(seed=seed)) for seed in range(count)]
         batch = [Row(index, 0, (0,), 1, sampler) for index, sampler in enumerate(samplers)]
-        found.append([[batch_sampler.sample(batch, logits.copy()) for _ in range(3)]])
+        steps = [batch_sampler.sample(batch, logits.copy()) for _ in range(3)]
+        found.append([[result.tokens for result in results] for results in steps])
         for sampler in samplers:
             sampler.close()
         batch_sampler.close()
@@ -145,3 +178,26 @@ def test_drafts_are_taken_as_long_as_they_are_what_would_be_chosen(runner: Llama
             sampler.close()
         alone.close()
         batch_sampler.close()
+
+
+def test_a_row_that_cannot_be_sampled_ends_alone_and_no_other_draws_twice(runner: LlamaRunner) -> None:
+    logits = rows(3, 3, 3.0)
+    for threads in (1, 2):
+        batch_sampler = BatchSampler(load().api, SIZE, threads)
+        samplers = [runner.create_sampler(SamplingParams(seed=seed, top_k=0)) for seed in range(3)]
+        undisturbed = [runner.create_sampler(SamplingParams(seed=seed, top_k=0)) for seed in range(3)]
+        batch = [Row(index, 0, (0,), 1, sampler) for index, sampler in enumerate(samplers)]
+        control = [Row(index, 0, (0,), 1, sampler) for index, sampler in enumerate(undisturbed)]
+        expected = [batch_sampler.sample(control, logits.copy()) for _ in range(2)]
+        samplers[1].sample = broken  # type: ignore[method-assign, assignment]
+        found = [batch_sampler.sample(batch, logits.copy()) for _ in range(2)]
+        for one, other in zip(found, expected, strict=True):
+            assert [one[0].tokens, one[2].tokens] == [other[0].tokens, other[2].tokens]
+            assert one[1].error is not None and one[1].tokens == ()
+        for sampler in (*samplers, *undisturbed):
+            sampler.close()
+        batch_sampler.close()
+
+
+def broken(*_: object) -> int:
+    raise RuntimeError("injected")

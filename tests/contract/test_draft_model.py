@@ -104,6 +104,31 @@ def test_a_slot_belongs_to_one_text_until_that_is_gone(drafted: Drafted, models:
     assert third.propose(texts[2], 4) and second.propose(texts[1], 4) == drafts[1]
 
 
+@pytest.mark.parametrize(
+    ("left_by", "taken_by", "reused"),
+    [("a", "a", True), ("a", "b", False), ("", "", True), (None, None, False), (None, "a", False)],
+)
+def test_what_a_slot_holds_is_used_by_its_tenant_alone(
+    left_by: str | None, taken_by: str | None, reused: bool, drafted: Drafted, models: dict[str, Path]
+) -> None:
+    """How soon drafts come would show another tenant's text."""
+    model = drafts_of(drafted(models["dense"]))
+    text = words(3, 40)
+    drafter = ModelDrafter(model, left_by)
+    said = drafter.propose(text, 4)
+    del drafter
+    computed: list[int] = []
+    run = model._runner.run
+
+    def counted(batch: Batch) -> StepResult:
+        computed.append(batch.token_count)
+        return run(batch)
+
+    model._runner.run = counted  # type: ignore[method-assign]
+    assert ModelDrafter(model, taken_by).propose(text, 4) == said
+    assert computed[0] == (1 if reused else len(text))
+
+
 def test_the_draft_models_memory_follows_the_text(drafted: Drafted, models: dict[str, Path]) -> None:
     """On the drafter itself: it says the same whether it followed step by step or begins anew."""
     model = drafts_of(drafted(models["dense"]))

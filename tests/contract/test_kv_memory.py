@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.base import Batch, StepStatus
+from cllm.backend.base import Batch, KVState, StepStatus
+from cllm.backend.llama import context
 from tests.driver.engine import words
 from tests.driver.kinds import KINDS, NATIVE, SLIDING, Kind, Opened, open_runner
 from tests.driver.runner import feed, row, says
@@ -106,6 +109,45 @@ def test_a_restored_sequence_says_bit_for_bit_the_same(kind: Kind, length: int, 
     assert runner.restore(0, state)
     assert runner.next_position(0) == length
     assert says(runner, 0, 65) == wanted
+
+
+@native_kinds
+def test_a_state_in_pages_of_its_own_is_the_same_state(
+    kind: Kind, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = opened(kind)
+    feed(runner, 0, words(0, 70))
+    in_heap = runner.save(0)
+    monkeypatch.setattr(context, "MIN_MAPPED_STATE", 1)
+    mapped = runner.save(0)
+    assert isinstance(mapped, memoryview) and mapped == in_heap
+    runner.truncate(0, 0)
+    assert runner.restore(0, mapped) and runner.next_position(0) == 70
+    assert runner.save(0) == in_heap
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux")
+def test_states_that_come_and_go_take_no_more_memory_than_they_count_for() -> None:
+    """In the heap, every other state of one size would leave gaps that those of the next do not fit into."""
+    block = 256 << 10
+    raised = bytes(128 * block)
+    del raised  # from now on the C library would put large blocks into its heap
+    before, states = resident_bytes(), [_filled_state(block) for _ in range(128)]
+    for size in (2 * block, 4 * block):
+        states = states[::2]
+        states += [_filled_state(size) for _ in range((128 * block - sum(map(len, states))) // size)]
+    taken = resident_bytes() - before
+    assert taken == pytest.approx(sum(map(len, states)), rel=0.2)
+
+
+def _filled_state(size: int) -> KVState:
+    state = context._new_state(size)
+    ctypes.memset(context._address(state), 1, size)
+    return state
 
 
 @every_kind

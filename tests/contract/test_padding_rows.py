@@ -40,6 +40,25 @@ def test_a_padding_row_makes_one_ubatch_of_two_and_is_gone_afterwards(
 
 
 @streams
+def test_a_slot_that_takes_no_part_can_be_padding_and_keeps_what_it_holds(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    runner = CheckedRunner(opened(kind, sequences=3))
+    known = {seq_id: list(words(seq_id, 30 + 20 * seq_id)) for seq_id in range(3)}
+    for seq_id, tokens in known.items():
+        feed(runner, seq_id, tokens)
+    for token in range(65, 85):  # more steps than a sliding window holds
+        rows = tuple(row(runner, seq_id, (token,), outputs=1) for seq_id in (0, 2))
+        assert runner.run(Batch(rows, padding=(1,))).ubatches == 1
+        for seq_id in (0, 2):
+            known[seq_id].append(token)
+        assert positions(runner) == [len(known[seq_id]) for seq_id in range(3)]
+    last = tuple(row(runner, seq_id, (90,), outputs=1)._replace(logprobs=8) for seq_id in range(3))
+    for seq_id, outcome in enumerate(runner.run(Batch(last)).rows):
+        assert_alike(kind, dict(outcome.logprobs[0].top), reference.says(kind, (*known[seq_id], 90)))
+
+
+@streams
 def test_a_padding_row_is_gone_after_a_step_that_failed(kind: Kind, opened: Opened) -> None:
     runner = CheckedRunner(opened(kind, sequences=3))
     for seq_id in (0, 2):

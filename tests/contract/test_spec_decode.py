@@ -257,6 +257,24 @@ def test_memory_after_rejected_drafts_says_what_it_said_before(kind: Kind, opene
     assert abs(after.logprob - plain.logprob) < (0.05 if kind.flash else 0.005)
 
 
+@every_dense
+def test_rejected_drafts_leave_no_trace(kind: Kind, opened: Opened) -> None:
+    """Whatever was drafted, what follows is the same to the last bit: only the shape of the step counts."""
+    runner = opened(kind)
+    sampler = runner.create_sampler(GREEDY)
+    prompt = words(5, 20)
+    found = []
+    for drafts in (words(6, 5), words(7, 5), words(8, 5)):
+        (first,) = runner.run(Batch((Row(0, 0, prompt, 1, sampler),))).rows[0].tokens
+        verified = runner.run(Batch((Row(0, 20, [first, *drafts], 6, sampler, logprobs=8),))).rows[0]
+        assert len(verified.tokens) == 1 and runner.truncate(0, 21) == 21
+        after = runner.run(Batch((Row(0, 21, verified.tokens, 1, sampler, logprobs=8),))).rows[0]
+        found.append((verified.tokens, verified.logprobs, after.tokens, after.logprobs))
+        runner.truncate(0, 0)
+    sampler.close()
+    assert found[1:] == [found[0]] * 2
+
+
 @pytest.mark.parametrize("kind", [RECURRENT, SLIDING], ids=lambda kind: kind.label)
 def test_memory_that_cannot_be_cut_gets_no_drafts(kind: Kind, opened: Opened, reference: Reference) -> None:
     prompt = words(5, 20)

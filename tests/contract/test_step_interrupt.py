@@ -150,4 +150,4 @@ def test_a_native_decode_is_stopped_while_it_runs(opened: Opened, command: Cance
     assert not loop.is_alive()
     assert [result.status for result in statuses] == [StepStatus.ABORTED]
     assert statuses[0].code == 2 and statuses[0].compute_s > 0.01
-    driver.check_idle()
+    driver.check_released()

@@ -62,7 +62,6 @@ def test_an_endless_template_is_blamed_on_no_other_chat(tokenizer: ProcessTokeni
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task may take a fifth of a second in the worker."""
     monkeypatch.setattr(tokenizer_queue, "TEXT_LIMIT_S", 0.2)
-    monkeypatch.setattr(ProcessTokenizer, "WATCH_S", 0.02)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -79,7 +78,6 @@ def test_a_task_that_waits_too_long_is_not_the_clients_fault(
     tokenizer: ProcessTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """503, and the worker goes on with what it has."""
-    monkeypatch.setattr(ProcessTokenizer, "WATCH_S", 0.02)
     assert tokenizer.submit(TokenizeText("up")).result(PATIENCE_S) == Text("up")
     running = [tokenizer.submit(TokenizeText("slow")) for _ in range(THREADS)]
     monkeypatch.setattr(tokenizer_queue, "WAIT_LIMIT_S", 0.1)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from cllm.backend.base import Drafter, ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
 from cllm.errors import EngineDied
@@ -59,6 +62,21 @@ class Answer:
         return self.work.decoded_tokens + self.work.cached_tokens - self.work.cells
 
 
+class InlineExecutor(Executor):
+    """Calls at once, on the caller's thread."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*arguments, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+prepare_at_once = partial(Preparation, new_executor=lambda _: InlineExecutor())
+
+
 class StepDriver:
     """An `EngineCore` that runs only when a test says `step`, `run` or `finish`.
 
@@ -80,7 +98,9 @@ class StepDriver:
         config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
         room = max(0, runner.limits.batch_tokens - runner.limits.sequences)
         drafts = new_drafter and eager_drafts(new_drafter, min(config.draft_tokens, room))
-        self.core = EngineCore(self.runner, config, self._take, cost=cost, spec_decode=drafts)
+        self.core = EngineCore(
+            self.runner, config, self._take, cost=cost, spec_decode=drafts, preparation=prepare_at_once
+        )
         self.scheduler = self.core.scheduler
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
@@ -191,7 +211,7 @@ class StepDriver:
         request = self.requests[name]
         limit = min(request.max_tokens, self.fake.limits.request_tokens - len(request.prompt))
         ends = not request.sampling.ignore_eos
-        return expected_text(request.prompt, limit, request.sampling.seed, ends=ends)
+        return expected_text(request.prompt, limit, request.sampling.seed or 0, ends=ends)
 
     # Checks -----------------------------------------------------------------------------------------
 
@@ -226,7 +246,12 @@ class StepDriver:
             assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
 
     def check_idle(self) -> None:
-        """Nothing is left: no lease, no cell in use, no sampler, and every request has its terminal event."""
+        """Nothing is left, and every request has its terminal event."""
+        self.check_released()
+        assert all(answer.finish_reason is not None for answer in self.answers.values())
+
+    def check_released(self) -> None:
+        """Nothing is left: no lease, no cell in use, no sampler."""
         self.scheduler.check_idle()
         self.core.embedding.check_idle()
         assert self.scheduler.pool.leases == () and not self.scheduler.pool.retired
@@ -235,7 +260,6 @@ class StepDriver:
         assert self.runner.open_samplers == 0
         if isinstance(self.runner.inner, FakeRunner):
             assert self.runner.inner.embedding_memory == []
-        assert all(answer.finish_reason is not None for answer in self.answers.values())
 
     def check_end(self) -> None:
         """On the fake, after failures: one terminal event each, right texts, and nothing is left."""
@@ -273,7 +297,7 @@ class StepDriver:
         return self
 
     def _end_all(self, error: EngineDied) -> None:
-        """As `EngineCore.run` does when it dies."""
+        """As a client does when the engine dies and is not replaced."""
         self.scheduler.fail_all(error)
         self.core.embedding.fail_all(error)
         for output in self.core._take_outputs():

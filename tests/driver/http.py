@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -19,6 +20,37 @@ def unharmed(server: Server) -> None:
     """After every failure mode: the server is alive, and nothing is leased or in use when it is idle."""
     assert server.client.get("/health").status_code == 200
     wait_for(server.idle, 20, "requests or KV cells are left after the failure")
+
+
+class HealthWatch:
+    """Asks a server for `/health` all the time, for a block: how long each answer took, in seconds."""
+
+    def __init__(self, url: str) -> None:
+        self.took: list[float] = []
+        self._client = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def _ask(self) -> None:
+        """A failure ends it, which `__exit__` reports."""
+        while not self._over.wait(0.01):
+            began = time.perf_counter()
+            self._client.get("/health").raise_for_status()
+            self.took.append(time.perf_counter() - began)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert kind is not None or self._thread.is_alive(), "/health failed"
+        self._over.set()
+        self._thread.join(PATIENCE_S)
+        self._client.close()
+
+    @property
+    def median(self) -> float:
+        return sorted(self.took)[len(self.took) // 2]
 
 
 def refusal(answer: httpx.Response, status: int = 400, code: str | None = None) -> str:

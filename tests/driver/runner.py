@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from cllm.backend.base import Batch, BatchKind, Drafter, ModelRunner, Row, Sampler, StepResult, StepStatus
+from cllm.backend.base import (
+    Batch,
+    BatchKind,
+    Drafter,
+    KVState,
+    ModelRunner,
+    Row,
+    Sampler,
+    StepResult,
+    StepStatus,
+)
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import LlamaSampler
 from cllm.testing import FakeRunner, FakeSampler
@@ -63,11 +73,11 @@ class CheckedRunner(ModelRunner):
     def copy(self, source: int, target: int, length: int) -> int:
         return self.inner.copy(source, target, length)
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         self.saves += 1
         return self.inner.save(seq_id)
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         return self.inner.restore(seq_id, state)
 
     def open_embedding(self) -> None:
@@ -76,8 +86,8 @@ class CheckedRunner(ModelRunner):
     def reset_embedding(self) -> None:
         self.inner.reset_embedding()
 
-    def create_drafter(self) -> Drafter | None:
-        return self.inner.create_drafter()
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        return self.inner.create_drafter(tenant)
 
     def close(self) -> None:
         self.inner.close()

@@ -85,6 +85,12 @@ def get_children(pid: int) -> dict[int, str]:
     return found
 
 
+def find_workers(pid: int, role: str) -> list[int]:
+    """The process ids of a server's workers of that role: `engine` or `tokenizer`."""
+    pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ {role}\b")
+    return [child for child, line in get_children(pid).items() if pattern.search(line)]
+
+
 class Server:
     """`cllm serve` on a free port, its log in a file. A context manager: entering waits until it serves."""
 
@@ -164,8 +170,7 @@ class Server:
 
     def child(self, role: str) -> int:
         """The process id of the worker of that role: `engine` or `tokenizer`."""
-        pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ {role}\b")
-        found = [pid for pid, line in get_children(self.process.pid).items() if pattern.search(line)]
+        found = find_workers(self.process.pid, role)
         assert len(found) == 1, f"{len(found)} {role} workers"
         return found[0]
 

@@ -12,10 +12,10 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied
-from cllm.frontend.engine_client import EngineClient, Health
+from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.testing import FakeRunner
-from cllm.types import FinishReason, Request, SamplingParams
+from cllm.types import FinishReason, Health, Request, SamplingParams
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.driver.engine import StepDriver, ask, words

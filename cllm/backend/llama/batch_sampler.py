@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -10,12 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from cllm.backend.base import Row, RowResult
-from cllm.backend.llama.candidates import BatchCandidates, Candidates, Logits, TopKPrefilter, best
+from cllm.backend.llama.candidates import (
+    BatchCandidates,
+    Candidates,
+    Logits,
+    NothingLeft,
+    TopKPrefilter,
+    best,
+)
 from cllm.backend.llama.sampler import LlamaSampler, log_probabilities
 from cllm.types import TokenLogprob
 
-MIN_THREADED_LOGITS = 1 << 22  # for fewer in a step, handing them to threads costs more than it saves
+# For less in a step, handing it to threads costs more than it saves.
+MIN_THREADED_LOGITS = 1 << 22
+MIN_THREADED_S = 1e-3
+TINY = 1e-9
+FAILED = "the next token could not be sampled"
 _NOTHING = RowResult()
+log = logging.getLogger(__name__)
 
 
 class _Work(NamedTuple):
@@ -40,9 +54,10 @@ class SamplerScratch:
         places: dict[int, int] = {}  # first line of a row -> where its candidates are
         prefilters: list[TopKPrefilter] = []
         for one in work:
-            if one.row.mask is None and one.sampler.prefilter.narrows(logits.shape[1]):
+            prefilter = one.sampler.prefilter
+            if one.row.mask is None and not prefilter.adjusts and prefilter.narrows(logits.shape[1]):
                 places[one.first] = len(prefilters)
-                prefilters += [one.sampler.prefilter] * one.row.outputs
+                prefilters += [prefilter] * one.row.outputs
         if prefilters and len(prefilters) < len(logits):
             lines = [
                 one.first + place for one in work if one.first in places for place in range(one.row.outputs)
@@ -100,18 +115,23 @@ class BatchSampler:
         return tuple(by_sequence.get(row.seq_id, _NOTHING) for row in rows)
 
     def _run_chains(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
-        threads = len(self._scratches)
+        threads = min(len(self._scratches), len(work))
+        expected_s = sum(one.sampler.seconds * one.row.outputs for one in work)
         total = sum(one.logits.size for one in work)
-        if self._pool is None or len(work) < threads or total < MIN_THREADED_LOGITS:
-            return self._scratches[0].sample(work, logits)
-        size = -(-len(work) // threads)
+        pays = expected_s > MIN_THREADED_S or total > MIN_THREADED_LOGITS
+        if self._pool is None or threads == 1 or not pays:
+            return _isolated(self._scratches[0], work, logits)
 
         def share(number: int) -> list[RowResult]:
-            part = work[number * size : (number + 1) * size]
-            return self._scratches[number].sample(part, logits) if part else []
+            return _isolated(self._scratches[number], work[number::threads], logits)
 
+        started = time.perf_counter()
         others = [self._pool.submit(share, number) for number in range(1, threads)]
-        return sum((other.result() for other in others), share(0))
+        shares = [share(0), *(other.result() for other in others)]
+        results = [shares[place % threads][place // threads] for place in range(len(work))]
+        # They ran at the same time: together they took as long as the step had to wait for them.
+        overlap = (time.perf_counter() - started) / max(sum(result.sample_s for result in results), TINY)
+        return [result._replace(sample_s=overlap * result.sample_s) for result in results]
 
 
 def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
@@ -137,24 +157,38 @@ def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
     return work
 
 
+def _isolated(scratch: SamplerScratch, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
+    """A failure here ends these rows, not the step: samplers of other rows have drawn, and cannot again."""
+    try:
+        return scratch.sample(work, logits)
+    except Exception:
+        log.exception("%d rows could not be sampled", len(work))
+        return [RowResult(error=FAILED) for _ in work]
+
+
 def _verify(work: _Work, sample: Callable[[int], int]) -> RowResult:
     """Sample token after token, as long as the next draft is what was sampled.
 
     The last `outputs` tokens of a row are the newest one and the drafts behind it. Each token is sampled as
     it would be without drafts; only how many are sampled in one step differs.
     """
-    row = work.row
+    row, started = work.row, time.perf_counter()
     drafts = row.tokens[len(row.tokens) - row.outputs + 1 :]
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     for place in range(row.outputs):
         try:
             token = sample(place)
-        except ValueError as error:  # isolation: the other rows have their tokens
+        except NothingLeft as error:  # isolation: the other rows have their tokens
             return RowResult(tuple(tokens), tuple(logprobs), error=str(error))
+        except Exception:
+            log.exception("a row could not be sampled")
+            return RowResult(tuple(tokens), tuple(logprobs), error=FAILED)
         tokens.append(token)
         if row.logprobs:
             logprobs.append(log_probabilities(work.original[place], token, row.logprobs))
         if place < len(drafts) and drafts[place] != token:
             break
-    return RowResult(tuple(tokens), tuple(logprobs))
+    seconds = time.perf_counter() - started
+    work.sampler.seconds = seconds / len(tokens)
+    return RowResult(tuple(tokens), tuple(logprobs), sample_s=seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,14 @@ Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
 GROUP = 64  # tokens that are looked at by their maximum first
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
-NOTHING_LEFT = "the samplers left no token to sample from"
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _CANDIDATE_ARRAY = np.dtype(
     [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.uint64)]
 )  # llama_token_data_array; its last member is a byte and padding
+
+
+class NothingLeft(ValueError):
+    """No token can be sampled; the message says why."""
 
 
 class TopKPrefilter:
@@ -28,23 +32,35 @@ class TopKPrefilter:
 
     `top_k`: the `top_k` likeliest tokens. `gap`: those within `gap` of the best logit. Neither is set where
     the first sampler looks at every token, so that none may be left out.
+
+    Penalties and biases come before it. Of the tokens that they adjust none is left out; of the others the
+    `top_k` likeliest are among the `top_k` + n likeliest of all, where n are adjusted.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self.top_k = 0
         self.gap = 0.0
         self.exists = False
-        if params.temperature <= 0 or params.mirostat or params.adjusts_logits or params.top_n_sigma >= 0:
+        self.adjusts = params.adjusts_logits  # then it holds together with the adjusted tokens only
+        if params.greedy or params.mirostat or params.top_n_sigma >= 0:
             return
-        if params.top_k > 0:
+        if params.temperature <= 0:
+            self.top_k = 1
+        elif params.top_k > 0:
             self.top_k = params.top_k
-        elif params.typical_p >= 1 and params.top_p >= 1 and params.min_p > 0:
+        elif not self.adjusts and params.typical_p >= 1 and params.top_p >= 1 and params.min_p > 0:
             self.gap = -math.log(params.min_p) + 1e-3  # the sampler itself prefilters to the last bit
         self.exists = bool(self.top_k or self.gap)
 
     def narrows(self, vocabulary_size: int) -> bool:
         """It leaves out most of such a vocabulary, if not all tokens are alike."""
         return self.exists and self.top_k < vocabulary_size // GROUP // 2
+
+    def widened(self, adjusted: int) -> TopKPrefilter:
+        """The same where so many tokens are adjusted before it."""
+        found = copy(self)
+        found.top_k += adjusted
+        return found
 
 
 class Candidates:
@@ -59,10 +75,18 @@ class Candidates:
         self._pointer = self._data.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
 
     def sample(
-        self, chain: Any, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None = None
+        self,
+        chain: Any,
+        logits: Logits,
+        prefilter: TopKPrefilter,
+        mask: TokenMask | None = None,
+        adjusted: Ids | None = None,
     ) -> int:
-        """Run a chain over a row of logits; returns the token it selected. The row is left as it is."""
-        ids = self._prefiltered(logits, prefilter, mask)
+        """Run a chain over a row of logits; returns the token it selected. The row is left as it is.
+
+        `adjusted`: the tokens whose logits the chain may change; None: any.
+        """
+        ids = self._prefiltered(logits, prefilter, mask, adjusted)
         if ids is None:
             count = len(self._ids)
             self._data["id"] = self._ids  # the samplers of the row before have moved things about
@@ -75,19 +99,27 @@ class Candidates:
         array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
         self._api.llama_sampler_apply(chain, ctypes.byref(array))
         if array.selected < 0:
-            raise ValueError(NOTHING_LEFT)
+            raise NothingLeft("the samplers left no token to sample from")
         return int(array.data[array.selected].id)
 
-    def _prefiltered(self, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None) -> Ids | None:
+    def _prefiltered(
+        self, logits: Logits, prefilter: TopKPrefilter, mask: TokenMask | None, adjusted: Ids | None
+    ) -> Ids | None:
         """A superset of what survives the chain's first sampler, in order of id; None: all of them."""
         if mask is not None and prefilter.exists and np.count_nonzero(mask) <= self.NARROW:
             return np.flatnonzero(mask)
+        if prefilter.adjusts:
+            if adjusted is None:
+                return None
+            prefilter = prefilter.widened(len(adjusted))
         if not prefilter.narrows(len(logits)):
             return None
         if mask is not None:
             logits = np.where(mask, logits, np.float32(-np.inf))
         found = reaching(logits[None], (prefilter,))
-        return found.ids if found is not None else None
+        if found is None or adjusted is None:
+            return found.ids if found is not None else None
+        return np.union1d(found.ids, adjusted if mask is None else adjusted[mask[adjusted]])
 
 
 class Reaching(NamedTuple):
@@ -170,16 +202,16 @@ class BatchCandidates:
         array = self._arrays[row]
         self._api.llama_sampler_apply(chain, ctypes.byref(array))
         if array.selected < 0:
-            raise ValueError(NOTHING_LEFT)
+            raise NothingLeft("the samplers left no token to sample from")
         return int(array.data[array.selected].id)
 
 
 def best(logits: Logits, mask: TokenMask | None) -> int:
-    """The likeliest allowed token; ties go to the lowest id. Raises ValueError where nothing is allowed."""
+    """The likeliest allowed token; ties go to the lowest id. Raises NothingLeft."""
     token = int(logits.argmax())
     if mask is None or mask[token]:
         return token
     allowed = np.flatnonzero(mask)
     if not len(allowed):
-        raise ValueError("no token is allowed here")
+        raise NothingLeft("no token is allowed here")
     return int(allowed[logits[allowed].argmax()])

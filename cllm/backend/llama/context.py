@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from cllm.backend.base import Row, StepStatus
+from cllm.backend.base import KVState, Row, StepStatus
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
@@ -19,6 +21,7 @@ from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
+MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
 _STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -1: StepStatus.BAD_BATCH}
 
 
@@ -137,6 +140,17 @@ class LlamaContext(Owned):
         if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
             self.api.llama_memory_clear(self.memory, False)
 
+    def remove_padding(self, seq_id: int, position: int) -> None:
+        """Remove the token that a padding row put at the end of a sequence.
+
+        Not as `truncate`, which may have to drop the whole sequence: one token more has pushed nothing out of
+        a sliding window that its successor at the same position looks back on.
+        """
+        if position == 0:
+            self.remove(seq_id)
+        else:
+            self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
+
     def truncate(self, seq_id: int, length: int) -> int:
         """See `ModelRunner.truncate`."""
         held = self.next_position(seq_id)
@@ -171,16 +185,16 @@ class LlamaContext(Owned):
             self._copying |= {source, target}
         return self.truncate(target, length)
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         """The sequence's KV as bytes; None while its cells are still to be copied."""
         if seq_id in self._copying:
             return None
         size = self.api.llama_state_seq_get_size(self.pointer, seq_id)
-        state = _new_bytes(None, size)  # filled once, before it is used: no second copy of it
+        state = _new_state(size)  # filled once, before it is used: no second copy of it
         written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, seq_id)
         return state if written == size else None
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         """Put saved KV into an empty sequence; on failure it is empty again."""
         if seq_id in self._copying:
             return False
@@ -196,9 +210,21 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
 )
 
 
-def _address(state: bytes) -> Any:
+def _new_state(size: int) -> KVState:
+    """Memory for a state: pages of its own, which are the system's again when it is freed.
+
+    In the heap, states of all sizes that come and go leave gaps: it would take a third more than they do.
+    """
+    if size >= MIN_MAPPED_STATE:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        with suppress(OSError):  # too many mappings
+            return memoryview(mmap.mmap(-1, size, flags=flags))
+    return _new_bytes(None, size)  # type: ignore[no-any-return]
+
+
+def _address(state: KVState) -> Any:
     """Where the bytes lie; good while `state` is held."""
-    return ctypes.cast(ctypes.c_char_p(state), ctypes.POINTER(ctypes.c_uint8))
+    return np.frombuffer(state, np.uint8).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 class NativeBatch:

@@ -62,13 +62,17 @@ class _Slot:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.tenant: str | None = None  # whose tokens are in it; None: no other sequence may match them
         self.held: list[int] = []  # the tokens in KV
+        self.foreign = False  # what it holds is to be removed first
         self.settled = 0  # the first of them known to agree with its drafter's
 
 
 class DraftModel:
     """Owns the draft model. Drafts for as many sequences as it has slots; further ones get no drafts.
 
+    What a sequence leaves in a slot is matched by later ones of its tenant only: how soon drafts come would
+    tell another tenant what it held.
     A failure of the draft model costs drafts and nothing else.
     """
 
@@ -105,13 +109,21 @@ class DraftModel:
 
     def _take_slot(self, drafter: ModelDrafter, tokens: Sequence[int]) -> _Slot | None:
         taken = set(self._taken.values())
-        free = (slot for slot in self._slots if slot not in taken)
-        slot = max(free, key=lambda slot: _common(slot.held, tokens, 0), default=None)
-        if slot is not None:
-            self._taken[drafter], slot.settled = slot, 0
+        tenant = drafter.tenant
+
+        def usable(slot: _Slot) -> int:
+            return _common(slot.held, tokens, 0) if tenant is not None and slot.tenant == tenant else 0
+
+        slot = max((slot for slot in self._slots if slot not in taken), key=usable, default=None)
+        if slot is None:
+            return None
+        slot.foreign = not usable(slot)
+        self._taken[drafter], slot.tenant, slot.settled = slot, tenant, 0
         return slot
 
     def _draft(self, slot: _Slot, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        if slot.foreign:
+            self._empty(slot)
         # The last token is always computed: its output is the first draft token.
         common = min(_common(slot.held, tokens, slot.settled), len(tokens) - 1)
         if common < len(slot.held):
@@ -133,15 +145,17 @@ class DraftModel:
         return drafts
 
     def _empty(self, slot: _Slot) -> None:
-        slot.held, slot.settled = [], 0
+        slot.held, slot.settled, slot.foreign = [], 0, False
         self._runner.truncate(slot.number, 0)
 
 
 class ModelDrafter:
     """The drafter of one sequence, backed by the shared draft model."""
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel, tenant: str | None = "") -> None:
+        """It starts from what sequences of the same tenant have left; with None, from nothing."""
         self._model = model
+        self.tenant = tenant
 
     def propose(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         return self._model.propose(self, tokens, max_tokens)

@@ -15,12 +15,13 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.text.chat_template import read_template
-from cllm.types import EmbedLimits
+from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)
 _MIB = 1 << 20
 MIN_BUFFERS = 256 * _MIB  # of the graph, the allocator and Python; as measured, rounded up
-GRAMMARS = 64 * _MIB  # the grammar compiler's table of the vocabulary, and a few grammars
+GRAMMAR_SCRATCH = 16 * _MIB  # while a grammar is compiled, at its largest
+GRAMMAR_TABLE_PER_TOKEN = 512  # bytes of the grammar compiler's table of the vocabulary, as measured
 DEFAULT_VOCABULARY = 1 << 17  # where the header does not contain it
 
 
@@ -99,7 +100,9 @@ class MemoryFit:
             cells = SLOTS * (config.max_request_tokens or self.cells // config.parallel)
             per_cell = draft.kv_bytes_per_cell(config.cache_type_k, config.cache_type_v)
             self.draft = draft.file_bytes + cells * per_cell
-        self.grammars = GRAMMARS
+        # A compiler each in the engine and in the tokenizer worker, which keeps no grammars.
+        compiling = 2 * (vocabulary * GRAMMAR_TABLE_PER_TOKEN + GRAMMAR_SCRATCH)
+        self.grammars = compiling + GRAMMAR_CACHE_BYTES
         self.states = max(config.cache_ram_mb, config.swap_space_mb) * _MIB
         self.kv = self.per_cell * self.cells
         self.needed = self.model + self.kv + self.compute + self.draft

@@ -45,21 +45,31 @@ class LlamaModel(Owned):
         vocabulary_only: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        """Load it. What `progress` raises ends the loading and is raised here."""
         api = library.api
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers
         params.n_gpu_layers = config.gpu_layers
 
+        raised: list[BaseException] = []
+
         def on_progress(fraction: float, _: Any) -> bool:
-            if progress is not None:
-                progress(fraction)
-            return True
+            try:
+                if progress is not None:
+                    progress(fraction)
+            except BaseException as error:  # it cannot pass through native code
+                raised.append(error)
+            return not raised
 
         callback = api.llama_progress_callback(on_progress)
         params.progress_callback = callback
         path = Path(config.model)
         pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        if raised:
+            if pointer:
+                api.llama_model_free(pointer)
+            raise raised[0]
         if not pointer:
             raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)

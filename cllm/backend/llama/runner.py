@@ -13,6 +13,7 @@ from cllm.backend.base import (
     Batch,
     BatchKind,
     Drafter,
+    KVState,
     ModelRunner,
     Row,
     RowResult,
@@ -55,6 +56,7 @@ class LlamaRunner(ModelRunner):
         self._drafts: DraftModel | None = None
         self._submitted: Batch | None = None
         self._rows: tuple[Row, ...] = ()
+        self._padding: dict[int, int] = {}  # position by id
         self._code, self._submitted_at = 0, 0.0
         self._open = ExitStack()  # what is open; closed in reverse order
         try:
@@ -81,10 +83,16 @@ class LlamaRunner(ModelRunner):
         self._open.callback(self._dry.close)
         if not self.info.generates:
             self.open_embedding()
+        if progress is not None:
+            progress(1.0)  # the last point to give up loading: the first decode reads all weights
         self._warm_up()
         if config.draft_model and self.info.generates:
             check_cuttable(self.info, "served")
-            draft = LlamaRunner(draft_config(config, self.limits.request_tokens), library=library)
+            draft = LlamaRunner(
+                draft_config(config, self.limits.request_tokens),
+                library=library,
+                progress=progress and (lambda _: progress(1.0)),
+            )
             self._drafts = DraftModel(draft, self.vocabulary)
             self._open.callback(self._drafts.close)
 
@@ -118,8 +126,9 @@ class LlamaRunner(ModelRunner):
         if batch.kind is BatchKind.EMBED:
             return  # computed when it is collected, in a context of its own
         self._rows = batch.rows
+        self._padding = {seq_id: self._context.next_position(seq_id) for seq_id in batch.padding}
         if batch.padding:
-            padding = (Row(seq_id, 0, (0,), 0, None) for seq_id in batch.padding)
+            padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
         self._batch.fill(self._rows)
         self._submitted_at = time.perf_counter()
@@ -134,8 +143,8 @@ class LlamaRunner(ModelRunner):
         code = self._code
         if code == 0:
             self._api.llama_synchronize(self._context.pointer)
-        for seq_id in batch.padding:
-            self._context.remove(seq_id)
+        for seq_id, position in self._padding.items():
+            self._context.remove_padding(seq_id, position)
         decoded = time.perf_counter()
         status = get_status(code)
         if status is not StepStatus.DONE:
@@ -160,12 +169,13 @@ class LlamaRunner(ModelRunner):
 
     def create_sampler(self, params: SamplingParams) -> LlamaSampler:
         chain = None
+        context = self.limits.sequence_cells
         if not params.greedy:
-            size, context = self.vocabulary.size, self.limits.sequence_cells
+            size = self.vocabulary.size
             pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
         excluded = self._ends if params.ignore_eos else self._ends[:0]
-        return LlamaSampler(self._api, params, chain, excluded)
+        return LlamaSampler(self._api, params, chain, excluded, context)
 
     def next_position(self, seq_id: int) -> int:
         return self._context.next_position(seq_id)
@@ -176,10 +186,10 @@ class LlamaRunner(ModelRunner):
     def copy(self, source: int, target: int, length: int) -> int:
         return self._context.copy(source, target, length)
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         return self._context.save(seq_id)
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         return self._context.restore(seq_id, state)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -188,6 +198,7 @@ class LlamaRunner(ModelRunner):
             "model": self.info.size_bytes,
             "kv": fit.per_cell * self.limits.cells,
             "buffers": fit.compute,
+            "draft_model": fit.draft,
             "embedding_limit": fit.embedding,
             "grammars_limit": fit.grammars,
         }
@@ -211,8 +222,8 @@ class LlamaRunner(ModelRunner):
         if self._embedding is not None:
             self._embedding.reset()
 
-    def create_drafter(self) -> Drafter | None:
-        return ModelDrafter(self._drafts) if self._drafts is not None else None
+    def create_drafter(self, tenant: str | None) -> Drafter | None:
+        return ModelDrafter(self._drafts, tenant) if self._drafts is not None else None
 
     def close(self) -> None:
         self._open.close()

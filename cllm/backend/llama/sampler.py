@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,31 +15,54 @@ from cllm.backend.llama.candidates import Candidates, Logits, TopKPrefilter
 from cllm.backend.llama.library import DeferredFrees, Owned
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
 
+MAX_ADJUSTED = 512  # tokens: with more, the prefilter hardly narrows
+
 
 class LlamaSampler:
     """The sampler of one sequence. A greedy one needs no chain: then `chain` is None."""
 
     def __init__(
-        self, api: Any, params: SamplingParams, chain: Owned | None, excluded: npt.NDArray[np.int32]
+        self,
+        api: Any,
+        params: SamplingParams,
+        chain: Owned | None,
+        excluded: npt.NDArray[np.int32],
+        context: int,
     ) -> None:
         self._api = api
         self.params = params
         self.chain = chain
+        self.seconds = 0.0  # of its last token
+        penalties = params.penalty_last_n if params.penalises else 0
+        dry = params.dry_penalty_last_n if params.dry_multiplier > 0 else 0
+        self._lookback = max(get_lookback(penalties, context), get_lookback(dry, context))
+        self._biased = [token for token, _ in params.logit_bias]
+        self._recent: deque[int] | None = None  # the history, if it is short: its tokens are adjusted
+        if params.adjusts_logits and self._lookback + len(self._biased) <= MAX_ADJUSTED:
+            self._recent = deque(maxlen=self._lookback)
         self.prefilter = TopKPrefilter(params)
         self.excluded = excluded  # tokens never sampled (end tokens, with `ignore_eos`)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Add tokens to the history of penalties; free where there are none."""
-        if self.chain is None or not (self.params.penalises or self.params.dry_multiplier > 0):
-            return
-        for token in tokens:
-            self._api.llama_sampler_accept(self.chain.pointer, token)
+        if self.chain is not None and self._lookback:
+            for token in tokens[-self._lookback :]:
+                self._accept(token)
+
+    def _accept(self, token: int) -> None:
+        assert self.chain is not None
+        self._api.llama_sampler_accept(self.chain.pointer, token)
+        if self._recent is not None:
+            self._recent.append(token)
 
     def sample(self, logits: Logits, candidates: Candidates, mask: TokenMask | None = None) -> int:
         """Sample an allowed token from a row and accept it. The row is left as it is."""
         assert self.chain is not None
-        token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask)
-        self._api.llama_sampler_accept(self.chain.pointer, token)
+        adjusted = None
+        if self._recent is not None:
+            adjusted = np.unique(np.array([*self._recent, *self._biased], np.int32))
+        token = candidates.sample(self.chain.pointer, logits, self.prefilter, mask, adjusted)
+        self._accept(token)
         return token
 
     def close(self) -> None:
@@ -104,7 +128,7 @@ def build_chain(
         add(api.llama_sampler_init_greedy())
         return chain
     if params.mirostat:
-        mirostat = (params.seed, params.mirostat_tau, params.mirostat_eta)
+        mirostat = (params.seed or 0, params.mirostat_tau, params.mirostat_eta)
         add(api.llama_sampler_init_temp(params.temperature))
         if params.mirostat == 1:
             add(api.llama_sampler_init_mirostat(vocabulary_size, *mirostat, 100))
@@ -124,13 +148,13 @@ def build_chain(
     if params.min_p > 0:
         add(api.llama_sampler_init_min_p(params.min_p, 1))
     if params.xtc_probability > 0:
-        add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
+        add(api.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed or 0))
     if params.dynatemp_range > 0:
         dynamic = (params.dynatemp_range, params.dynatemp_exponent)
         add(api.llama_sampler_init_temp_ext(params.temperature, *dynamic))
     else:
         add(api.llama_sampler_init_temp(params.temperature))
-    add(api.llama_sampler_init_dist(params.seed))
+    add(api.llama_sampler_init_dist(params.seed or 0))
     return chain
 
 

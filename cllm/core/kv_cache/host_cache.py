@@ -13,6 +13,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from cllm.backend.base import KVState
+
 MIB = 1 << 20
 TOKEN_BYTES = array("i").itemsize
 
@@ -22,7 +24,7 @@ class Entry:
 
     __slots__ = ("__weakref__", "size", "state", "tenant", "tokens")
 
-    def __init__(self, tenant: str, tokens: Sequence[int], state: bytes) -> None:
+    def __init__(self, tenant: str, tokens: Sequence[int], state: KVState) -> None:
         self.tenant = tenant
         self.tokens = array("i", tokens)
         self.state = state

@@ -168,10 +168,10 @@ class PrefixCache:
                 held = self._runner.copy(match.source.seq_id, sequence.seq_id, match.length)
         except Exception:
             log.exception("the cached prefix of request %s could not be applied; it is computed", sequence.id)
-        if held != match.length:
-            held = self._runner.truncate(sequence.seq_id, 0)
             if match.entry is not None:
                 self.host.drop(match.entry)
+        if held != match.length:
+            held = self._runner.truncate(sequence.seq_id, 0)
         sequence.num_computed = held
         if first_start:  # a preempted one has computed this before
             sequence.cached_tokens = held
@@ -194,12 +194,18 @@ class PrefixCache:
         return self._save(source, tokens, self._known(source, tokens, MIN_COPY_TOKENS))
 
     def _restore(self, seq_id: int, entry: Entry, length: int) -> int:
-        if not self._transfer.restore(seq_id, entry.state):
-            return 0
-        self.host.touch(entry)
-        if self._runner.next_position(seq_id) != len(entry.tokens):
-            return 0
-        return self._runner.truncate(seq_id, length)
+        """Restore a state and cut it; 0 if that fails. One that only finds no room now is kept."""
+        runner = self._runner
+        held = 0
+        if self._transfer.restore(seq_id, entry.state):
+            self.host.touch(entry)
+            if runner.next_position(seq_id) == len(entry.tokens):
+                held = runner.truncate(seq_id, length)
+        elif any(runner.next_position(other) for other in range(runner.limits.sequences) if other != seq_id):
+            return 0  # other sequences are in its way
+        if held != length:
+            self.host.drop(entry)
+        return held
 
     # Storing ---------------------------------------------------------------------------------------
 

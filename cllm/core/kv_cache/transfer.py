@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from cllm.backend.base import ModelRunner
+from cllm.backend.base import KVState, ModelRunner
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import StepCostModel
@@ -26,7 +26,7 @@ class KVTransfer:
         self.seconds = 0.0  # in all
         self.swap_outs = self.swap_ins = 0  # in all
 
-    def save(self, seq_id: int) -> bytes | None:
+    def save(self, seq_id: int) -> KVState | None:
         """As `ModelRunner.save`."""
         started = time.perf_counter()
         state = self._runner.save(seq_id)
@@ -34,7 +34,7 @@ class KVTransfer:
             self._observe(len(state), time.perf_counter() - started, restore=False)
         return state
 
-    def restore(self, seq_id: int, state: bytes) -> bool:
+    def restore(self, seq_id: int, state: KVState) -> bool:
         """As `ModelRunner.restore`."""
         started = time.perf_counter()
         restored = self._runner.restore(seq_id, state)

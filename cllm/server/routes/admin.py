@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
 from cllm.frontend.async_calls import loaded
-from cllm.frontend.engine_client import Health
 from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.submit import get_registry
+from cllm.types import Health
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
@@ -52,8 +52,10 @@ router = APIRouter(tags=["operation"])
 
 @router.get("/health", **documented(api.HealthResponse("ok", "ready")))
 async def health(http: HttpRequest) -> Response:
-    """Alive: 200 as long as this process answers."""
-    return StructResponse(api.HealthResponse("ok", get_registry(http).current.health.value))
+    """Alive: 200, also while the engine restarts; 503 once it has crashed too often in a row."""
+    health = get_registry(http).current.health
+    status, code = ("failed", 503) if health is Health.FAILED else ("ok", 200)
+    return StructResponse(api.HealthResponse(status, health.value), code)
 
 
 @router.get("/ready", **documented(api.HealthResponse("ready")))

@@ -93,6 +93,35 @@ def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
     assert [config.engine.swap_space_mb for config in settings] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel", "0"], "configuration: parallel is 0: expected `int` >= 1"),
+        (["--cache-type-k", "nope"], "configuration: cache_type_k is 'nope': expected `str` matching"),
+        (["--max-timeout-s", "nan"], "configuration: max_timeout_s is nan: expected a finite number"),
+        (["--max-timeout-s", "inf"], "configuration: max_timeout_s is inf: expected a finite number"),
+        (["--target-itl-ms", "nan"], "--target-itl-ms"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(
+    settings: list[Config], arguments: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(main.app, ["serve", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exit_code == 2 and message in result.output and not settings
+
+
+@pytest.mark.parametrize(
+    "line", ["target_itl_ms = inf", "max_timeout_s = nan", "drain_s = inf", "paralel = 2"]
+)
+def test_a_wrong_line_of_the_file_is_named(settings: list[Config], tmp_path: Path, line: str) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text(line + "\n")
+    result = CliRunner().invoke(main.app, ["serve", "--config", str(file)], env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and not settings
+    wanted = "did you mean 'parallel'" if "paralel" in line else "expected a finite number"
+    assert wanted in result.output and line.split()[0] in result.output
+
+
 def test_renamed_settings_of_a_call() -> None:
     assert deprecated.renamed({"park_mb": 5, "parallel": 2}) == {"swap_space_mb": 5, "parallel": 2}
 

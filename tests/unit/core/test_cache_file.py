@@ -50,7 +50,7 @@ def tier_of(*entries: tuple[str, str, int], limit: int = 1 << 20) -> HostKVCache
 
 
 def contents(tier: HostKVCache) -> list[tuple[str, bytes, bytes]]:
-    return [(entry.tenant, entry.tokens.tobytes(), entry.state) for entry in tier.entries]
+    return [(entry.tenant, entry.tokens.tobytes(), bytes(entry.state)) for entry in tier.entries]
 
 
 @pytest.fixture

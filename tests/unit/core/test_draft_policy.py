@@ -223,8 +223,22 @@ def test_whatever_is_planned_all_drafts_are_equally_long_and_fit(
 def test_a_draft_model_is_not_asked_under_load() -> None:
     parrots = [Parrot() for _ in range(8)]
     sequences = [make_sequence(number, parrot) for number, parrot in enumerate(parrots)]
-    policy = SpecDecodePolicy(8, draft_model=True)
+    policy = SpecDecodePolicy(8, draft_model=lambda tenant: Parrot())
     assert policy.draft(sequences, Priced(0.01), room=100, max_step_s=10) == {}
     assert not any(parrot.asked for parrot in parrots)
     assert policy.draft(sequences[:2], Priced(0.01), room=100, max_step_s=10)
     assert parrots[0].asked == parrots[1].asked == [4]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_draft_model_hears_whose_memory_it_may_use(shared: bool) -> None:
+    tenants: list[str | None] = []
+
+    def new_drafter(tenant: str | None) -> Parrot:
+        tenants.append(tenant)
+        return Parrot()
+
+    policy = SpecDecodePolicy(8, draft_model=new_drafter, share_across_tenants=shared)
+    for tenant, reuse in (("a", True), ("b", True), ("b", False)):
+        policy.start(Request(id="r", prompt=(1,), max_tokens=1, tenant=tenant, reuse=reuse))
+    assert tenants == (["", "", None] if shared else ["a", "b", None])

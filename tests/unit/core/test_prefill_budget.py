@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Row
 from cllm.core.prefill_budget import PrefillBudget, divide
+from cllm.core.sequence import Sequence
 from cllm.core.step_cost import TILE, StepCost, StepCostModel, StepShape, attended_pairs
+from cllm.types import Request
 
 TARGET = 0.25
 # A small model on two cores: 4 ms to read the weights, 1.2 ms a prompt token, 1.5 ms a row, attention.
@@ -196,7 +198,7 @@ class Prompt:
 
     def __init__(self, name: str, arrival: int, pending: int, *, answering: bool = False) -> None:
         self.id, self.arrival, self.pending, self.num_computed = name, arrival, pending, 0
-        self.answering = answering
+        self.answering, self.sample_s = answering, 0.0
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
@@ -253,3 +255,63 @@ def test_shares_are_within_the_room_and_one_gets_on(room: int, wanted: list[int]
     assert 0 < sum(shares) <= room
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
     assert shares[0] >= min(wanted[0], room, TILE // 2)
+
+
+# Costly samplers -------------------------------------------------------------------------------------
+
+
+def decoding(*sample_s: float) -> list[Sequence]:
+    """Sequences that decode, each with the time that its sampler takes."""
+    found = []
+    for number, seconds in enumerate(sample_s):
+        request = Request(id=str(number), prompt=tuple(b"prompt"), max_tokens=1000)
+        sequence = Sequence(request, 4096, number)
+        sequence.num_computed = len(sequence.tokens) - 1
+        sequence.sample_s = seconds
+        found.append(sequence)
+    return found
+
+
+def turns(sequences: list[Sequence], steps: int, *, defers: bool = True) -> tuple[list[int], list[float]]:
+    """How often each takes part, and what all samplers of each step take."""
+    budget = PrefillBudget(512, TARGET, StepCostModel(known=SMALL, frozen=True), defers=defers)
+    counts = [0] * len(sequences)
+    seconds = []
+    for _ in range(steps):
+        shares = budget.schedule_tokens(sequences, lambda sequence: sequence.pending)
+        assert set(shares.values()) == {1}
+        for number in map(int, shares):
+            counts[number] += 1
+        seconds.append(sum(sequences[int(name)].sample_s for name in shares))
+    return counts, seconds
+
+
+@given(
+    st.lists(st.floats(0, 1e-4), min_size=1, max_size=4),
+    st.lists(st.floats(2e-3, 0.05), min_size=1, max_size=7),
+)
+def test_cheap_rows_miss_no_step_and_wait_little_for_costly_samplers(
+    cheap: list[float], costly: list[float]
+) -> None:
+    steps = 400
+    counts, seconds = turns(decoding(*cheap, *costly), steps)
+    assert counts[: len(cheap)] == [steps] * len(cheap)
+    rows = len(cheap) + len(costly)
+    step_s = SMALL.seconds(StepShape(1, 0, rows, 6 * rows))
+    if sum(costly) > PrefillBudget.SAMPLING_SHARE * step_s:
+        # A costly one goes as soon as there is any credit, so one of them may be owed at the end.
+        assert sum(seconds) <= PrefillBudget.SAMPLING_SHARE * step_s * steps + max(costly)
+    behind = counts[len(cheap) :]
+    assert min(behind) >= max(1, max(behind) // 2), "they go in turn"
+
+
+def test_where_all_samplers_are_costly_or_cheap_none_is_deferred() -> None:
+    assert turns(decoding(*[0.02] * 8), 20)[0] == [20] * 8
+    assert turns(decoding(*[1e-5] * 8), 20)[0] == [20] * 8
+    assert turns(decoding(0.0, 0.02), 20, defers=False)[0] == [20, 20]
+
+
+def test_a_prompt_gets_less_room_beside_costly_samplers() -> None:
+    budget = PrefillBudget(512, TARGET, StepCostModel(known=SMALL, frozen=True))
+    budget.cost.largest_prefill, budget.cost.largest_attended = 512, 1e9
+    assert budget.prefill_tokens(4, sampling_s=0.1) < budget.prefill_tokens(4)

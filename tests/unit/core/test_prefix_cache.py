@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.base import StepStatus
+from cllm.backend.base import KVState, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.step_cost import StepShape
@@ -266,7 +266,7 @@ def test_the_cheapest_state_that_covers_the_prefix_is_restored() -> None:
     restored: list[int] = []
     original = talk.fake.restore
 
-    def restore(seq_id: int, state: bytes) -> bool:
+    def restore(seq_id: int, state: KVState) -> bool:
         restored.append(len(state) // 2)
         return original(seq_id, state)
 
@@ -276,6 +276,34 @@ def test_the_cheapest_state_that_covers_the_prefix_is_restored() -> None:
     restored.clear()
     assert talk.ask(SYSTEM + (3,) * 10, 1) == len(SYSTEM)
     assert restored == [len(SYSTEM) + 100]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_state_that_finds_no_room_now_is_kept(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the free cells of a unified KV do not lie together."""
+    talk = Talk(FakeRunner(sequences=4, cells=8192, batch_tokens=64, unified=unified))
+    talk.ask(SYSTEM)
+    (entry,) = talk.host_cache.entries
+    neighbour = talk.send(b"neighbour" * 10, 400)
+    talk.step(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(talk.fake, "restore", lambda seq_id, state: False)
+        refused = talk.send(SYSTEM, 1)
+        while talk.answers[refused].finish_reason is None:
+            talk.step()
+    assert talk.usage(refused).cached_tokens == 0 and entry in talk.host_cache.entries
+    again = talk.send(SYSTEM, 1)
+    talk.finish()
+    assert talk.usage(again).cached_tokens == len(SYSTEM) - 1
+    assert talk.text(neighbour) == expected_text(b"neighbour" * 10, 400, ends=False)
+
+
+def test_a_state_that_is_refused_by_an_empty_memory_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk()
+    talk.ask(SYSTEM)
+    (entry,) = talk.host_cache.entries
+    monkeypatch.setattr(talk.fake, "restore", lambda seq_id, state: False)
+    assert talk.ask(SYSTEM) == 0 and entry not in talk.host_cache.entries
 
 
 def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Sequence as Tokens
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.spec_decode import DraftState, NgramDrafter, SpecDecodePolicy
+from cllm.core.spec_decode import DraftState, NgramDrafter, NgramIndex, SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
+from cllm.testing import FakeRunner
+from tests.driver.engine import StepDriver
 
 # Few different tokens, so that texts repeat themselves.
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
@@ -18,7 +23,7 @@ TEXTS = st.lists(st.integers(0, 3), max_size=60)
 def searched(tokens: Tokens[int], max_tokens: int, indexed: int | None = None) -> list[int]:
     """What prompt lookup must propose, by a search of every place; `indexed` is how far it has read."""
     end = len(tokens) if indexed is None else indexed
-    for length in NgramDrafter.NGRAM_SIZES:
+    for length in NgramIndex.SIZES:
         newest = list(tokens[-length:])
         for place in reversed(range(length, end)):
             if len(newest) == length and list(tokens[place - length : place]) == newest:
@@ -63,11 +68,45 @@ def test_a_step_reads_a_slice_and_no_more() -> None:
 
     lookup, tokens = NgramDrafter(), Counted(range(20_000))
     lookup.propose(tokens, 8)
-    assert Counted.read <= (NgramDrafter.MAX_INDEXED + 1) * len(NgramDrafter.NGRAM_SIZES)
+    assert Counted.read <= (NgramDrafter.MAX_INDEXED + 1) * len(NgramIndex.SIZES)
     for _ in range(4):
         lookup.propose(tokens, 8)
     tokens += [0, 1, 2, 3]
     assert lookup.propose(tokens, 8) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_an_index_takes_a_few_bytes_a_token_and_says_so() -> None:
+    """A dictionary of tuples took 440 bytes a token."""
+    tokens = [(place * 7919) % 49_157 for place in range(20_000)]
+    drafter = NgramDrafter()
+    tracemalloc.start()
+    try:
+        while drafter._index is None or drafter._index.indexed < len(tokens):
+            drafter.propose(tokens, 8)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken == pytest.approx(drafter.memory_bytes, rel=0.2)
+    assert drafter.memory_bytes <= 40 * len(tokens)
+
+
+@given(text=st.lists(st.integers(0, 5), min_size=300, max_size=600))
+def test_an_index_that_has_become_too_small_is_replaced_unnoticed(text: list[int]) -> None:
+    drafter = NgramDrafter()
+    for length in range(2, len(text), 3):
+        assert drafter.propose(text[:length], 5) == searched(text[:length], 5)
+    assert drafter._index is not None and drafter._index.indexed > 250
+    assert not drafter._index.crowded
+
+
+def test_the_engine_reports_its_indexes_and_frees_them() -> None:
+    driver = StepDriver(FakeRunner(sequences=2, cells=4096), draft_tokens=8)
+    driver.add(bytes(range(200)), 50, ignore_eos=True)
+    driver.add(bytes(range(100)), 5, ignore_eos=True, speculate=False)
+    driver.finish()
+    reported = [stats.draft_bytes for stats in driver.stats]
+    assert 200 * 12 <= max(reported) <= 250 * 40 and reported[-1] == 0
 
 
 class Parrot:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -14,15 +16,18 @@ from cllm.config import EngineConfig
 from cllm.errors import (
     ContextLengthExceeded,
     EngineDied,
+    EngineNotReady,
     InvalidRequest,
     ModelFileError,
     QueueFull,
     ShuttingDown,
 )
-from cllm.frontend.engine_client import EngineClient, Health
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
+from cllm.frontend.request_queue import Stage
+from cllm.frontend.tenants import Tenant
 from cllm.testing import FakeRunner, expected_text
-from cllm.types import FinishReason, Request, RequestOutput, Usage
+from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
@@ -43,6 +48,9 @@ class ScriptedExecutor:
         self.ready = Ready(runner.info, runner.limits)
         self.sent: list[Command] = []
         self.starts = 0
+        self.delay_s = 0.0
+        self.loads = True  # a run is Ready as soon as it is started
+        self.unsendable: dict[str, Exception] = {}  # by request id
         self.stopped = False
         self.receive: Receive | None = None
 
@@ -50,14 +58,21 @@ class ScriptedExecutor:
     def tokenizer(self) -> TokenizerClient:
         raise NotImplementedError
 
-    def start(self, receive: Receive) -> None:
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         self.starts += 1
+        self.delay_s = delay_s
         self.sent.clear()
         self.receive = receive
-        receive(self.ready)
+        if self.loads:
+            receive(self.ready)
 
     def send(self, command: Command) -> None:
+        if self.unsendable and isinstance(command, Submit) and command.request.id in self.unsendable:
+            raise self.unsendable[command.request.id]
         self.sent.append(command)
+
+    def end_tasks(self) -> None:
+        pass
 
     def stop(self) -> None:
         self.stopped = True
@@ -71,11 +86,12 @@ class ScriptedExecutor:
 
     def die(self) -> None:
         assert self.receive is not None
-        starts = self.starts
         self.receive(Died("engine_died", "killed by the test"))
-        deadline = time.monotonic() + 20
-        while self.starts == starts and time.monotonic() < deadline:
-            time.sleep(0.005)
+
+    def come_back(self) -> None:
+        """The run that was started last is Ready."""
+        assert self.receive is not None
+        self.receive(self.ready)
 
 
 @pytest.fixture
@@ -113,6 +129,66 @@ def test_the_engine_gets_a_few_more_than_it_can_run_and_the_rest_wait(
     assert executor.submitted() == ["r0", "r1", "r2", "r3"]
     executor.say(last("r1"))
     assert executor.submitted()[-1] == "r4"
+
+
+def test_a_place_kept_for_a_tenant_that_has_left_is_given_away_in_time(
+    engine: EngineClient, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing happens in the engine meanwhile: a timer looks at the queue."""
+    monkeypatch.setattr(Tenant, "HOLD_S", 0.25)
+
+    def ask(name: str) -> None:
+        tenant = name.rstrip("0123456789")
+        engine.submit(Request(id=name, prompt=(1,), max_tokens=5, tenant=tenant), BlockingOutputStream)
+
+    ask("left1")
+    ask("stays1")
+    executor.say(token("stays1"), last("left1"))
+    ask("stays2")
+    assert executor.submitted() == ["left1", "stays1"], "the free place is kept"
+    deadline = time.monotonic() + 10
+    while "stays2" not in executor.submitted() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert executor.submitted() == ["left1", "stays1", "stays2"]
+
+
+def percentiles(calls: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Median and p99 of the time that one of these calls takes."""
+    times = []
+    for call in calls:
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times), statistics.quantiles(times, n=100)[-1]
+
+
+@pytest.mark.parametrize("tenants", [1, 10_000])
+def test_submitting_and_cancelling_cost_the_same_however_many_wait(
+    executor: ScriptedExecutor, tenants: int
+) -> None:
+    """`python -m tests.soak.waiting` prints the figures; here they have wide margins."""
+    engine = EngineClient(executor, queue_size=100_000)
+    engine.start()
+
+    def submit(number: int) -> OutputStream:
+        tenant, timeout_s = f"t{number % tenants}", 1000.0 + number
+        one = Request(id=f"r{number}", prompt=(1,), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
+        return engine.submit(one, BlockingOutputStream)
+
+    waiting = 10_000 if tenants > 1 else 20_000
+    for number in range(waiting):
+        submit(number)
+    median, p99 = percentiles([partial(submit, waiting + number) for number in range(500)])
+    assert median < 150e-6 and p99 < 10e-3, (median, p99)
+    # from the middle, where a search from either end is longest
+    median, p99 = percentiles([partial(engine.cancel, f"r{waiting // 2 + number}") for number in range(500)])
+    assert median < 150e-6 and p99 < 10e-3, (median, p99)
+    median, p99 = percentiles(
+        [lambda: executor.say(last(next(iter(engine._queue._engine)))) for _ in range(500)]
+    )
+    assert median < 300e-6 and p99 < 10e-3, (median, p99)
+    engine.stop()
+    assert engine.requests == ()
 
 
 def test_a_full_queue_refuses_at_once_with_retry_after(engine: EngineClient) -> None:
@@ -186,19 +262,101 @@ def test_reports_of_a_dead_engine_are_ignored(engine: EngineClient, executor: Sc
     assert stream.finished
 
 
-def test_an_engine_that_keeps_crashing_fails_present_and_later_requests(
-    engine: EngineClient, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_keeps_crashing_is_refused_for_and_started_again_for_ever(
+    engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
-    monkeypatch.setattr(Backoff, "MAX_IN_A_ROW", 1)
+    """Was: given up after five restarts, with 500 for every later request."""
+    executor.loads = False
+    for count in range(Backoff.MAX_IN_A_ROW):
+        executor.die()
+        assert engine.health is Health.RESTARTING and executor.starts == 2 + count
+    waiting = engine.submit(request("r0"), BlockingOutputStream)
+    delays = []
+    for _ in range(30):
+        executor.die()
+        delays.append(executor.delay_s)
+        assert engine.health is Health.FAILED
+    assert delays == sorted(delays) and delays[-1] == Backoff.MAX_DELAY_S
+    failure = read(waiting).error
+    assert failure is not None and failure.code == "engine_not_ready"
+    with pytest.raises(EngineNotReady, match=r"crashed 35 times.*again in 60 s") as refusal:
+        engine.submit(request("r1"), BlockingOutputStream)
+    assert refusal.value.retry_after_s == Backoff.MAX_DELAY_S
+    with pytest.raises(EngineNotReady):
+        engine.check_capacity()
+    executor.come_back()
+    assert engine.health is Health.READY
+    stream = engine.submit(request("r2"), BlockingOutputStream)
+    executor.say(last("r2"))
+    assert read(stream).finish_reason is FinishReason.STOP
+
+
+def test_an_engine_that_cannot_be_replaced_fails_present_and_later_requests(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
     stream = engine.submit(request("r0"), BlockingOutputStream)
-    executor.die()
     executor.restartable = False
-    assert executor.receive is not None
-    executor.receive(Died("engine_died", "again"))
-    assert engine.health is Health.FAILED
+    executor.die()
+    assert engine.health is Health.FAILED and executor.starts == 1
     assert read(stream).finish_reason is FinishReason.ERROR
     with pytest.raises(EngineDied):
         engine.submit(request("later"), BlockingOutputStream)
+
+
+def test_an_answer_that_is_an_error_is_no_progress(engine: EngineClient, executor: ScriptedExecutor) -> None:
+    """Was: an engine that gave each request an error before it died was restarted without any delay."""
+    for number in range(Backoff.MAX_IN_A_ROW + 1):
+        stream = engine.submit(request(f"r{number}"), BlockingOutputStream)
+        failure = Failure("engine_died", "two steps in a row failed")
+        executor.say(RequestOutput(request_id=f"r{number}", finish_reason=FinishReason.ERROR, error=failure))
+        assert read(stream).error == failure
+        executor.loads = number < Backoff.MAX_IN_A_ROW
+        executor.die()
+    assert engine.health is Health.FAILED and executor.delay_s > 5
+
+
+def test_death_while_draining_replays_on_the_next_run(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    """Was: what came after the death went into the closed socket, and waited for the end of the drain."""
+    streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
+    executor.say(token("r0"))
+    engine.drain()
+    executor.loads = False
+    executor.die()
+    assert read(streams[0]).error is not None
+    engine.cancel("r5")  # it makes a place: nothing may be sent while there is no engine
+    assert executor.sent == [] and {state.stage for state in engine.requests} == {Stage.QUEUED}
+    assert engine.inspect().exception(0) is not None
+    executor.come_back()
+    assert engine.health is Health.DRAINING and executor.submitted() == ["r1", "r2", "r3", "r4"]
+    executor.say(*(last(f"r{number}") for number in range(1, 4)))
+    executor.loads = False
+    executor.die()
+    engine.end_all()
+    ends = [read(stream).finish_reason for stream in streams[1:]]
+    assert ends == [FinishReason.STOP] * 3 + [FinishReason.ERROR, FinishReason.CANCELLED]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequest("a number is out of range"), "invalid_request"),
+        (RecursionError(), "engine_error"),
+        (EngineNotReady("the engine process does not read its input"), "engine_not_ready"),
+    ],
+)
+def test_a_request_that_cannot_be_sent_fails_alone(
+    engine: EngineClient, executor: ScriptedExecutor, error: Exception, code: str
+) -> None:
+    """Was: it stayed "in the engine", which had never heard of it, and its neighbours were not sent."""
+    executor.unsendable = dict.fromkeys(("r1", "r4", "r5"), error)
+    streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(8)]
+    executor.say(last("r0"))
+    assert executor.submitted() == ["r0", "r2", "r3", "r6", "r7"]
+    for number in (1, 4, 5):
+        failure = read(streams[number]).error
+        assert failure is not None and failure.code == code
 
 
 def test_the_reason_why_a_model_does_not_load_reaches_every_waiter() -> None:

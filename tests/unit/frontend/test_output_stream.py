@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.types import Failure, FinishReason, RequestOutput
+from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
 
 def delta(text: str, reason: FinishReason | None = None) -> RequestOutput:
@@ -83,3 +87,56 @@ def test_what_was_said_before_an_error_is_told_first() -> None:
         blocking.push(each)
     for deltas in (asyncio.run(read()), list(blocking)):
         assert [each.text for each in deltas] == ["ab", ""] and deltas[-1].error == failed.error
+
+
+def plain(number: int) -> RequestOutput:
+    return RequestOutput(request_id="r" * 36, text=" word", tokens=(1000 + number,))
+
+
+def long_text(number: int) -> RequestOutput:
+    return RequestOutput(request_id="r" * 36, text=f"{number} träumt 夢 " * 20, tokens=(1000 + number,) * 40)
+
+
+def with_logprobs(number: int) -> RequestOutput:
+    top = tuple((1000 + number + place, -place / 7 - number) for place in range(20))
+    pieces = tuple(b" piece%d" % place for place in range(21))
+    entry = TokenLogprob(1000 + number, -0.25 - number, top, pieces)
+    return RequestOutput(request_id="r" * 36, text=" word", tokens=(1000 + number,), logprobs=(entry,))
+
+
+@pytest.mark.parametrize(("make", "count"), [(plain, 10_000), (long_text, 1000), (with_logprobs, 1000)])
+def test_what_is_unread_takes_the_memory_that_is_counted(
+    make: Callable[[int], RequestOutput], count: int
+) -> None:
+    """Outputs come decoded from a socket: each is made of objects of its own."""
+    frames = [msgspec.msgpack.encode(make(number)) for number in range(count)]
+    decoder = msgspec.msgpack.Decoder(RequestOutput)
+    stream = BlockingOutputStream("r")
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for frame in frames:
+            stream.push(decoder.decode(frame))
+        gc.collect()  # it empties the interpreter's lists of free objects
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert stream.unread_bytes == pytest.approx(taken, rel=0.2)
+    stream.push(delta("", FinishReason.STOP))
+    (read,) = stream
+    made = [make(number) for number in range(count)]
+    assert read.text == "".join(each.text for each in made)
+    assert read.tokens == tuple(token for each in made for token in each.tokens)
+    assert read.logprobs == tuple(entry for each in made for entry in each.logprobs)
+    assert stream.unread_bytes == 0
+
+
+def test_a_stream_is_overfull_when_its_limit_is_taken_and_not_before() -> None:
+    stream = AsyncOutputStream("r")
+    stream.unread_limit = 100_000
+    for number in range(11_000):
+        stream.push(plain(number))
+    assert 90_000 < stream.unread_bytes < stream.unread_limit and not stream.overfull
+    for number in range(2000):
+        stream.push(plain(number))
+    assert stream.overfull

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest, QueueFull, RateLimited
 from cllm.frontend import request_queue, tenants
-from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import BlockingOutputStream, OutputStream
 from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
-from cllm.types import Limits, Request, TenantLimits
+from cllm.types import EmbedLimits, Limits, Request, TenantLimits
+from tests.unit.frontend.test_engine_client import ScriptedExecutor, last
 
 
 class Clock:
@@ -48,6 +51,7 @@ def limits(sequences: int = 4, *, cells: int = 100_000, unified: bool = False) -
         request_tokens=cells,
         batch_tokens=512,
         unified=unified,
+        embed=EmbedLimits(tokens=512, batch_tokens=512, rows=4),
     )
 
 
@@ -59,11 +63,24 @@ class Line:
         self.limits = limits(sequences)
         self._count = 0
 
-    def ask(self, tenant: str = "", tokens: int = 10, priority: int = 0) -> RequestState:
+    def ask(self, tenant: str = "", tokens: int = 10, priority: int = 0, embed: bool = False) -> RequestState:
         self._count += 1
         name = f"{tenant}{self._count}"
-        request = Request(id=name, prompt=(1,) * tokens, max_tokens=100, tenant=tenant, priority=priority)
+        prompt = (1,) * tokens
+        request = Request(
+            id=name,
+            prompt=() if embed else prompt,
+            max_tokens=100,
+            tenant=tenant,
+            priority=priority,
+            embed=(prompt,) if embed else (),
+        )
         return self.queue.admit(request, Silent(name), self.limits)
+
+    def crash(self) -> None:
+        lost, _ = self.queue.requeue_after_crash()
+        for one in lost:
+            self.queue.close(one)
 
     def feed(self) -> list[RequestState]:
         return self.queue.next_for_engine(self.limits)
@@ -318,6 +335,135 @@ def test_without_tenants_and_priorities_it_is_first_come_first_served(clock: Clo
         line.finish(line.inside()[0], 3)
         order += line.feed()
     assert order == states
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 10**6), names=st.integers(1, 12), weighted=st.booleans())
+def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
+    seed: int, names: int, weighted: bool
+) -> None:
+    """The rules in words, with kept places, against the heaps that spare the look at every tenant."""
+    source, line = random.Random(seed), Line()
+    weights = {f"t{n}": TenantLimits(weight=source.choice([1, 2, 5])) for n in range(names)}
+    line.queue.tenants.register(weights if weighted else {})
+    queue, tenants = line.queue._generation, line.queue.tenants
+    waiting: list[RequestState] = []
+    for _ in range(120):
+        if source.random() < 0.5 or not waiting:
+            name = f"t{source.randrange(names)}"
+            waiting.append(line.ask(name, priority=source.choice([0, 0, 0, 1])))
+        elif source.random() < 0.3:
+            queue.remove(gone := waiting.pop(source.randrange(len(waiting))))
+            gone.tenant.waiting -= 1
+        else:
+            for tenant in source.sample(list(tenants._tenants.values()), k=min(2, len(tenants._tenants))):
+                tenant.charge(source.choice([0, 1, 7, 50]), 0.0)
+            kept = {tenant: source.randint(1, 2) for tenant in tenants._active if source.random() < 0.2}
+            free = source.randint(1, 3)
+            expected = search(waiting, tenants.start_tag, free, kept)
+            found = queue.pop(max(each.arrived for each in waiting), free, kept)
+            assert found is expected
+            if found is not None:
+                waiting.remove(found)
+                found.tenant.waiting -= 1
+        assert queue.count == len(waiting) and list(queue) == sorted(
+            waiting, key=lambda each: (-each.request.priority, each.number)
+        )
+
+
+def search(
+    waiting: list[RequestState], tag: Callable[[Tenant], float], free: int, kept: dict[Tenant, int]
+) -> RequestState | None:
+    """Priority, then least virtual time, then arrival; of those whose tenant finds a place."""
+
+    def allowed(one: RequestState) -> bool:
+        others = (each for each in kept if each is not one.tenant and tag(each) <= tag(one.tenant))
+        return free > sum(kept[each] for each in others)
+
+    return min(
+        filter(allowed, waiting),
+        key=lambda one: (-one.request.priority, tag(one.tenant), one.number),
+        default=None,
+    )
+
+
+def test_the_queue_says_when_a_kept_place_lapses(clock: Clock) -> None:
+    line = Line(sequences=4)
+    assert line.queue.look_again_at is None
+    for _ in range(6):
+        line.ask("big")
+    line.feed()
+    small = line.ask("small")
+    while small.stage is Stage.QUEUED:
+        line.finish(line.inside()[0], 10)
+        line.feed()
+    line.finish(small)
+    more = [line.ask("big") for _ in range(4)]
+    while len(line.inside()) > 3:
+        line.finish(line.inside()[0], 10)
+    assert line.feed() == [], "a place is free, and kept for the small one"
+    looks = 0
+    while more[0].stage is Stage.QUEUED:
+        due = line.queue.look_again_at
+        assert due is not None and clock.now < due <= clock.now + Tenant.HOLD_S
+        clock.now = due
+        line.feed()
+        looks += 1
+    assert looks == 2, "kept for the rest of this period and for the next"
+
+
+@pytest.mark.parametrize("suspect_embeds", [True, False])
+def test_a_suspect_runs_before_all_others_and_alone(clock: Clock, suspect_embeds: bool) -> None:
+    line = Line(sequences=2)
+    suspects = [line.ask(embed=suspect_embeds) for _ in range(3)]
+    for _ in range(2):
+        assert line.feed() == suspects
+        line.crash()
+    others = [line.ask(embed=number % 2 == 0) for number in range(20)]
+    for suspect in suspects:
+        assert line.feed() == [suspect], "nothing goes with it, of either kind"
+        line.ask(embed=suspect_embeds)
+        line.ask(embed=not suspect_embeds)  # more keep coming
+        assert line.feed() == []
+        line.finish(suspect)
+    while line.queue.states:
+        assert line.feed() or line.inside()
+        line.finish(line.inside()[0])
+    assert all(one.stage is Stage.DONE for one in others)
+
+
+def test_two_suspects_of_either_kind_run_one_after_the_other(clock: Clock) -> None:
+    line = Line(sequences=2)
+    suspects = [line.ask(embed=True)]
+    clock.now += 1
+    suspects.append(line.ask())
+    for _ in range(2):
+        line.feed()
+        line.crash()
+    for one in (line.ask(embed=True), line.ask()):
+        assert one not in line.feed()
+    order: list[RequestState] = line.inside()
+    while line.queue.states:
+        line.finish(line.inside()[0])
+        order += line.feed()
+    assert order[:2] == suspects and len(order) == 4
+
+
+def test_cancelling_a_suspect_that_waits_lets_the_others_go() -> None:
+    executor = ScriptedExecutor()
+    engine = EngineClient(executor)
+    engine.start()
+    for name in ("suspect", "other"):
+        engine.submit(Request(id=name, prompt=(1,), max_tokens=5), BlockingOutputStream)
+    for _ in range(2):
+        engine._backoff.progress()
+        executor.die()
+    assert executor.submitted() == ["suspect"], "each alone"
+    late = engine.submit(Request(id="late", prompt=(1,), max_tokens=5), BlockingOutputStream)
+    engine.cancel("other")
+    executor.say(last("suspect"))
+    assert executor.submitted() == ["suspect", "late"] and not late.finished
+    engine.stop()
 
 
 def test_accounts_of_unknown_tenants_do_not_pile_up(clock: Clock) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.errors import QueueFull, RateLimited
+from cllm.frontend import request_queue, tenants
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.frontend.request_queue import Stage, window
+from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, Stage, window
+from cllm.frontend.tenants import Tenant
 from cllm.types import Request, TenantLimits
 from tests.profiles import examples
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
+from tests.unit.frontend.test_request_queue import Clock, Line
 
 SEQUENCES = 2
 QUEUE_SIZE, QUEUE_TOKENS = 12, 200
@@ -134,6 +138,105 @@ class QueueMachine(RuleBasedStateMachine):
         self.engine.stop()
 
 
+class TimedQueueMachine(RuleBasedStateMachine):
+    """The queue on a clock of its own: as long as requests wait, something or some time lets them go on.
+
+    It is looked at where `EngineClient` does so: when a request comes or ends, and at `look_again_at`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.patch = pytest.MonkeyPatch()
+        for module in (request_queue, tenants):
+            self.patch.setattr(module, "time", self.clock)
+        self.line = Line(sequences=3)
+        self.line.queue.tenants.register(TENANTS)
+
+    @rule(
+        tenant=st.sampled_from(["", "heavy", "a", "b", "c"]),
+        tokens=st.integers(1, 50),
+        priority=st.integers(-1, 1),
+        embed=st.booleans(),
+        count=st.integers(1, 4),
+    )
+    def ask(self, tenant: str, tokens: int, priority: int, embed: bool, count: int) -> None:
+        for _ in range(count):
+            self.line.ask(tenant, tokens, priority, embed)
+            self.line.feed()
+
+    @precondition(lambda self: self.line.inside())
+    @rule(number=numbers, tokens=st.integers(1, 200))
+    def tokens_come(self, number: int, tokens: int) -> None:
+        inside = self.line.inside()
+        self.line.generate(inside[number % len(inside)], tokens, self.clock.now)
+
+    @precondition(lambda self: self.line.inside())
+    @rule(number=numbers)
+    def one_is_done(self, number: int) -> None:
+        inside = self.line.inside()
+        self.line.finish(inside[number % len(inside)])
+        self.line.feed()
+
+    @precondition(lambda self: self.line.queue.states)
+    @rule(number=numbers)
+    def a_waiting_one_leaves(self, number: int) -> None:
+        waiting = [one for one in self.line.queue.requests if one.stage is Stage.QUEUED]
+        if waiting:
+            self.line.queue.close(waiting[number % len(waiting)])
+            self.line.feed()
+
+    @rule()
+    def the_engine_dies(self) -> None:
+        self.line.crash()
+        self.line.feed()
+
+    @rule(seconds=st.floats(0.01, 3 * Tenant.HOLD_S))
+    def time_passes(self, seconds: float) -> None:
+        end = self.clock.now + seconds
+        while (due := self.line.queue.look_again_at) is not None and due <= end:
+            self.clock.now = due
+            self.line.feed()
+        self.clock.now = end
+
+    def blocked(self) -> bool:
+        """Waiting for something in the engine: generation has all its places, or a suspect is alone."""
+        inside = self.line.inside()
+        return sum(not one.request.embed for one in inside) >= 3 or any(one.alone for one in inside)
+
+    @property
+    def waiting(self) -> int:
+        return self.line.queue._generation.count
+
+    @invariant()
+    def nothing_waits_for_nothing(self) -> None:
+        due = self.line.queue.look_again_at
+        if self.waiting and not self.blocked():
+            assert due is not None and due <= self.clock.now + Tenant.HOLD_S, "places are free"
+        if self.line.queue._embedding.count and not any(one.alone for one in self.line.inside()):
+            assert sum(bool(one.request.embed) for one in self.line.inside()) >= MAX_EMBEDDING_REQUESTS
+
+    @rule()
+    def nothing_happens_for_two_periods(self) -> None:
+        self.time_passes(2 * Tenant.HOLD_S)
+        assert not self.waiting or self.blocked(), "no place is kept for longer"
+
+    def teardown(self) -> None:
+        for _ in range(len(self.line.queue.states)):
+            self.time_passes(2 * Tenant.HOLD_S)
+            self.line.finish(self.line.inside()[0])
+            self.line.feed()
+        assert not self.line.queue.states
+        self.patch.undo()
+
+
+TestTimedQueue = TimedQueueMachine.TestCase
+TestTimedQueue.settings = settings(
+    max_examples=examples(100),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(
     max_examples=examples(50),

@@ -78,6 +78,8 @@ HASH = "sha256:" + "0" * 64
         '[alice]\nhash = "plain"\n',
         f'[alice]\nhash = "{HASH}"\nrole = "wizard"\n',
         f'[alice]\nhash = "{HASH}"\nweight = 0\n',
+        f'[alice]\nhash = "{HASH}"\nrequests_per_s = inf\n',
+        f'[alice]\nhash = "{HASH}"\nweight = nan\n',
         f'[alice]\nhash = "{HASH}"\nwibble = 1\n',
         f'[alice]\nhash = "{HASH}"\nname = "bob"\n',
         f'[alice]\nhash = "{HASH}"\n[bob]\nhash = "{HASH}"\n',

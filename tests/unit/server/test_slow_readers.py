@@ -29,7 +29,7 @@ def running(**options: Any) -> EngineClient:
 
 
 def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsyncOutputStream, "unread_limit", 9000)
+    monkeypatch.setattr(AsyncOutputStream, "unread_limit", 5000)
 
     async def run() -> None:
         engine = running(sequences=2, cells=8192, step_s=0.0005)
@@ -44,7 +44,7 @@ def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.01)
         left = [delta async for delta in never_read]
         assert left[-1].error is not None and left[-1].error.code == "slow_reader"
-        assert sum(len(delta.text) for delta in left) < 1100, "nine bytes for each token"
+        assert sum(len(delta.text) for delta in left) < 1100, "five bytes for each token"
         assert engine.metrics.slow_readers._value.get() == 1
         snapshot = await asyncio.wrap_future(engine.inspect())
         assert (snapshot.leases, snapshot.cells_used) == ((), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from typing import Any
@@ -10,12 +11,13 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeRunner, FakeVocabulary
-from cllm.text.structured_output import GrammarCompiler
+from cllm.text.structured_output import GrammarCompiler, _allocated_bytes
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
 from cllm.workers.messages import CheckConstraint, Refused, Report, StepReport
 from cllm.workers.tokenizer import TokenizerWorker
@@ -138,3 +140,60 @@ def test_a_bad_grammar_that_reaches_the_engine_fails_alone() -> None:
     bad, good = answer(spec("regex", "("), spec("regex", "ok"))
     assert bad[-1].error is not None and bad[-1].error.code == "invalid_request"
     assert text(good) == "ok"
+
+
+# The cache of compiled grammars -----------------------------------------------------------------------
+
+
+def wide_schema(number: int, fields: int = 200) -> ConstraintSpec:
+    """A schema that takes most of a megabyte when it is compiled."""
+    names = [f"field{number}_{place}" for place in range(fields)]
+    properties = {name: {"type": "integer"} for name in names}
+    schema = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def test_the_cache_takes_no_more_than_its_bytes_and_says_what_it_takes() -> None:
+    limit = 4 << 20
+    compiler = GrammarCompiler(FakeVocabulary(), limit)
+    compiler.compile(wide_schema(0, 1))
+    gc.collect()
+    before = _allocated_bytes() - compiler.memory_bytes
+    for number in range(24):
+        compiler.compile(wide_schema(number))
+        assert compiler.memory_bytes <= limit
+    gc.collect()
+    taken = _allocated_bytes() - before
+    if taken:  # where the C library says
+        assert taken == pytest.approx(compiler.memory_bytes, rel=0.2)
+    assert list(compiler._cached) == [wide_schema(number) for number in range(24)][-len(compiler._cached) :]
+
+
+def test_a_grammar_that_has_grown_makes_room_and_is_compiled_again() -> None:
+    compiler = GrammarCompiler(FakeVocabulary(), 4 << 20)
+    spec = ConstraintSpec(ConstraintKind.REGEX, "[a-z]{1,500}")
+    used, other = compiler.compile(spec), wide_schema(1)
+    compiler.compile(other)
+    for _ in range(300):
+        used.accept(ord("x"))
+    compiler.compile(other)
+    assert list(compiler._cached) == [other]
+    again = compiler.compile(spec)
+    assert again.mask()[ord("x")] and used.mask()[ord("x")]
+
+
+def test_a_grammar_that_is_only_checked_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(FakeVocabulary())
+    compiled: list[ConstraintSpec] = []
+    compile_it = compiler._compile
+
+    def counted(spec: ConstraintSpec) -> LLMatcher:
+        compiled.append(spec)
+        return compile_it(spec)
+
+    monkeypatch.setattr(compiler, "_compile", counted)
+    for _ in range(3):
+        compiler.check(wide_schema(1))
+        with pytest.raises(InvalidRequest):
+            compiler.check(ConstraintSpec(ConstraintKind.REGEX, "(("))
+    assert compiled.count(wide_schema(1)) == 1 and compiler.memory_bytes == 0

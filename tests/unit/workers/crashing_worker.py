@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 
 import msgspec
@@ -15,6 +16,7 @@ from cllm.workers.messages import (
     Chat,
     CheckConstraint,
     Died,
+    Heartbeat,
     RenderChat,
     Text,
     TokenizerCall,
@@ -24,9 +26,19 @@ from cllm.workers.messages import (
 )
 
 
+def beat(channel: Channel) -> None:
+    while True:
+        try:
+            channel.send(msgspec.msgpack.encode(Heartbeat(0.0)))
+        except OSError:
+            os._exit(0)  # the parent is gone
+        time.sleep(0.1)
+
+
 def main(first: TokenizerReady | None = None) -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     channel.receive()  # the configuration
+    threading.Thread(target=beat, args=(channel,), daemon=True).start()
     if first is not None:
         channel.send(msgspec.msgpack.encode(first))
     while (frame := channel.receive()) is not None:
@@ -40,6 +52,12 @@ def main(first: TokenizerReady | None = None) -> None:
                 sys.exit(1)
             case TokenizeText(text="hang"):
                 time.sleep(600)
+            case TokenizeText(text="stop"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case TokenizeText(text="mumble"):
+                channel.send(b"\xc1 is no MessagePack")
+            case TokenizeText(text="who"):
+                channel.send(msgspec.msgpack.encode(TokenizerReply(call.call_id, Text(str(os.getpid())))))
             case RenderChat(Chat(({"content": "endless"},))):
                 os.kill(os.getpid(), signal.SIGPROF)
             case RenderChat():

@@ -1,17 +1,18 @@
-"""RequestTimeouts: who fires, where the request is then, and that the clock is the monotonic one."""
+"""Timers: which fire, where the request is then, and that the clock is the monotonic one."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from cllm.config import EngineConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.frontend.timeouts import RequestTimeouts
+from cllm.frontend.timers import Timers
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
 from cllm.workers.engine_worker import ThreadExecutor
@@ -101,25 +102,96 @@ def test_on_an_event_loop_the_end_comes_on_its_thread(monkeypatch: pytest.Monkey
     assert asyncio.run(run()) == [threading.get_ident()]
 
 
-def test_a_request_that_ends_in_time_leaves_nothing_behind() -> None:
-    fired: list[str] = []
-    deadlines = RequestTimeouts(fired.append)
+def wait_for(fired: list[str], count: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(fired) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def fired() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def timers(fired: list[str]) -> Iterator[Timers[str]]:
+    timers = Timers(fired.append)
+    yield timers
+    timers.stop()
+
+
+def test_a_request_that_ends_in_time_leaves_nothing_behind(timers: Timers[str], fired: list[str]) -> None:
     for number in range(10_000):
-        deadlines.add(f"r{number}", time.monotonic() + 3600)
-        deadlines.remove(f"r{number}")
-    assert not deadlines._due
+        timers.set(f"r{number}", time.monotonic() + 3600)
+        timers.cancel(f"r{number}")
+    assert not timers._due and len(timers._heap) <= Timers.SPARE
     due = time.monotonic() + 0.02
     for name, at in (("third", due + 0.02), ("first", due), ("removed", due), ("second", due + 0.01)):
-        deadlines.add(name, at)
-    deadlines.remove("removed")
-    while len(fired) < 3:
-        time.sleep(0.005)
+        timers.set(name, at)
+    timers.cancel("removed")
+    wait_for(fired, 3)
     assert fired == ["first", "second", "third"]
-    deadlines.stop()
-    deadlines.add("after the end", 0.0)
-    assert deadlines._thread is not None
-    deadlines._thread.join(5)
-    assert not deadlines._thread.is_alive() and fired == ["first", "second", "third"]
+    timers.stop()
+    timers.set("after the end", 0.0)
+    assert timers._thread is not None
+    timers._thread.join(5)
+    assert not timers._thread.is_alive() and fired == ["first", "second", "third"]
+
+
+def test_a_timer_set_again_fires_once_at_its_new_time(timers: Timers[str], fired: list[str]) -> None:
+    now = time.monotonic()
+    for at in (0.05, 3600.0, 0.01):
+        timers.set("moved", now + at)
+    timers.set("later", now + 0.1)
+    wait_for(fired, 2)
+    assert fired == ["moved", "later"]
+
+
+@pytest.mark.parametrize("far", [float("inf"), float("nan"), 1e300, threading.TIMEOUT_MAX * 2])
+def test_a_time_without_end_stops_no_other_timer(timers: Timers[str], fired: list[str], far: float) -> None:
+    timers.set("far", time.monotonic() + far)
+    time.sleep(0.01)  # it is the earliest, so the thread waits for it
+    timers.set("near", time.monotonic() + 0.01)
+    wait_for(fired, 1)
+    assert fired == ["near"]
+    assert timers._thread is not None and timers._thread.is_alive()
+
+
+def test_a_timer_that_fails_stops_no_other() -> None:
+    fired: list[str] = []
+
+    def fire(name: str) -> None:
+        fired.append(name)
+        raise OSError(name)
+
+    timers = Timers(fire)
+    for number in range(3):
+        timers.set(f"r{number}", time.monotonic() + 0.01 * number)
+    wait_for(fired, 3)
+    assert fired == ["r0", "r1", "r2"]
+    timers.stop()
+
+
+def test_an_endless_timeout_ends_no_later_one() -> None:
+    engine = EngineClient(ScriptedExecutor(), max_timeout_s=float("inf"))
+    engine.start()
+    endless = engine.submit(request("endless", float("inf")), BlockingOutputStream)
+    late = engine.submit(request("late", 0.05), BlockingOutputStream)
+    assert code_of(late) == "deadline_exceeded"
+    assert not endless.finished
+    engine.stop()
+
+
+def test_fifty_thousand_timers_cost_no_more_each(timers: Timers[str]) -> None:
+    far = time.monotonic() + 3600
+    for number in range(50_000):
+        timers.set(f"r{number}", far + number % 7)
+    started = time.perf_counter()
+    for number in range(50_000):
+        timers.cancel(f"r{number}")
+        timers.set(f"n{number}", far)
+    assert time.perf_counter() - started < 3.0, "60 µs for each of the two together"
+    assert len(timers._heap) <= 2 * len(timers._due) + Timers.SPARE
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0])

@@ -1,0 +1,114 @@
+"""Preparation: what a request waits for before it may start, made off the owner thread.
+
+A grammar is compiled; a sampler that looks back is built: its history is the whole prompt, and DRY walks the
+vocabulary for each sequence breaker. The context of embeddings is opened. None of it delays a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
+
+from cllm.backend.base import ModelRunner, Sampler
+from cllm.text.structured_output import Constraint, GrammarCompiler
+from cllm.types import ConstraintSpec, Request
+
+Made = TypeVar("Made")
+NICENESS = 10  # of these threads: the step goes first
+
+
+class Prepared(NamedTuple):
+    """What a request needs beside its slot."""
+
+    constraint: Constraint | None
+    sampler: Sampler | None  # None: cheap enough to be built when it starts
+
+
+class Preparation:
+    """Two threads at low priority, one for grammars alone. `wake` is called when something is done."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        wake: Callable[[], None],
+        new_executor: Callable[[str], Executor] | None = None,
+    ) -> None:
+        """`new_executor` replaces the threads, for tests."""
+        self._runner = runner
+        self._wake = wake
+        new_executor = new_executor or _new_thread
+        self._grammars, self._others = new_executor("cllm-grammars"), new_executor("cllm-samplers")
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
+        self._unused: SimpleQueue[Sampler] = SimpleQueue()  # of requests that ended before they started
+
+    def submit(self, request: Request) -> Future[Prepared] | None:
+        """Begin to prepare a request; None where there is nothing to prepare."""
+        looks_back = request.sampling.looks_back
+        if request.constraint is None and not looks_back:
+            return None
+        thread = self._others if looks_back else self._grammars
+        return self._watched(thread.submit(self._prepare, request))
+
+    def warm_up(self) -> None:
+        """Build the grammar compiler now: it takes half a second, much of it under Python's one lock."""
+        self._grammars.submit(self._compile, None)
+
+    def open_embedding(self) -> Future[None]:
+        return self._watched(self._others.submit(self._runner.open_embedding))
+
+    def discard(self, future: Future[Prepared]) -> None:
+        """The request has ended: what is made for it is not needed."""
+        if not future.cancel():
+            future.add_done_callback(self._put_aside)
+
+    def close_unused(self) -> None:
+        """Free what was discarded. Owner thread only."""
+        while not self._unused.empty():
+            self._unused.get().close()
+
+    def close(self) -> None:
+        """Wait for what is under way; nothing native is used afterwards."""
+        for thread in (self._grammars, self._others):
+            thread.shutdown(cancel_futures=True)
+        self.close_unused()
+
+    def _watched(self, future: Future[Made]) -> Future[Made]:
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def _put_aside(self, future: Future[Prepared]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        if (sampler := future.result().sampler) is not None:
+            self._unused.put(sampler)
+            self._wake()
+
+    def _prepare(self, request: Request) -> Prepared:
+        constraint = self._compile(request.constraint) if request.constraint is not None else None
+        sampler = None
+        if request.sampling.looks_back:
+            sampler = self._runner.create_sampler(request.sampling)
+            sampler.accept(request.prompt)
+        return Prepared(constraint, sampler)
+
+    def _compile(self, spec: ConstraintSpec | None) -> Constraint | None:
+        with self._lock:
+            self._compiler = self._compiler or GrammarCompiler(self._runner.vocabulary)
+            return self._compiler.compile(spec) if spec is not None else None
+
+
+def _new_thread(name: str) -> Executor:
+    return ThreadPoolExecutor(1, name, initializer=_lower_priority)
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
