@@ -14,7 +14,7 @@ from cllm.workers.messages import CheckConstraint, RenderChat, TokenizeChat, Tok
 from cllm.workers.supervisor import Attempt
 
 THREADS = 2  # of the worker: a long prompt must not hold up the short ones behind it
-LARGE_BYTES = 64 << 10  # takes some 20 ms; at most THREADS - 1 such tasks are in the worker at a time
+LARGE_BYTES = 64 << 10  # takes some 30 ms; at most THREADS - 1 such tasks are in the worker at a time
 MAX_WAITING_BYTES = 128 << 20
 WAIT_LIMIT_S = 30.0
 TEXT_LIMIT_S = 30.0  # in the worker; tokenising 8 MiB takes a few seconds: what takes longer hangs
