@@ -7,6 +7,7 @@ process, whatever it is doing.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -48,6 +49,8 @@ class EngineWorker:
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
+        gc.collect()
+        gc.freeze()  # a full collection would take as long as a step, unless it leaves out what is here now
         self._emit(core.ready)
         core.preparation.warm_up()
         core.run()
