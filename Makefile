@@ -44,6 +44,9 @@ seeds: .venv/ready build/tiny.gguf ## the earlier server's failing cases, as a t
 soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
 	.venv/bin/python -m tests.soak.soak --tiny build/tiny.gguf $(ARGS)
 
+oversized: .venv/ready ## 16 prompts of 7.8 MB at once, and a hello beside them: how long each takes
+	.venv/bin/python -m tests.soak.oversized $(ARGS)
+
 pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: preempted, answered, the right text
 	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
 
@@ -84,4 +87,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure stopped schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure oversized stopped schemas features exits doctor firsttoken clean

@@ -391,7 +391,7 @@ class TokenBound(msgspec.Struct, frozen=True):
     def _count_bytes(self, text: str) -> int:
         if text.isascii() and not any(chr(byte) in text for byte in self.dropped if byte < 0x80):
             return len(text)  # without a copy of it
-        return len(text.encode().translate(None, self.dropped))
+        return len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped))
 
 
 class HasBound(Protocol):

@@ -219,9 +219,10 @@ class ProcessTokenizer:
             if self._backoff.count:
                 self._backoff.progress()
             call = self._running.pop(report.call_id, None)
-            self._dispatch()
         if call is not None:
             settle(call.future, report.answer)
+        with self._lock:
+            self._dispatch()
 
     def _on_crash(self, died: Died) -> None:
         """Reject the tasks that are to blame, and send all others again."""

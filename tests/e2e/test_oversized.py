@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.driver.server import Server, cpu_s
+from tests.driver.server import PATIENCE_S, Server, cpu_s, wait_for
 from tests.soak.oversized import measure
 
 CLIENTS = 16
@@ -29,3 +29,24 @@ def test_oversized_prompts_at_once_are_refused_untokenised(
     assert cpu_s(worker) - before[0] < worker_s * (CLIENTS + 1)
     assert cpu_s(embedded.process.pid) - before[1] < 0.1 * (CLIENTS + 1)
     assert max(one.seconds for one in (*big, *beside)) < 20
+
+
+def test_text_of_a_client_that_has_left_is_not_tokenised(embedded: Server) -> None:
+    """One large text is tokenised, others wait behind it; a small one goes past them."""
+
+    def gone() -> float:
+        return embedded.metrics().get("cllm_requests_refused_total{reason=client_gone}", 0.0)
+
+    before = gone()
+    large = {"content": "word " * 400_000}
+    running = embedded.connect(large, "/tokenize")
+    waiting = [embedded.connect(large, "/tokenize") for _ in range(3)]
+    worker = embedded.child("tokenizer")
+    assert embedded.generate("hello", 1)["generated_tokens"] == 1
+    for connection in waiting:
+        connection.close()
+    wait_for(lambda: gone() == before + len(waiting))
+    running.settimeout(PATIENCE_S)
+    assert running.recv(12) == b"HTTP/1.1 200"
+    running.close()
+    assert embedded.child("tokenizer") == worker

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from tests.driver.http import JSON, field_refused, refusal
 from tests.driver.server import PATIENCE_S, Server, get_data
+from tests.soak.oversized import ask
 
 GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
     "/generate",
@@ -211,25 +214,30 @@ def test_a_prompt_longer_than_the_context(tiny: Server, route: str) -> None:
 
 @pytest.mark.failure_mode("prompt-too-long")
 def test_prompts_of_5_mb_leave_health_quick(tiny: Server) -> None:
+    body = json.dumps({"prompt": "many words " * 480_000}).encode()
     statuses: list[int] = []
 
     def send() -> None:  # several: each is refused within milliseconds
-        for _ in range(10):
-            statuses.append(tiny.post(GENERATE, {"prompt": "many words " * 480_000}).status_code)
+        statuses.extend(ask(("127.0.0.1", tiny.port), GENERATE, body).status for _ in range(10))
 
+    def median(asking: Callable[[], bool]) -> float:
+        took: list[float] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while asking() and time.monotonic() < deadline:
+            began = time.perf_counter()
+            tiny.get("/health")
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+    ten = iter(range(10))
+    alone = median(lambda: next(ten, None) is not None)
     sender = threading.Thread(target=send)
     sender.start()
-    took: list[float] = []
-    deadline = time.monotonic() + PATIENCE_S
-    while sender.is_alive() and time.monotonic() < deadline:
-        began = time.perf_counter()
-        tiny.get("/health")
-        took.append(time.perf_counter() - began)
-        time.sleep(0.01)
-    sender.join(1)
+    beside = median(sender.is_alive)
+    sender.join(PATIENCE_S)
     assert statuses == [400] * 10
-    # The median: on a machine that is busy otherwise a single answer may wait for its turn.
-    assert sorted(took)[len(took) // 2] < 0.1
+    # The median, and beside what it takes alone: the machine may be busy otherwise.
+    assert beside < max(0.1, 5 * alone)
 
 
 @pytest.mark.failure_mode("lone-surrogate")
