@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.core.embedding import EmbeddingScheduler
-from cllm.core.kv_cache.cache_file import CacheFileJobs
+from cllm.core.kv_cache.cache_file import STALL_LIMIT_S, CacheFileJobs
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
@@ -41,8 +41,6 @@ from cllm.workers.messages import (
 
 log = logging.getLogger(__name__)
 
-DISK_POLL_S = 0.005
-
 
 class EngineCore:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its outputs."""
@@ -61,7 +59,8 @@ class EngineCore:
         self.runner = runner
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
-        self.preparation = preparation(runner, wake=partial(self.inbox.put, Wake()))
+        wake = partial(self.inbox.put, Wake())
+        self.preparation = preparation(runner, wake=wake)
         limits = runner.limits
         cost = cost or StepCostModel(split=not limits.unified)
         target_s = config.target_itl_ms * MILLISECOND
@@ -80,7 +79,9 @@ class EngineCore:
                 share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
-        self.cache_files = CacheFileJobs(runner, self.scheduler.prefix_cache.host, config.state_dir, emit)
+        self.cache_files = CacheFileJobs(
+            runner, self.scheduler.prefix_cache.host, config.state_dir, emit, wake
+        )
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
@@ -215,8 +216,8 @@ class EngineCore:
                 command = self.inbox.get()
             elif self.has_work or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
-            else:  # every request here is being prepared, which ends with Wake; or waits for the disk
-                command = self.inbox.get(timeout=None if self.cache_files.idle else DISK_POLL_S)
+            else:  # what every request here waits for ends with Wake, unless the disk stalls
+                command = self.inbox.get(timeout=None if self.cache_files.idle else STALL_LIMIT_S)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False

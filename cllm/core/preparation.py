@@ -20,7 +20,6 @@ from cllm.text.structured_output import Constraint, GrammarCompiler
 from cllm.types import ConstraintSpec, Request
 
 Made = TypeVar("Made")
-NICENESS = 10  # of these threads: the step goes first
 
 
 class Prepared(NamedTuple):
@@ -31,7 +30,7 @@ class Prepared(NamedTuple):
 
 
 class Preparation:
-    """Two threads at low priority, one for grammars alone. `wake` is called when something is done."""
+    """Two threads, one for grammars alone. `wake` is called when something is done."""
 
     def __init__(
         self,
@@ -105,10 +104,11 @@ class Preparation:
 
 
 def _new_thread(name: str) -> Executor:
-    return ThreadPoolExecutor(1, name, initializer=_lower_priority)
+    return ThreadPoolExecutor(1, name, initializer=_yield_to_others)
 
 
-def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+def _yield_to_others() -> None:
+    """This thread gets its share of the cores, but does not push the threads of a step off them."""
+    if sys.platform == "linux":  # elsewhere a thread has no policy of its own
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))

@@ -17,7 +17,7 @@ from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.prefill_budget import PrefillBudget, choose_padding
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Sequence, SlotPool, State
+from cllm.core.sequence import Sequence, SlotPool, State, count_cells
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
 from cllm.text.structured_output import MaskBuilder
@@ -292,7 +292,7 @@ class Scheduler:
         """Remove the last `count` tokens from its memory: drafts that were rejected, or not needed."""
         sequence.decoded_tokens -= count
         try:
-            sequence.num_computed = self.runner.truncate(sequence.seq_id, sequence.num_computed - count)
+            sequence.cut_to(self.runner.truncate(sequence.seq_id, sequence.num_computed - count))
         except Exception as error:
             self._fail(sequence, _as_engine_error(error))
             return False
@@ -317,7 +317,7 @@ class Scheduler:
         for seq_id, length in lengths.items():
             sequence = self._running[seq_id]
             try:
-                sequence.num_computed = self.runner.truncate(seq_id, length)
+                sequence.cut_to(self.runner.truncate(seq_id, length))
             except Exception as error:
                 self._fail(sequence, _as_engine_error(error))
 
@@ -390,6 +390,8 @@ class Scheduler:
 
     @property
     def cells_used(self) -> int:
+        if self.runner.limits.unified:
+            return count_cells(self._running.values())
         return sum(sequence.num_computed for sequence in self._running.values())
 
     @property

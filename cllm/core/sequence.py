@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from enum import Enum
@@ -46,6 +47,27 @@ class Appended(NamedTuple):
     reason: FinishReason | None  # set when it is over
 
 
+class CellSegment:
+    """KV cells from position `begin` on, computed by one sequence. Copies of its prefix share the first."""
+
+    __slots__ = ("begin", "shared")
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.shared = False
+
+
+def count_cells(sequences: Iterable[Sequence]) -> int:
+    """The cells that these sequences hold in a unified KV, each counted once."""
+    lengths: dict[CellSegment, int] = {}
+    for sequence in sequences:
+        end = sequence.num_computed
+        for segment in reversed(sequence.segments):
+            lengths[segment] = max(lengths.get(segment, 0), end - segment.begin)
+            end = segment.begin
+    return sum(lengths.values())
+
+
 class Sequence:
     """A request's tokens catching up with the model: there is no prefill mode and no decode mode.
 
@@ -59,6 +81,7 @@ class Sequence:
         self.arrival = arrival  # its number: a lower one came before
         self.tokens: list[int] = list(request.prompt)
         self.num_computed = 0
+        self.segments = [CellSegment(0)]  # of its cells, in order; what it computes next is in the last
         self.state = State.WAITING
         self.lease: SlotLease | None = None
         self.sampler: Sampler | None = None
@@ -97,6 +120,20 @@ class Sequence:
     def startable(self) -> bool:
         """Whether what it waits for, if anything, is prepared (or refused)."""
         return self.preparing is None or self.preparing.done()
+
+    def share_cells(self, source: Sequence) -> None:
+        """In a unified KV, all it has computed so far was copied from the source: the cells are the same."""
+        shared = [segment for segment in source.segments if segment.begin < self.num_computed]
+        for segment in shared:
+            segment.shared = True
+        self.segments = [*shared, CellSegment(self.num_computed)]
+
+    def cut_to(self, length: int) -> None:
+        """Its KV has been cut; what it computes next goes to cells that no other sequence has."""
+        self.num_computed = length
+        self.segments = [segment for segment in self.segments if segment.begin < length]
+        if not self.segments or self.segments[-1].shared:
+            self.segments.append(CellSegment(length))
 
     def move_to(self, state: State) -> None:
         """Change state; raises AssertionError for a transition that does not exist."""

@@ -7,6 +7,7 @@ process, whatever it is doing.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -48,6 +49,8 @@ class EngineWorker:
         threading.Thread(target=self._read_commands, name="commands", daemon=True).start()
         runner = make_runner(config, lambda fraction: self._emit(Loading(fraction)))
         self._core = core = EngineCore(runner, config, self._emit)
+        gc.collect()
+        gc.freeze()  # a full collection would take as long as a step, unless it leaves out what is here now
         self._emit(core.ready)
         core.preparation.warm_up()
         core.run()
@@ -114,6 +117,7 @@ class ThreadExecutor:
         self._core: EngineCore | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._ended = threading.Event()  # nothing native is left
         self.stop_limit_s: float | None = None  # how long `stop` waits; None: until the thread has ended
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
@@ -143,6 +147,8 @@ class ThreadExecutor:
                     core.run()
         except Exception as error:
             receive(_explain(error, "engine"))
+        finally:
+            self._ended.set()
 
     def send(self, command: Command) -> None:
         if self._core is not None:
@@ -155,8 +161,11 @@ class ThreadExecutor:
         """End it, also in the middle of loading. What cannot be interrupted is waited for."""
         self._stopping = True
         self.send(Stop())
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self.stop_limit_s)
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        # A join that Ctrl-C interrupts would take the thread for ended the next time (Python 3.11, 3.12).
+        if self._ended.wait(self.stop_limit_s):
+            self._thread.join()
 
 
 def _llama_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:

@@ -230,6 +230,8 @@ class StepDriver:
         assert host.cached_bytes <= host.cached_limit and host.swapped_bytes <= host.swap_limit
         assert host.cached_bytes + host.swapped_bytes <= host.limit
         assert host.cached_bytes == sum(entry.size for entry in host.entries)
+        if self.runner.limits.unified and not pool.retired and not self.filled:
+            assert self.scheduler.cells_used == self.runner.cells_used, "each cell is counted once"
         if isinstance(self.runner.inner, FakeRunner):
             self._check_memory(self.runner.inner)
 

@@ -39,6 +39,8 @@ class CheckedRunner(ModelRunner):
         self.batches: list[Batch] = []
         self.samplers: list[Sampler] = []
         self.saves = 0
+        self._cells: list[list[int]] = [[] for _ in range(inner.limits.sequences)]  # by name, of each slot
+        self._cell_count = 0
         self._failed: StepResult | None = None  # of the step in flight
 
     def submit(self, batch: Batch) -> None:
@@ -55,7 +57,29 @@ class CheckedRunner(ModelRunner):
             self.inner.submit(batch)
 
     def collect(self) -> StepResult:
-        return self.inner.collect() if self._failed is None else self._failed
+        try:
+            return self.inner.collect() if self._failed is None else self._failed
+        finally:
+            for seq_id in range(self.limits.sequences):
+                self._follow(seq_id)
+
+    def _follow(self, seq_id: int) -> int:
+        """Give names to the cells that a slot has got, and forget those that it has no more."""
+        if isinstance(self.inner, FakeRunner):  # asking it would count as one of its native calls
+            length = len(self.inner.memory[seq_id])
+        else:
+            length = self.inner.next_position(seq_id)
+        cells = self._cells[seq_id]
+        del cells[length:]
+        new = length - len(cells)
+        cells += range(self._cell_count, self._cell_count + new)
+        self._cell_count += new
+        return length
+
+    @property
+    def cells_used(self) -> int:
+        """Cells in use, as a unified KV counts them: a copy shares those of its source."""
+        return len({cell for cells in self._cells for cell in cells})
 
     def interrupt(self, stop: bool) -> None:
         self.inner.interrupt(stop)
@@ -68,17 +92,24 @@ class CheckedRunner(ModelRunner):
         return self.inner.next_position(seq_id)
 
     def truncate(self, seq_id: int, length: int) -> int:
-        return self.inner.truncate(seq_id, length)
+        try:
+            return self.inner.truncate(seq_id, length)
+        finally:
+            self._follow(seq_id)
 
     def copy(self, source: int, target: int, length: int) -> int:
-        return self.inner.copy(source, target, length)
+        held = self.inner.copy(source, target, length)
+        self._cells[target] = self._cells[source][:held]
+        return held
 
     def save(self, seq_id: int) -> KVState | None:
         self.saves += 1
         return self.inner.save(seq_id)
 
     def restore(self, seq_id: int, state: KVState) -> bool:
-        return self.inner.restore(seq_id, state)
+        restored = self.inner.restore(seq_id, state)
+        self._follow(seq_id)
+        return restored
 
     def open_embedding(self) -> None:
         self.inner.open_embedding()

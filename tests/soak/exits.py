@@ -57,7 +57,9 @@ class Moment:
 
     def _interrupt(self) -> None:
         time.sleep(self._delay_s)
-        os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(LIMIT_S / 6)  # Python loses one that comes in a finaliser or at a fork
 
     @property
     def left_s(self) -> float:

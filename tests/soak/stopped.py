@@ -114,11 +114,13 @@ def _stop_workers(server: RunningPeer, seconds: float) -> Outcome:
             over.set()
             wait(generating, 2 * MAX_REPLACE_S)
             outcome.health_s = health.took
-        for role in FLOODS:
-            _stop(server.pid, role)
+        stopped = [_stop(server.pid, role) for role in FLOODS]
         for each in FLOODS["tokenizer"]:
             _submit(pool, client, Outcome(), *each)  # what becomes of them does not count
         outcome.ended_s = _end(server.pid)
+    for worker in stopped:  # of a server that had to be killed: they exit at the end of their input
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGCONT)
     return outcome
 
 

@@ -344,6 +344,28 @@ def test_a_forked_child_is_refused_at_once_and_can_open_its_own() -> None:
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+INTERRUPTED = """
+import os, signal, threading, time
+from cllm import LLM
+from cllm.testing import FakeRunner
+
+class Runner(FakeRunner):
+    def close(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        super().close()
+        print("closed", flush=True)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+llm = LLM(make_runner=lambda _: Runner()).__enter__()
+"""
+
+
+def test_ctrl_c_while_a_model_is_closed_at_exit_does_not_cut_that_short() -> None:
+    done = run_script(INTERRUPTED)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+
+
 EXIT = """
 import sys, threading, time
 from cllm import LLM

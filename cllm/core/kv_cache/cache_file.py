@@ -341,8 +341,15 @@ class CacheFileJobs:
     """
 
     def __init__(
-        self, runner: ModelRunner, host: HostKVCache, folder: str, emit: Callable[[Report], None]
+        self,
+        runner: ModelRunner,
+        host: HostKVCache,
+        folder: str,
+        emit: Callable[[Report], None],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
+        """`wake` is called when the disk has answered."""
+        self._wake = wake
         self._runner = runner
         self._host = host
         self._folder = folder
@@ -387,9 +394,9 @@ class CacheFileJobs:
         call_id, label, work = self._jobs[0]
         try:
             if self._operation is None:
-                self._operation = self._disk.submit(next(work.operations))
+                self._begin(next(work.operations))
             elif self._operation.done():
-                self._operation = self._disk.submit(work.operations.send(self._operation.result()))
+                self._begin(work.operations.send(self._operation.result()))
             else:
                 self._check_disk()
             return
@@ -403,6 +410,10 @@ class CacheFileJobs:
         self._operation = None
         self._disk.submit(work.discard)
         self._jobs.popleft()
+
+    def _begin(self, operation: Operation) -> None:
+        self._operation = self._disk.submit(operation)
+        self._operation.add_done_callback(lambda _: self._wake())
 
     def _fail(self, call_id: int, error: Exception) -> None:
         if not isinstance(error, CllmError):

@@ -14,7 +14,7 @@ from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache, Match, get_entry_size
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.prefill_budget import PrefillBudget
-from cllm.core.sequence import Sequence
+from cllm.core.sequence import Sequence, count_cells
 from cllm.core.step_cost import MILLISECOND, TILE
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class PrefixCache:
         # A state is restored whole, even where only its prefix is wanted.
         room = self._runner.limits.sequence_cells
         if self._unified:
-            room = min(room, self._runner.limits.cells - sum(other.num_computed for other in running))
+            room = min(room, self._runner.limits.cells - count_cells(running))
         best = max(
             (
                 PrefixMatch(match.length, entry=match.value)
@@ -160,19 +160,22 @@ class PrefixCache:
         assert match.ready
         first_start = sequence.decoded_tokens == 0
         held = 0
+        copied: Sequence | None = None
         try:
             entry = match.entry or self._through_ram(match)
             if entry is not None:
                 held = self._restore(sequence.seq_id, entry, match.length)
-            elif match.source is not None:
-                held = self._runner.copy(match.source.seq_id, sequence.seq_id, match.length)
+            elif (copied := match.source) is not None:
+                held = self._runner.copy(copied.seq_id, sequence.seq_id, match.length)
         except Exception:
             log.exception("the cached prefix of request %s could not be applied; it is computed", sequence.id)
             if match.entry is not None:
                 self.host.drop(match.entry)
         if held != match.length:
             held = self._runner.truncate(sequence.seq_id, 0)
-        sequence.num_computed = held
+        sequence.cut_to(held)
+        if copied is not None and self._unified:
+            sequence.share_cells(copied)
         if first_start:  # a preempted one has computed this before
             sequence.cached_tokens = held
         self.hits += held > 0

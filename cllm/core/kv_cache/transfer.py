@@ -54,10 +54,11 @@ class KVTransfer:
             state = self.save(sequence.seq_id)
         except Exception:
             log.exception("the KV of request %s could not be saved; it will be recomputed", sequence.id)
+        length = 0
         if state is not None and self._host.reserve(len(state)):
-            sequence.swapped = state
-        else:
-            sequence.num_computed = 0
+            sequence.swapped, length = state, sequence.num_computed
+        sequence.cut_to(0)
+        sequence.num_computed = length  # of cells that it will have for itself
 
     def swap_in(self, sequence: Sequence) -> None:
         """Put what was kept into the sequence's new slot."""
@@ -72,7 +73,7 @@ class KVTransfer:
         self.swap_ins += restored
         if not restored:
             self._runner.truncate(sequence.seq_id, 0)
-            sequence.num_computed = 0
+            sequence.cut_to(0)
 
     def discard(self, sequence: Sequence) -> None:
         """Give back the swap space of a sequence that holds some."""

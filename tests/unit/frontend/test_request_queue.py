@@ -344,13 +344,13 @@ def test_the_next_request_is_the_one_that_a_look_at_every_tenant_finds(
 ) -> None:
     """The rules in words, with kept places, against the heaps that spare the look at every tenant."""
     source, line = random.Random(seed), Line()
-    weights = {f"t{n}": TenantLimits(weight=source.choice([1, 2, 5])) for n in range(names)}
+    weights = {f"t{n}.": TenantLimits(weight=source.choice([1, 2, 5])) for n in range(names)}
     line.queue.tenants.register(weights if weighted else {})
     queue, tenants = line.queue._generation, line.queue.tenants
     waiting: list[RequestState] = []
     for _ in range(120):
         if source.random() < 0.5 or not waiting:
-            name = f"t{source.randrange(names)}"
+            name = f"t{source.randrange(names)}."  # request ids are a name and a number
             waiting.append(line.ask(name, priority=source.choice([0, 0, 0, 1])))
         elif source.random() < 0.3:
             queue.remove(gone := waiting.pop(source.randrange(len(waiting))))
