@@ -205,15 +205,9 @@ def _first_line(text: str) -> str:
 
 
 class _MallocInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`; the fifth and the eighth number are bytes in use."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def _allocated_bytes() -> int:
@@ -222,8 +216,8 @@ def _allocated_bytes() -> int:
     if mallinfo is None:
         return 0
     mallinfo.restype = _MallocInfo
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    numbers = mallinfo().numbers
+    return int(numbers[4] + numbers[7])  # mapped, and in the heap
 
 
 class _Tokenizer:
