@@ -29,6 +29,9 @@ STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
 TOKEN_BYTES = 16_000  # by which a token of an answer makes its grammar grow, at most; usually by none
 MAX_CHECKED = 1024  # grammars known to be valid
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
+_TOO_MANY_STATES = (
+    f"the grammar needs more than {MAX_LEXER_STATES} states: use shorter repetitions, or none (maxLength)"
+)
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -89,6 +92,8 @@ class Constraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
+            if "too many states" in reason:
+                raise InvalidRequest(_TOO_MANY_STATES)
             raise InvalidRequest(_EXHAUSTED if "NoExtension" in reason else f"the grammar failed: {reason}")
 
 
@@ -199,15 +204,9 @@ def _first_line(text: str) -> str:
 
 
 class _MallocInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`; the fifth and the eighth number are bytes in use."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def _allocated_bytes() -> int:
@@ -216,8 +215,8 @@ def _allocated_bytes() -> int:
     if mallinfo is None:
         return 0
     mallinfo.restype = _MallocInfo
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    numbers = mallinfo().numbers
+    return int(numbers[4] + numbers[7])  # mapped, and in the heap
 
 
 class _Tokenizer:

@@ -175,7 +175,7 @@ def test_submitting_and_cancelling_cost_the_same_however_many_wait(
         one = Request(id=f"r{number}", prompt=(1,), max_tokens=5, tenant=tenant, timeout_s=timeout_s)
         return engine.submit(one, BlockingOutputStream)
 
-    waiting = 10_000 if tenants > 1 else 20_000
+    waiting = 10_000 if tenants > 1 else 14_000
     for number in range(waiting):
         submit(number)
     median, p99 = percentiles([partial(submit, waiting + number) for number in range(500)])

@@ -232,7 +232,7 @@ class TimedQueueMachine(RuleBasedStateMachine):
 
 TestTimedQueue = TimedQueueMachine.TestCase
 TestTimedQueue.settings = settings(
-    max_examples=examples(100),
+    max_examples=examples(50),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -11,12 +11,13 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeRunner, FakeVocabulary
+from cllm.text import structured_output
 from cllm.text.structured_output import GrammarCompiler, _allocated_bytes
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, RequestOutput, SamplingParams
 from cllm.workers.messages import CheckConstraint, Refused, Report, StepReport
@@ -197,3 +198,15 @@ def test_a_grammar_that_is_only_checked_is_not_kept(monkeypatch: pytest.MonkeyPa
         with pytest.raises(InvalidRequest):
             compiler.check(ConstraintSpec(ConstraintKind.REGEX, "(("))
     assert compiled.count(wide_schema(1)) == 1 and compiler.memory_bytes == 0
+
+
+def test_a_grammar_that_grows_too_far_fails_with_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = LLParserLimits(max_lexer_states=200, verbose_errors=False)
+    monkeypatch.setattr(structured_output, "_LIMITS", few)
+    constraint = GrammarCompiler(FakeVocabulary()).compile(spec("regex", "[a-z]{1,500}"))
+    with pytest.raises(InvalidRequest, match=r"more than 65536 states: use shorter repetitions"):
+        for _ in range(400):
+            constraint.mask()
+            constraint.accept(ord("x"))
