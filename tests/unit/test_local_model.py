@@ -289,9 +289,11 @@ def test_the_model_of_a_configuration_counts_unless_another_is_given() -> None:
 
 FORK = """
 import os, sys, threading, time
-from cllm import LLM
+from cllm import LLM, SamplingParams
 from cllm.errors import EngineNotReady
 from cllm.testing import FakeRunner
+
+endless = SamplingParams(ignore_eos=True)
 
 def make(config):
     return FakeRunner(step_s=0.002)
@@ -304,9 +306,9 @@ def refused(call):
         return True
 
 with LLM(make_runner=make) as llm:
-    pieces = llm.stream("hello", max_tokens=400)
+    pieces = llm.stream("hello", endless, max_tokens=400)
     next(pieces)
-    threading.Thread(target=lambda: list(llm.stream("busy", max_tokens=900)), daemon=True).start()
+    threading.Thread(target=lambda: list(llm.stream("busy", endless, max_tokens=900)), daemon=True).start()
     for _ in range(3):
         child = os.fork()
         if not child:
@@ -368,7 +370,7 @@ def test_ctrl_c_while_a_model_is_closed_at_exit_does_not_cut_that_short() -> Non
 
 EXIT = """
 import sys, threading, time
-from cllm import LLM
+from cllm import LLM, SamplingParams
 from cllm.errors import ShuttingDown
 from cllm.testing import FakeRunner
 
@@ -379,7 +381,7 @@ class Runner(FakeRunner):
 
 def read():
     try:
-        list(llm.stream("hello", max_tokens=900))
+        list(llm.stream("hello", SamplingParams(ignore_eos=True), max_tokens=900))
     except ShuttingDown:
         print("ended", flush=True)
 
