@@ -107,6 +107,7 @@ def test_ctrl_c_while_reading_cancels_all() -> None:
         wait_for(lambda: idle(llm), CANCELLED_S)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_moment_of_submitting_leaves_the_engine_whole() -> None:
     """The request table is never left half-changed: all places are free again, each time."""
     drawn = random.Random(2)

