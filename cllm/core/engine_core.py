@@ -137,8 +137,9 @@ class EngineCore:
         started = self._busy_since or self.step_started
         transferred_s = self.scheduler.transfer.seconds
         # Where both have work they alternate: at most one batch of embeddings between two decode steps.
-        waits = self.embedding.has_work
-        self._embedded_last = waits and not (self.scheduler.has_work and self._embedded_last)
+        both = self.embedding.has_work and self.scheduler.has_work
+        self.scheduler.budget.alternates = self.embedding.budget.alternates = both
+        self._embedded_last = self.embedding.has_work and not (both and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
         results: list[StepResult] = []
         batch = scheduler.schedule()

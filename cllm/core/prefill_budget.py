@@ -22,7 +22,7 @@ class PrefillBudget:
     MIN_CHUNK = 2  # whatever the cost model says: a prompt must get on
     MAX_GROWTH = 4  # no chunk is more than so many times what was measured
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
-    TILE_AIM = 1.1  # for a single tile: the next smaller chunk computes a third as much in the same time
+    TILE_AIM = 1.3  # of that, for a single tile: the next smaller chunk takes as long for a third as much
     OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
     SAMPLING_SHARE = 0.2  # of a step's compute: what all samplers may add while there are cheap ones
 
@@ -33,10 +33,15 @@ class PrefillBudget:
         self.batch_tokens = batch_tokens
         self.defers = defers
         self.target_s = target_s
-        self.max_step_s = self.AIM * target_s
+        self.alternates = False  # with steps of another budget: a sequence waits for one of each
         self.cost = cost
         self._turn = 0
         self._sampling_credit_s = 0.0
+
+    @property
+    def max_step_s(self) -> float:
+        """What a step may take while a sequence waits for its next token."""
+        return self.AIM * self.target_s / (1 + self.alternates)
 
     def schedule_tokens(
         self, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
@@ -135,14 +140,14 @@ class PrefillBudget:
         offset = self._offset(decoding)
         step, measured = self.cost.step, self.cost.largest_prefill
         if step is None or not measured:
-            return min(room, TILE + offset)
-        largest = min(room, max(TILE + offset, self.MAX_GROWTH * measured))
+            return min(room, self.MIN_CHUNK)
+        largest = min(room, self.MAX_GROWTH * measured)
 
-        def fits(chunk: int, aim: float = self.AIM) -> bool:
+        def fits(chunk: int, aim: float = 1.0) -> bool:
             shape = self._shape(chunk, decoding, context, position)
             if shape.attended > self.MAX_GROWTH * max(self.cost.largest_attended, context):
                 return False
-            return step.seconds(shape) + sampling_s <= aim * self.target_s
+            return step.seconds(shape) + sampling_s <= aim * self.max_step_s
 
         tiles = bisect_largest(0, (largest - offset) // TILE, lambda count: fits(count * TILE + offset))
         if tiles == 0 and largest >= TILE + offset:

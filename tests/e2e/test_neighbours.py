@@ -13,7 +13,7 @@ ATTEMPTS = 3  # a busy machine delays a token now and then; a defect delays it e
 def test_no_request_stops_a_stream_beside_it(embedded: Server) -> None:
     late: list[dict[str, float]] = []
     for number in range(ATTEMPTS):
-        gaps = gaps_of_all(embedded.url, number)
+        gaps = gaps_of_all(embedded.url, number, 3, prompt="One fine morning")
         late.append({name: gap for name, gap in gaps.items() if gap > MAX_GAP * TARGET_S})
         if not late[-1]:
             return

@@ -30,6 +30,8 @@ MAX_GAP, MIN_SPEED = 1.5, 0.8
 NEIGHBOURS = 7
 WARM_UP, COUNTED = 12, 48  # tokens
 PATIENCE_S = 120.0
+# One for all threads: making one takes the cores of the server under test for a tenth of a second.
+CLIENT = httpx.Client(timeout=PATIENCE_S, trust_env=False, limits=httpx.Limits(max_connections=None))
 PROSE = (
     "The harbour town had kept its market for three hundred years, and every Thursday the farmers came down "
     "from the hills with apples, cheese and stories. This autumn, however, one of the stalls stayed empty. "
@@ -65,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 PREFILL: dict[str, dict[str, Any]] = {
     "long prompts": {"prompt": PROSE * 20},
-    "embeddings": {"input": [PROSE] * 8},
+    "embeddings": {"input": [PROSE]},
 }
 
 
@@ -88,7 +90,7 @@ class PlainStream:
     ) -> None:
         """Read it to its end, or until it is stopped; `then` is called after `WARM_UP` tokens."""
         body = {"prompt": PROSE, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+        with CLIENT.stream("POST", f"{self.url}/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
@@ -111,10 +113,10 @@ class PlainStream:
 def ask(url: str, fields: Mapping[str, Any], tokens: int, stopped: Event) -> None:
     """One costly request; a stream, so that it ends when it is no longer needed."""
     if "input" in fields:
-        assert httpx.post(f"{url}/v1/embeddings", json=fields, timeout=PATIENCE_S).status_code == 200
+        assert CLIENT.post(f"{url}/v1/embeddings", json=fields).status_code == 200
         return
     body = {"prompt": PROSE, "max_tokens": tokens, "seed": 7, "stream": True, **fields}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+    with CLIENT.stream("POST", f"{url}/v1/completions", json=body) as response:
         assert response.status_code == 200, (fields, response.read())
         for _ in response.iter_lines():
             if stopped.is_set():
@@ -145,11 +147,14 @@ def longest_gap(url: str, fields: Mapping[str, Any], tokens: int = 8) -> float:
     return stream.longest_gap_s
 
 
-def gaps_of_all(url: str, number: int) -> dict[str, float]:
-    """The longest gap of one plain stream during each kind of costly request, one kind after another."""
+def gaps_of_all(url: str, number: int, neighbours: int, **shorter: Any) -> dict[str, float]:
+    """The longest gap of one plain stream during each kind of costly request, one kind after another.
+
+    `shorter` are fields that make a request of any kind less work.
+    """
     stream, stopped = PlainStream(url), Event()
     begun: dict[str, float] = {}
-    with ThreadPoolExecutor(1 + NEIGHBOURS) as pool:
+    with ThreadPoolExecutor(1 + neighbours) as pool:
         reading = pool.submit(stream.read, 4000, stopped=stopped)
         try:
             while len(stream.times) < WARM_UP:
@@ -157,7 +162,7 @@ def gaps_of_all(url: str, number: int) -> dict[str, float]:
                 time.sleep(0.01)
             for name, fields in kinds(number).items():
                 begun[name] = time.perf_counter()
-                asked = [pool.submit(ask, url, fields, 3, stopped) for _ in range(NEIGHBOURS)]
+                asked = [pool.submit(ask, url, {**fields, **shorter}, 3, stopped) for _ in range(neighbours)]
                 for each in asked:
                     each.result(PATIENCE_S)
             end = time.perf_counter()
@@ -188,7 +193,7 @@ def speed(url: str, fields: Mapping[str, Any]) -> float:
 
 
 def count_running(url: str) -> int:
-    return len(httpx.get(f"{url}/debug/kv", timeout=PATIENCE_S).json()["leases"])
+    return len(CLIENT.get(f"{url}/debug/kv").json()["leases"])
 
 
 def wait_idle(url: str) -> None:
@@ -209,7 +214,7 @@ def run_neighbours(
     # Without drafts: greedy neighbours would draft, and the comparison be with that.
     with serving("neighbours", settings, command, logs, ("--no-tune", "--draft-tokens", "0")) as server:
         url = f"http://{server.address.host}:{server.address.port}"
-        httpx.post(f"{url}/v1/completions", json={"prompt": PROSE, "max_tokens": 8}, timeout=PATIENCE_S)
+        CLIENT.post(f"{url}/v1/completions", json={"prompt": PROSE, "max_tokens": 8})
         gaps: dict[str, list[float]] = {"greedy": []}
         speeds: dict[str, list[float]] = {}
         for number in range(rounds):
