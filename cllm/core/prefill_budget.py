@@ -24,7 +24,7 @@ class PrefillBudget:
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     TILE_AIM = 1.3  # of that, for a single tile: the next smaller chunk takes as long for a third as much
     OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
-    SAMPLING_SHARE = 0.2  # of a step's compute: what all samplers may add while there are cheap ones
+    SAMPLING_SHARE = 0.1  # of a step's compute: what samplers may add while there are cheap ones
 
     def __init__(
         self, batch_tokens: int, target_s: float, cost: StepCostModel, *, defers: bool = False
@@ -95,29 +95,31 @@ class PrefillBudget:
     def _defer(self, decoding: list[Sequence]) -> list[Sequence]:
         """Those that take part in the next step: costly samplers pay for their time with turns.
 
-        Together samplers may add `SAMPLING_SHARE` to a step. What is left of it by the cheap ones (they take
-        no more than an even part) goes to the costly ones, in turn. Where all are costly, all take part.
+        With all samplers a step may take `SAMPLING_SHARE` longer than all rows do without any. Cheap samplers
+        (no more than an even part of that) always take part. The costly ones share what is left, in turn: a
+        row that is left out saves its own time, too. Where all are costly, all take part.
         """
         total_s = sum(sequence.sample_s for sequence in decoding)
         if total_s == 0 or not self.defers or (step := self.cost.step) is None:
             return decoding
-        context = sum(sequence.num_computed for sequence in decoding)
-        allowed_s = self.SAMPLING_SHARE * step.seconds(StepShape(1, 0, len(decoding), context))
-        costly = [each for each in decoding if each.sample_s * len(decoding) > allowed_s]
+        rows_s = [step.row + step.attended * sequence.num_computed for sequence in decoding]
+        allowed_s = self.SAMPLING_SHARE * (step.ubatch + sum(rows_s))
+        costly = {
+            sequence: row_s + sequence.sample_s
+            for sequence, row_s in zip(decoding, rows_s, strict=True)
+            if sequence.sample_s * len(decoding) > allowed_s
+        }
         if total_s <= allowed_s or len(costly) == len(decoding):
             return decoding
-        earned_s = allowed_s - total_s + sum(sequence.sample_s for sequence in costly)
-        credit_s = min(self._sampling_credit_s + earned_s, allowed_s)
-        deferred = set()
+        left_s = allowed_s - total_s + sum(costly.values())
+        self._sampling_credit_s = min(self._sampling_credit_s, 0.0) + left_s
         for sequence in sorted(costly, key=attrgetter("deferred"), reverse=True):
-            if credit_s > 0:
-                credit_s -= sequence.sample_s
+            if self._sampling_credit_s > 0:
+                self._sampling_credit_s -= costly[sequence]
                 sequence.deferred = 0
             else:
                 sequence.deferred += 1
-                deferred.add(sequence.id)
-        self._sampling_credit_s = credit_s
-        return [sequence for sequence in decoding if sequence.id not in deferred]
+        return [sequence for sequence in decoding if sequence not in costly or not sequence.deferred]
 
     def _offset(self, decoding: int) -> int:
         """What a chunk must have beyond whole tiles, to be computed in whole tiles beside these rows.
