@@ -53,6 +53,12 @@ pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV the
 stopped: .venv/ready ## workers are stopped under load for a minute: /health answers at once, they are replaced
 	.venv/bin/python -m tests.soak.stopped $(ARGS)
 
+neighbours: .venv/ready ## a plain stream beside seven costly requests of each kind: its longest gap and its speed
+	.venv/bin/python -m tests.soak.neighbours $(ARGS)
+
+waiting: .venv/ready ## 50,000 requests wait: what submitting and cancelling cost
+	.venv/bin/python -m tests.soak.waiting $(ARGS)
+
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
 	.venv/bin/python -m tests.soak.schemas $(ARGS)
 
@@ -87,4 +93,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure oversized stopped schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure oversized stopped neighbours waiting schemas features exits doctor firsttoken clean
