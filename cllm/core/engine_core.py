@@ -85,7 +85,12 @@ class EngineCore:
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
-            PrefillBudget(limits.embed.batch_tokens, target_s, StepCostModel(split=False)),
+            PrefillBudget(
+                limits.embed.batch_tokens,
+                target_s,
+                StepCostModel(split=False),
+                first_chunk=PrefillBudget.MIN_CHUNK,
+            ),
             decoding=lambda: self.scheduler.running_count,
             open_context=self.preparation.open_embedding,
         )

@@ -27,10 +27,17 @@ class PrefillBudget:
     SAMPLING_SHARE = 0.1  # of a step's compute: what samplers may add while there are cheap ones
 
     def __init__(
-        self, batch_tokens: int, target_s: float, cost: StepCostModel, *, defers: bool = False
+        self,
+        batch_tokens: int,
+        target_s: float,
+        cost: StepCostModel,
+        *,
+        first_chunk: int = TILE,
+        defers: bool = False,
     ) -> None:
-        """`defers`: a decoding sequence may be left out of a step."""
+        """`first_chunk` is what may be tried unmeasured. `defers`: a sequence may be left out of a step."""
         self.batch_tokens = batch_tokens
+        self.first_chunk = first_chunk
         self.defers = defers
         self.target_s = target_s
         self.alternates = False  # with steps of another budget: a sequence waits for one of each
@@ -142,8 +149,8 @@ class PrefillBudget:
         offset = self._offset(decoding)
         step, measured = self.cost.step, self.cost.largest_prefill
         if step is None or not measured:
-            return min(room, self.MIN_CHUNK)
-        largest = min(room, self.MAX_GROWTH * measured)
+            return min(room, self.first_chunk + offset)
+        largest = min(room, max(self.first_chunk + offset, self.MAX_GROWTH * measured))
 
         def fits(chunk: int, aim: float = 1.0) -> bool:
             shape = self._shape(chunk, decoding, context, position)

@@ -55,6 +55,7 @@ def test_no_room_preempts_the_youngest_of_lowest_priority(opened: Opened, refere
 def test_a_lone_sequence_that_cannot_fit_ends_with_length(opened: Opened) -> None:
     driver = StepDriver(opened(POOLED, sequences=2, cells=256, request_tokens=256))
     feed(driver.runner, 1, words(9, 236))  # cells that are never freed
+    driver.filled.add(1)
     driver.submit(ask("lone", words(2, 12), 100, ignore_eos=True))
     driver.step(30)
     assert driver.scheduler.idle and driver.answers["lone"].finish_reason is FinishReason.LENGTH
