@@ -24,7 +24,7 @@ class PrefillBudget:
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     TILE_AIM = 1.3  # of that, for a single tile: the next smaller chunk takes as long for a third as much
     OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
-    SAMPLING_SHARE = 0.1  # of a step's compute: what samplers may add while there are cheap ones
+    SAMPLING_SHARE = 0.05  # of a step's compute: what samplers may add while there are cheap ones
 
     def __init__(
         self,
