@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.types import StructKind, parse_fields
+from cllm.fields import StructKind, parse_fields
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"

@@ -5,62 +5,18 @@ All are frozen `msgspec.Struct`s, because they cross the process boundary as the
 
 from __future__ import annotations
 
-import math
-import re
-import reprlib
-from collections.abc import Iterable, Mapping
 from enum import Enum, StrEnum
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from cllm.errors import InvalidRequest
-
 MAX_INT32 = 2**31 - 1
 SEED_SPACE = 2**32 - 1  # llama.cpp draws a random seed when given 2**32 - 1
 TokenMask = npt.NDArray[np.bool_]
 """Over the vocabulary; True where a token is allowed."""
-StructKind = TypeVar("StructKind", bound=msgspec.Struct)
-
-
-def parse_fields(values: Mapping[str, Any], kind: type[StructKind], *, strict: bool = True) -> StructKind:
-    """A struct from values by name; those it has no field for are ignored. `strict`: a text is no number.
-
-    Raises InvalidRequest, which names a field that is mistyped, out of bounds or not finite.
-    """
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
-    check_finite(plain)
-    try:
-        return msgspec.convert(plain, kind, strict=strict)
-    except msgspec.ValidationError as error:
-        reason, _, place = str(error).partition(" - at `$.")
-        field = re.split(r"\W", place)[0]
-        shown = f"{field} is {reprlib.repr(plain[field])}: " if field else ""
-        raise InvalidRequest(f"{shown}{reason[:1].lower()}{reason[1:]}", field or None) from None
-
-
-def check_finite(values: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for a NaN or an infinity: bounds may let them through."""
-
-    def finite(value: object) -> bool:
-        if isinstance(value, list | tuple):
-            return all(map(finite, value))
-        return not isinstance(value, float) or math.isfinite(value)
-
-    for name, value in values.items():
-        if not finite(value):
-            raise InvalidRequest(f"{name} is {reprlib.repr(value)}: expected a finite number", name)
-
-
-def describe_unknown(name: str, known: Iterable[str]) -> str:
-    """A name that means nothing, with the known one that was probably meant."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, known, n=1)
-    return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
 
 
 class Health(Enum):

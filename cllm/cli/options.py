@@ -25,7 +25,7 @@ from typer.core import TyperCommand
 from cllm.config import GROUPS, Config, EngineConfig, ServerConfig, make_config
 from cllm.deprecated import FLAGS, renamed, warn
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.types import check_finite, describe_unknown
+from cllm.fields import check_finite, describe_unknown
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
 _SHOW_ALL = "cllm.show_all"

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from cllm.backend.base import ModelRunner, Sampler
 from cllm.text.structured_output import Constraint, GrammarCompiler
-from cllm.types import ConstraintSpec, Request
+from cllm.types import Request
 
 Made = TypeVar("Made")
 
@@ -57,7 +57,7 @@ class Preparation:
 
     def warm_up(self) -> None:
         """Build the grammar compiler now: it takes half a second, much of it under Python's one lock."""
-        self._grammars.submit(self._compile, None)
+        self._grammars.submit(self._get_compiler)
 
     def open_embedding(self) -> Future[None]:
         return self._watched(self._others.submit(self._runner.open_embedding))
@@ -90,17 +90,20 @@ class Preparation:
             self._wake()
 
     def _prepare(self, request: Request) -> Prepared:
-        constraint = self._compile(request.constraint) if request.constraint is not None else None
-        sampler = None
+        constraint = sampler = None
+        if request.constraint is not None:
+            compiler = self._get_compiler()
+            with self._lock:  # it compiles one grammar at a time
+                constraint = compiler.compile(request.constraint)
         if request.sampling.looks_back:
             sampler = self._runner.create_sampler(request.sampling)
             sampler.accept(request.prompt)
         return Prepared(constraint, sampler)
 
-    def _compile(self, spec: ConstraintSpec | None) -> Constraint | None:
+    def _get_compiler(self) -> GrammarCompiler:
         with self._lock:
             self._compiler = self._compiler or GrammarCompiler(self._runner.vocabulary)
-            return self._compiler.compile(spec) if spec is not None else None
+            return self._compiler
 
 
 def _new_thread(name: str) -> Executor:

@@ -124,7 +124,9 @@ class Scheduler:
         padding: tuple[int, ...] = ()
         # Unified KV has no gaps; recurrent states must not be moved about.
         if not limits.unified and not self.runner.info.recurrent:
-            unused = self.pool.free_ids.union(each.seq_id for each in left_out)
+            unused = self.pool.free_ids
+            if left_out:
+                unused = unused.union(each.seq_id for each in left_out)
             padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
         batch = Batch(tuple(rows), padding=padding)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"

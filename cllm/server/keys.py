@@ -26,7 +26,8 @@ import msgspec
 from msgspec import Meta
 
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.types import TenantLimits, check_finite
+from cllm.fields import check_finite
+from cllm.types import TenantLimits
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ PATHS = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "cllm.types": 0,
     "cllm.errors": 0,
+    "cllm.fields": 0,
     "cllm.config": 0,
     "cllm.logs": 0,
     "cllm.deprecated": 0,

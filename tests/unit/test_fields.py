@@ -9,7 +9,8 @@ import pytest
 
 from cllm.config import EngineConfig, ServerConfig
 from cllm.errors import InvalidRequest
-from cllm.types import SamplingParams, describe_unknown, parse_fields
+from cllm.fields import describe_unknown, parse_fields
+from cllm.types import SamplingParams
 
 
 def test_values_by_name_become_a_struct() -> None:
