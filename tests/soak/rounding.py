@@ -42,7 +42,7 @@ def score(runner: LlamaRunner, tokens: Sequence[int], chunk: int) -> Scores:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.rounding", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 63, 64, 128])
     parser.add_argument("--no-flash-attention", dest="flash_attention", action="store_false")
     options = parser.parse_args(arguments)
