@@ -22,7 +22,6 @@ from cllm.server.errors import error_body
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for child processes that must be replaced, and for files
-BODY_PIECE = 8 << 20  # bytes of a body that are passed on together: each piece wakes the application
 READ_AT_ONCE = 1 << 20  # bytes of a body that are read in one turn of the event loop
 LINGER_S = 1.0  # closing at once on a client that still sends would reset the response away
 
@@ -33,6 +32,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     header_s: float
     body_s: float
     header_bytes: int
+    body_bytes: int  # what a body may have is passed on together: each piece wakes the application
     connections: int
 
 
@@ -42,6 +42,7 @@ def make_limits(config: ServerConfig) -> ConnectionLimits:
         config.header_timeout_s,
         config.body_timeout_s,
         config.max_header_kb << 10,
+        config.max_body_mb << 20,
         min(config.max_connections, _descriptors_left(config.max_connections)),
     )
 
@@ -153,7 +154,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle
-        if cycle.response_complete or len(cycle.body) + len(body) >= BODY_PIECE:
+        if cycle.response_complete or len(cycle.body) + len(body) > self._limits.body_bytes:
             super().on_body(body)
             return
         pieces = len(cycle.body) // READ_AT_ONCE

@@ -377,13 +377,13 @@ from cllm.testing import FakeRunner
 class Runner(FakeRunner):
     def close(self):
         super().close()
-        print("closed", flush=True)
+        sys.stdout.write("closed\\n")  # one write: `print` makes two, and threads mix them
 
 def read():
     try:
         list(llm.stream("hello", SamplingParams(ignore_eos=True), max_tokens=900))
     except ShuttingDown:
-        print("ended", flush=True)
+        sys.stdout.write("ended\\n")
 
 llm = LLM(make_runner=lambda _: Runner(step_s=0.005))
 llm.__enter__()
