@@ -61,6 +61,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
     parallel: Annotated[int, _option("Requests computed at the same time, one slot each.", 1, 255)] = 8
+    slots: Annotated[
+        int,
+        _option(
+            "KV slots; those beyond --parallel keep finished conversations. 0: as many as --parallel.", 0, 255
+        ),
+    ] = 0
     ctx_size: Annotated[
         int, _option("KV cells in all, shared by the slots. 0: 4096 each if they fit.", 0)
     ] = 0
@@ -96,6 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
     ] = ""
+
+
+def slot_count(config: EngineConfig) -> int:
+    """How many slots (`seq_id`s) the KV cache has."""
+    return max(config.slots, config.parallel)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
