@@ -191,6 +191,11 @@ class StepDriver:
         self.check_idle()
         return self.answers
 
+    def offload(self) -> None:
+        """Evict what free slots hold, to RAM where that pays: as other requests would, and nothing waits."""
+        while self.prefix_cache.slots.evict_one(others=False):
+            self.check_invariants()
+
     # Answers ----------------------------------------------------------------------------------------
 
     def outcome(self, name: str) -> FinishReason:

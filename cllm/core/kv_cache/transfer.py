@@ -168,7 +168,10 @@ class KVTransfer:
         if state is None:
             return None
         self._last_state = (length, len(state))
-        entry = Entry(content.tenant, content.tokens, state, content.checkpoints, content.min_length)
+        # Of a sliding window, the state has only what the next token looks back on.
+        cuttable = self.cuttable or length <= self._runner.info.sliding_window
+        min_length = 0 if cuttable else length
+        entry = Entry(content.tenant, content.tokens, state, content.checkpoints, min_length)
         if self._host.could_hold(entry.size):
             for other in self._host.covered(entry) if self.cuttable else ():
                 self._host.drop(other)
