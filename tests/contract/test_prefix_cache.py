@@ -7,10 +7,10 @@ import pytest
 from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.types import Request
 from tests.driver.engine import StepDriver, Tokens, ask, words
-from tests.driver.kinds import DENSE, LAYOUTS, Kind, Opened
+from tests.driver.kinds import DENSE, HYBRIDS, LAYOUTS, Kind, Opened
 from tests.driver.same_text import Reference
 
-every_layout = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
+every_layout = pytest.mark.parametrize("kind", (*LAYOUTS, *HYBRIDS), ids=lambda kind: kind.label)
 
 SYSTEM = words(77, 150)
 
