@@ -41,12 +41,13 @@ class Verdict(NamedTuple):
     ties: int  # answers that met one
     compared: int  # tokens
     faults: tuple[str, ...]
+    wrong: tuple[int, ...]  # the requests of the faults
 
 
 def compare(alone: Sequence[Answer], crowded: Sequence[Answer], tie: float = TIE) -> Verdict:
     """The same-text rule over all answers; stricter: they may part at a tie only, not anywhere after one."""
     same = parted = ties = compared = 0
-    faults = []
+    faults, wrong = [], []
     for number, (one, other) in enumerate(zip(alone, crowded, strict=True)):
         ties += min(one.gaps, default=1.0) < tie
         pairs = zip_longest(one.tokens, other.tokens)
@@ -58,7 +59,8 @@ def compare(alone: Sequence[Answer], crowded: Sequence[Answer], tie: float = TIE
             parted += 1
         else:
             faults.append(f"request {number}: another text from token {first} on, which is no tie")
-    return Verdict(same, parted, ties, compared, tuple(faults))
+            wrong.append(number)
+    return Verdict(same, parted, ties, compared, tuple(faults), tuple(wrong))
 
 
 class Client:
