@@ -218,6 +218,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    cached_from: str = ""  # where they were: "device", "ram" or "disk"; "+checkpoint" where one was put back
     decoded_tokens: int = 0  # tokens that went through the model for it
     steps: int = 0  # native decode calls it took part in
     ubatches: int = 0  # physical batches these calls were cut into
