@@ -22,7 +22,7 @@ POOLING = "^(mean|cls|last|rank)?$"
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
-    "cache_ram_mb": "cache",
+    "prefix_cache": "cache",
     "draft_tokens": "speculation",
     "host": "server",
     "api_keys": "security",
@@ -61,8 +61,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
     parallel: Annotated[int, _option("Requests computed at the same time, one slot each.", 1, 255)] = 8
+    slots: Annotated[
+        int,
+        _option(
+            "KV slots; those beyond --parallel keep finished conversations. 0: as many as --parallel.", 0, 255
+        ),
+    ] = 0
     ctx_size: Annotated[
-        int, _option("KV cells in all, shared by the slots. 0: 4096 each if they fit.", 0)
+        int, _option("KV cells of --parallel slots; more --slots add theirs. 0: 4096 each if they fit.", 0)
     ] = 0
     max_request_tokens: Annotated[int, _option("Token limit of one request. 0: ctx-size / parallel.", 0)] = 0
     embed_tokens: Annotated[
@@ -80,9 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
 
+    prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, in RAM, on disk.")] = True
     cache_ram_mb: Annotated[
-        int,
-        _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0 disables the cache.", 0),
+        int, _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0: slots only.", 0)
     ] = 1024
     swap_space_mb: Annotated[
         int, _option("Host RAM for KV swapped out by preemption, MiB; the rest is recomputed.", 0)
@@ -96,6 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
     ] = ""
+
+
+def slot_count(config: EngineConfig) -> int:
+    """Sequences that the KV memory has room for, running or cached."""
+    return max(config.slots, config.parallel)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -139,6 +139,10 @@ class FakeSampler:
         self.runner.open_samplers -= 1
 
 
+def _unpack(state: KVState) -> list[int]:
+    return [int(token) for token in np.frombuffer(state, np.uint16)]
+
+
 class FakeRunner(ModelRunner):
     """A model runner without a model. It keeps every contract of `ModelRunner` and checks its caller's.
 
@@ -317,10 +321,19 @@ class FakeRunner(ModelRunner):
         self._native("next_position")
         return len(self.memory[seq_id])
 
-    def truncate(self, seq_id: int, length: int) -> int:
+    def min_length(self, seq_id: int) -> int:
+        return 0 if self.trimmable else len(self.memory[seq_id])
+
+    def checkpoint(self, seq_id: int) -> bytes | None:
+        return self.save(seq_id)
+
+    def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         self._native("truncate")
         memory = self.memory[seq_id]
-        keep = len(memory) if length >= len(memory) else length if self.trimmable else 0
+        if checkpoint is not None:
+            assert memory[:length] == _unpack(checkpoint), "the checkpoint is of other tokens"
+        usable = length >= self.min_length(seq_id) or checkpoint is not None
+        keep = len(memory) if length >= len(memory) else length if usable else 0
         del memory[keep:]
         return keep
 
@@ -336,10 +349,13 @@ class FakeRunner(ModelRunner):
         self._native("save")
         return np.array(self.memory[seq_id], np.uint16).tobytes()
 
+    def state_bytes(self, seq_id: int) -> int:
+        return 2 * len(self.memory[seq_id])
+
     def restore(self, seq_id: int, state: KVState) -> bool:
         self._native("restore")
         assert not self.memory[seq_id]
-        self.memory[seq_id] = np.frombuffer(state, np.uint16).tolist()
+        self.memory[seq_id] = _unpack(state)
         return True
 
     def close(self) -> None:

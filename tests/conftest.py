@@ -16,7 +16,7 @@ from tests.driver.kinds import Kind, Opened, open_runner
 from tests.driver.same_text import Reference, Tally
 from tests.driver.server import Server, StartServer
 from tests.profiles import load_profile
-from tests.tiny_models import make_all
+from tests.tiny_architectures import make_all
 
 _TALLY = pytest.StashKey[Tally]()
 

@@ -66,9 +66,8 @@ COMMON_MERGES = (
 Array = NDArray[np.float32]
 
 
-def make_all(directory: Path) -> dict[str, Path]:
-    """Write the three models with their defaults into ``directory`` (made if missing), by kind."""
-    directory.mkdir(parents=True, exist_ok=True)
+def make_basic(directory: Path) -> dict[str, Path]:
+    """Write the three models with their defaults into ``directory``, by kind."""
     return {
         "dense": make_dense(directory / "dense.gguf"),
         "sliding": make_sliding_window(directory / "sliding.gguf"),
@@ -91,16 +90,16 @@ def make_dense(
     ``controls`` are more control tokens, the last ids of the vocabulary; ``roles`` says what some are for
     (``{"fim_pre": "<PRE>"}``); ``templates`` replaces the chat template (the key "default" is the plain one).
     """
-    writer = _writer(path, "llama", vocabulary, context, controls, templates)
+    writer = make_writer(path, "llama", vocabulary, context, controls, templates)
     for role, spelling in (roles or {}).items():
         token = vocabulary - len(controls) + list(controls).index(spelling)
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)
-    _attention_metadata(writer)
+    add_attention_metadata(writer)
     random = np.random.default_rng(seed)
-    _ends(writer, random, vocabulary)
+    add_ends(writer, random, vocabulary)
     for layer in range(LAYERS):
-        _attention_layer(writer, random, f"blk.{layer}.")
-    return _finish(writer, path)
+        add_attention_layer(writer, random, f"blk.{layer}.")
+    return write(writer, path)
 
 
 def make_sliding_window(
@@ -115,28 +114,28 @@ def make_sliding_window(
 
     The same arguments give the same bytes. Returns ``path``.
     """
-    writer = _writer(path, "gemma3", vocabulary, context)
-    _attention_metadata(writer)
+    writer = make_writer(path, "gemma3", vocabulary, context)
+    add_attention_metadata(writer)
     writer.add_sliding_window(window)
     writer.add_sliding_window_pattern(LAYERS)  # every LAYERS-th layer is full, the others slide
     random = np.random.default_rng(seed)
     # gemma3 multiplies the embeddings by the square root of their width: undo that here
-    _ends(writer, random, vocabulary, embedding_deviation=1 / math.sqrt(EMBEDDING))
+    add_ends(writer, random, vocabulary, embedding_deviation=1 / math.sqrt(EMBEDDING))
     for layer in range(LAYERS):
         prefix = f"blk.{layer}."
-        _attention_layer(writer, random, prefix)
+        add_attention_layer(writer, random, prefix)
         for name in ("attn_q_norm", "attn_k_norm"):
-            writer.add_tensor(f"{prefix}{name}.weight", _constant(HEAD_WIDTH, QUERY_GAIN))
+            writer.add_tensor(f"{prefix}{name}.weight", make_constant(HEAD_WIDTH, QUERY_GAIN))
         for name in ("post_attention_norm", "post_ffw_norm"):
-            writer.add_tensor(f"{prefix}{name}.weight", _constant(EMBEDDING, 1.0))
-    return _finish(writer, path)
+            writer.add_tensor(f"{prefix}{name}.weight", make_constant(EMBEDDING, 1.0))
+    return write(writer, path)
 
 
 def make_recurrent(
     path: Path, *, vocabulary: int = VOCABULARY, context: int = CONTEXT, seed: int = 0
 ) -> Path:
     """Write a mamba model (no KV cache); the same arguments give the same bytes. Returns ``path``."""
-    writer = _writer(path, "mamba", vocabulary, context)
+    writer = make_writer(path, "mamba", vocabulary, context)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
     writer.add_ssm_conv_kernel(CONVOLUTION)
@@ -144,13 +143,13 @@ def make_recurrent(
     writer.add_ssm_state_size(STATE)
     writer.add_ssm_time_step_rank(TIME_STEP_RANK)
     random = np.random.default_rng(seed)
-    _ends(writer, random, vocabulary)
+    add_ends(writer, random, vocabulary)
     for layer in range(LAYERS):
         _recurrent_layer(writer, random, f"blk.{layer}.")
-    return _finish(writer, path)
+    return write(writer, path)
 
 
-def _writer(
+def make_writer(
     path: Path,
     architecture: str,
     vocabulary: int,
@@ -174,7 +173,7 @@ def _writer(
     return writer
 
 
-def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+def write(writer: gguf.GGUFWriter, path: Path) -> Path:
     """Write the file out and return its path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -230,43 +229,60 @@ def _merges() -> Iterator[tuple[bytes, bytes]]:
                 yield word[:-1], word[-1:]
 
 
-def _attention_metadata(writer: gguf.GGUFWriter) -> None:
+def add_attention_metadata(
+    writer: gguf.GGUFWriter,
+    *,
+    heads: int = HEADS,
+    key_value_heads: int | list[int] = KEY_VALUE_HEADS,
+    key: int = HEAD_WIDTH,
+    value: int = HEAD_WIDTH,
+    rotated: int = HEAD_WIDTH,
+) -> None:
     """Add the hyperparameters that the architectures with attention share."""
     writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_VALUE_HEADS)
-    writer.add_key_length(HEAD_WIDTH)
-    writer.add_value_length(HEAD_WIDTH)
-    writer.add_rope_dimension_count(HEAD_WIDTH)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(key_value_heads)
+    writer.add_key_length(key)
+    writer.add_value_length(value)
+    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(10000.0)
 
 
-def _ends(
-    writer: gguf.GGUFWriter, random: np.random.Generator, vocabulary: int, embedding_deviation: float = 1.0
+def add_ends(
+    writer: gguf.GGUFWriter,
+    random: np.random.Generator,
+    vocabulary: int,
+    embedding_deviation: float = 1.0,
+    last_norm: str = "output_norm",
 ) -> None:
     """Add the tensors before and after the layers: the embeddings, the last norm and the output matrix."""
-    embeddings = _matrix(random, vocabulary, EMBEDDING, embedding_deviation * math.sqrt(EMBEDDING))
-    output = _matrix(random, vocabulary, EMBEDDING, LOGIT_SPREAD)
+    embeddings = make_matrix(random, vocabulary, EMBEDDING, embedding_deviation * math.sqrt(EMBEDDING))
+    output = make_matrix(random, vocabulary, EMBEDDING, LOGIT_SPREAD)
     output[END_OF_TEXT : TURN_END + 1] = 0
     writer.add_tensor("token_embd.weight", embeddings)
-    writer.add_tensor("output_norm.weight", _constant(EMBEDDING, 1.0))
+    writer.add_tensor(f"{last_norm}.weight", make_constant(EMBEDDING, 1.0))
     writer.add_tensor("output.weight", output)
 
 
-def _attention_layer(writer: gguf.GGUFWriter, random: np.random.Generator, prefix: str) -> None:
-    """Add one layer of attention and a gated feed-forward network."""
+def add_attention_layer(
+    writer: gguf.GGUFWriter, random: np.random.Generator, prefix: str, *, feed_forward: bool = True
+) -> None:
+    """Add one layer of attention and, by default, a gated feed-forward network."""
     queries, keys = HEADS * HEAD_WIDTH, KEY_VALUE_HEADS * HEAD_WIDTH
     tensors = {
-        "attn_norm": _constant(EMBEDDING, 1.0),
-        "attn_q": _matrix(random, queries, EMBEDDING, QUERY_GAIN),
-        "attn_k": _matrix(random, keys, EMBEDDING, QUERY_GAIN),
-        "attn_v": _matrix(random, keys, EMBEDDING, VALUE_GAIN),
-        "attn_output": _matrix(random, EMBEDDING, queries, VALUE_GAIN),
-        "ffn_norm": _constant(EMBEDDING, 1.0),
-        "ffn_gate": _matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
-        "ffn_up": _matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
-        "ffn_down": _matrix(random, EMBEDDING, FEED_FORWARD, VALUE_GAIN),
+        "attn_norm": make_constant(EMBEDDING, 1.0),
+        "attn_q": make_matrix(random, queries, EMBEDDING, QUERY_GAIN),
+        "attn_k": make_matrix(random, keys, EMBEDDING, QUERY_GAIN),
+        "attn_v": make_matrix(random, keys, EMBEDDING, VALUE_GAIN),
+        "attn_output": make_matrix(random, EMBEDDING, queries, VALUE_GAIN),
     }
+    if feed_forward:
+        tensors |= {
+            "ffn_norm": make_constant(EMBEDDING, 1.0),
+            "ffn_gate": make_matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
+            "ffn_up": make_matrix(random, FEED_FORWARD, EMBEDDING, 1.0),
+            "ffn_down": make_matrix(random, EMBEDDING, FEED_FORWARD, VALUE_GAIN),
+        }
     for name, tensor in tensors.items():
         writer.add_tensor(f"{prefix}{name}.weight", tensor)
 
@@ -276,28 +292,28 @@ def _recurrent_layer(writer: gguf.GGUFWriter, random: np.random.Generator, prefi
     steps = np.exp(random.uniform(math.log(0.02), math.log(0.5), INNER))
     decays = np.tile(np.geomspace(0.02, 2.0, STATE), (INNER, 1))
     tensors = {
-        "attn_norm.weight": _constant(EMBEDDING, 1.0),
-        "ssm_in.weight": _matrix(random, 2 * INNER, EMBEDDING, VALUE_GAIN),
-        "ssm_conv1d.weight": _matrix(random, INNER, CONVOLUTION, 1.0),
-        "ssm_conv1d.bias": _constant(INNER, 0.0),
-        "ssm_x.weight": _matrix(random, TIME_STEP_RANK + 2 * STATE, INNER, 1.0),
-        "ssm_dt.weight": _matrix(random, INNER, TIME_STEP_RANK, 1.0),
+        "attn_norm.weight": make_constant(EMBEDDING, 1.0),
+        "ssm_in.weight": make_matrix(random, 2 * INNER, EMBEDDING, VALUE_GAIN),
+        "ssm_conv1d.weight": make_matrix(random, INNER, CONVOLUTION, 1.0),
+        "ssm_conv1d.bias": make_constant(INNER, 0.0),
+        "ssm_x.weight": make_matrix(random, TIME_STEP_RANK + 2 * STATE, INNER, 1.0),
+        "ssm_dt.weight": make_matrix(random, INNER, TIME_STEP_RANK, 1.0),
         "ssm_dt.bias": np.log(np.expm1(steps)).astype(np.float32),  # softplus turns it back into steps
         "ssm_a": (-decays).astype(np.float32),
-        "ssm_d": _constant(INNER, 1.0),
-        "ssm_out.weight": _matrix(random, EMBEDDING, INNER, VALUE_GAIN),
+        "ssm_d": make_constant(INNER, 1.0),
+        "ssm_out.weight": make_matrix(random, EMBEDDING, INNER, VALUE_GAIN),
     }
     for name, tensor in tensors.items():
         writer.add_tensor(f"{prefix}{name}", tensor)
 
 
-def _matrix(random: np.random.Generator, outputs: int, inputs: int, gain: float) -> Array:
+def make_matrix(random: np.random.Generator, outputs: int, inputs: int, gain: float) -> Array:
     """A matrix that turns inputs of standard deviation 1 into outputs of standard deviation ``gain``."""
     matrix = random.standard_normal((outputs, inputs), dtype=np.float32)
     matrix *= np.float32(gain / math.sqrt(inputs))
     return matrix
 
 
-def _constant(length: int, value: float) -> Array:
+def make_constant(length: int, value: float) -> Array:
     """A vector of equal elements."""
     return np.full(length, value, dtype=np.float32)

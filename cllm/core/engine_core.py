@@ -23,14 +23,16 @@ from cllm.core.sequence import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import EngineDied, IntegrityError
-from cllm.types import RequestOutput
+from cllm.types import RequestOutput, SlotInfo, Snapshot
 from cllm.workers.messages import (
     Cancel,
+    ClearCache,
     Command,
     Inspect,
     Inspection,
     Ready,
     Report,
+    StateFileDone,
     StepReport,
     StepStats,
     Stop,
@@ -71,6 +73,7 @@ class EngineCore:
             PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
             HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
             preparation=self.preparation,
+            keep_prefixes=config.prefix_cache,
             share_across_tenants=config.share_prefixes_across_tenants,
             spec_decode=spec_decode
             or SpecDecodePolicy(
@@ -91,7 +94,7 @@ class EngineCore:
                 StepCostModel(split=False),
                 first_chunk=PrefillBudget.MIN_CHUNK,
             ),
-            decoding=lambda: self.scheduler.running_count,
+            decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
         self._embedded_last = False
@@ -236,7 +239,7 @@ class EngineCore:
             self.embedding.check_idle()
         except IntegrityError as error:
             log.error("%s", error)
-            self.scheduler.pool.clear_all()
+            self.scheduler.prefix_cache.clear_slots()
 
     def _handle(self, command: Command) -> bool:
         match command:
@@ -249,7 +252,10 @@ class EngineCore:
                 self.scheduler.cancel(request_id)
                 self.embedding.cancel(request_id)
             case Inspect(call_id):
-                self._emit(Inspection(call_id, self.scheduler.snapshot()))
+                self._emit(Inspection(call_id, self.snapshot()))
+            case ClearCache(call_id):
+                entries, tokens = self.scheduler.prefix_cache.clear()
+                self._emit(StateFileDone(call_id, entries, tokens))
             case UseStateFile():
                 self.cache_files.add(command)
             case Wake():
@@ -258,6 +264,35 @@ class EngineCore:
                 return False
         return True
 
+    def snapshot(self) -> Snapshot:
+        """Every lease and counter; positions are read from the memory, so drift would show."""
+        now = time.monotonic()
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        leases = tuple(
+            SlotInfo(
+                seq_id=lease.seq_id,
+                request_id=lease.request_id,
+                tokens=len(scheduler.running[lease.seq_id].tokens),
+                position=self.runner.next_position(lease.seq_id),
+                state=scheduler.running[lease.seq_id].state.value,
+                age_s=now - lease.leased_at,
+            )
+            for lease in pool.leases
+        )
+        return Snapshot(
+            sequences_total=pool.size,
+            cells_total=self.runner.limits.cells,
+            cells_used=scheduler.cells_used,
+            cells_cached=scheduler.prefix_cache.count_cached(scheduler.running.values()),
+            slots_cached=len(scheduler.prefix_cache.device.entries),
+            leases=leases,
+            waiting=scheduler.waiting,
+            leased_total=pool.leased_total,
+            released_total=pool.released_total,
+            cleared_cells_total=pool.cleared_cells_total,
+            integrity_failures=scheduler.integrity_failures,
+        )
+
     def _stats(self, **work: float) -> StepStats:
         """Work since the last report, and the state at its end."""
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -265,16 +300,18 @@ class EngineCore:
         counters = Counter(
             prefix_hits=cache.hits,
             prefix_tokens=cache.hit_tokens,
-            prefix_saves=cache.saves,
+            prefix_saves=transfer.saves,
             prefix_evictions=cache.host.evictions,
+            slot_evictions=cache.device.evictions,
             preemptions=transfer.swap_outs,
             swap_ins=transfer.swap_ins,
         )
         new, self._reported = counters - self._reported, counters
         return StepStats(
-            running=scheduler.running_count + self.embedding.count,
+            running=len(scheduler.running) + self.embedding.count,
             leases=pool.size - pool.free_count - len(pool.retired),
             cells_used=scheduler.cells_used,
+            cells_cached=cache.count_cached(scheduler.running.values()),
             integrity_failures=scheduler.integrity_failures,
             interrupted=self._interrupt.count,
             prefix_bytes=cache.host.cached_bytes,

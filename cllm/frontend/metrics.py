@@ -28,6 +28,7 @@ _STEP_COUNTERS = (
     ("prefix_tokens", "prefix_tokens", "Prompt tokens reused from the prefix cache"),
     ("prefix_saves", "prefix_saves", "Prefixes stored in RAM"),
     ("prefix_evictions", "prefix_evictions", "Prefixes evicted from RAM"),
+    ("slot_evictions", "slot_evictions", "Prefixes evicted from their slots"),
     ("preemptions", "preemptions", "Requests preempted because KV was full"),
     ("swap_ins", "swap_ins", "Preempted requests that went on from their saved state"),
 )
@@ -35,6 +36,7 @@ _STEP_GAUGES = (
     ("running", "running_requests", "Requests being computed"),
     ("leases", "sequence_leases", "Slots in use"),
     ("cells_used", "kv_cells_used", "KV cells in use"),
+    ("cells_cached", "kv_cells_cached", "KV cells that free slots keep"),
     ("interrupted", "steps_interrupted", "Steps ended early since the engine started: their client left"),
     ("integrity_failures", "integrity_failures", "Idle integrity checks that failed"),
     ("prefix_bytes", "prefix_ram_bytes", "RAM of the prefix cache"),

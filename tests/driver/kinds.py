@@ -33,13 +33,16 @@ class Kind(NamedTuple):
     @property
     def recurrent(self) -> bool:
         """Memory that cannot be cut: what is cut off is recomputed whole."""
-        return self.model in ("recurrent", "fake-uncuttable")
+        return self.model in ("recurrent", "fake-uncuttable") or self.model.startswith("hybrid")
 
 
 FAKES = (Kind("fake"), Kind("fake", unified=True), Kind("fake-uncuttable"))
 DENSE = Kind("dense")
 SLIDING = Kind("sliding")
 RECURRENT = Kind("recurrent")
+HYBRID = Kind("hybrid")
+HYBRID_ROLLBACK = Kind("hybrid-rollback")  # its states can be rolled back by some tokens
+HYBRIDS = (HYBRID, HYBRID_ROLLBACK, Kind("hybrid-delta"))
 NATIVE = (
     DENSE,
     Kind("dense", unified=True),

@@ -30,7 +30,8 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.host_cache import MIB, TOKEN_BYTES, Entry, HostKVCache
+from cllm.core.kv_cache.host_cache import MIB, Entry, HostKVCache
+from cllm.core.kv_cache.prefix_index import TOKEN_BYTES
 from cllm.errors import (
     CllmError,
     EngineError,
