@@ -28,7 +28,7 @@ from bench.peers import ServerSettings
 from bench.report import Table
 from bench.workloads.text import prose
 from tests.soak.answers import TIE, Answer, Client, Verdict, compare
-from tests.tiny_models import make_all
+from tests.tiny_architectures import make_all
 
 EXACT = ("--no-flash-attention", "--cache-type-k", "f32", "--cache-type-v", "f32")
 """With these a tiny F32 model is exact: differences are ties."""
