@@ -132,7 +132,7 @@ def write_file(
                 os.fsync(file.fileno())
             temporary.replace(path)
     except OSError as error:
-        raise StorageFailed(f"the state file could not be written: {_reason(error)}") from None
+        raise StorageFailed(f"the state file could not be written: {get_reason(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -209,7 +209,7 @@ def _reading() -> Iterator[None]:
     except FileNotFoundError:
         raise NotFound("there is no state file of this name") from None
     except OSError as error:
-        raise StorageFailed(f"the state file could not be read: {_reason(error)}") from None
+        raise StorageFailed(f"the state file could not be read: {get_reason(error)}") from None
 
 
 class EntryHead(NamedTuple):
@@ -268,16 +268,21 @@ class CacheFileReader:
     @_reading()
     def rewind(self) -> None:
         """Back to the first entry. The last one must have been read, with nothing behind it."""
-        self.check_end(0)
+        self.check_end()
         assert self._file is not None
         self._file.seek(_HEAD.size + _DIGEST)
         self._left, self._last = self._body, self._owner
 
-    def check_end(self, left: int) -> None:
-        """Raise StateFileError unless the file ends in `left` bytes."""
-        if self._left != left:
-            extra = self._left - left
+    def check_end(self, left: int = 0) -> None:
+        """Raise StateFileError unless so many bytes are left."""
+        if extra := self._left - left:
             raise StateFileError(f"the state file is corrupt: {extra} bytes follow its last entry")
+
+    def read_only_head(self) -> EntryHead:
+        """Read the head of a file's one entry. Its states follow, whole, and nothing else."""
+        head = self.read_head()
+        self.check_end(head.states_bytes + _DIGEST)
+        return head
 
     def read_head(self) -> EntryHead:
         """Read the next entry up to its states, unchecked but for its lengths."""
@@ -345,7 +350,7 @@ def _new_buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size) if size >= SLICE_BYTES else bytearray(size))
 
 
-def _reason(error: OSError) -> str:
+def get_reason(error: OSError) -> str:
     """In words, without the path."""
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
 

@@ -66,3 +66,11 @@ def _next(slices: Slices[Any]) -> StopIteration | None:
         return None
     except StopIteration as end:
         return end
+
+
+def finish(slices: Slices[Result]) -> Result:
+    """Do all slices at once."""
+    while (ended := _next(slices)) is None:
+        pass
+    result: Result = ended.value
+    return result
