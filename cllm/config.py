@@ -19,6 +19,7 @@ from cllm.fields import StructKind, parse_fields
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank)?$"
+DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
@@ -93,6 +94,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_space_mb: Annotated[
         int, _option("Host RAM for KV swapped out by preemption, MiB; the rest is recomputed.", 0)
     ] = 1024
+    cache_disk_mb: (
+        Annotated[
+            int,
+            _option(
+                "Disk for the prefix cache, MiB; survives a restart. 0: off. Default: 4096, with keys 0.", 0
+            ),
+        ]
+        | None
+    ) = None
+    cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
     state_dir: Annotated[str, _folder("Folder for saved prefixes (/admin/prefixes/save).")] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
@@ -159,3 +170,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+    def with_disk_cache(self) -> Config:
+        """The disk cache as it is meant by default: files tell prompts, so not where keys protect them."""
+        if self.engine.cache_disk_mb is not None:
+            return self
+        private = self.server.api_key or self.server.api_keys
+        size = 0 if private else DEFAULT_CACHE_DISK_MB
+        return msgspec.structs.replace(self, engine=msgspec.structs.replace(self.engine, cache_disk_mb=size))
