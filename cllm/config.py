@@ -87,7 +87,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
 
-    prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, in RAM, on disk.")] = True
+    prefix_cache: Annotated[
+        bool, _option("Keep what ended requests computed: in slots, in RAM, on disk.")
+    ] = True
     cache_ram_mb: Annotated[
         int, _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0: slots only.", 0)
     ] = 1024

@@ -43,6 +43,18 @@ class Candidate(NamedTuple):
     save: Callable[[], Entry | None]
 
 
+class Loading(NamedTuple):
+    """What a sequence waits for: its prefix is read, or, without a match, it looks again afterwards."""
+
+    future: Future[Any]
+    deadline: float
+    match: Match[DiskEntry] | None = None
+
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self.future.done() else max(0.0, self.deadline - time.monotonic())
+
+
 class DiskKVCache(PrefixTier[DiskEntry]):
     """Cached prefixes on disk, least recently used out first: never more than `limit` bytes of all models.
 
@@ -111,6 +123,11 @@ class DiskKVCache(PrefixTier[DiskEntry]):
             self.touch(entry)
             self._loading[entry] = self._submit(partial(self._read, entry))
         return self._loading[entry]
+
+    @property
+    def next_load(self) -> Future[Entry | None] | None:
+        """The load that is to end first."""
+        return next(iter(self._loading.values()), None)
 
     def give_up(self, load: Future[Any]) -> None:
         """A load took too long: until it is done, nothing is looked for here."""

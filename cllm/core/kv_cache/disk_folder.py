@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from cllm.build.toolchain import cache_directory
 from cllm.core.kv_cache.cache_file import (
     CacheFileReader,
     Moved,
@@ -61,6 +62,11 @@ class Scan(NamedTuple):
     entries: list[DiskEntry]
     others: list[OtherFile]
     ignored: int  # files of this model's folder that cannot be used
+
+
+def get_cache_folder(given: str) -> Path:
+    """The folder for the disk cache: as given, else the cache folder of cllm."""
+    return Path(given).expanduser().absolute() if given else cache_directory()
 
 
 class CacheFolder:
