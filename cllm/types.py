@@ -218,6 +218,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    cached_from: str = ""  # where they were: "device", "ram" or "disk"; "+checkpoint" where one was put back
     decoded_tokens: int = 0  # tokens that went through the model for it
     steps: int = 0  # native decode calls it took part in
     ubatches: int = 0  # physical batches these calls were cut into
@@ -284,7 +285,8 @@ class EmbedLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of a loaded runner, as its context has them."""
 
-    sequences: int  # ids 0 .. sequences - 1
+    sequences: int  # slots: ids 0 .. sequences - 1
+    parallel: int = 0  # sequences that run at a time; 0: as many as there are slots
     cells: int  # KV cells in all
     sequence_cells: int  # of one sequence
     request_tokens: int  # of one request, prompt and answer
@@ -309,7 +311,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     sequences_total: int
     cells_total: int
-    cells_used: int
+    cells_used: int  # of running requests
+    cells_cached: int  # beside those: what free slots keep
+    slots_cached: int  # slots that keep something
     leases: tuple[SlotInfo, ...]
     waiting: tuple[str, ...]
     leased_total: int

@@ -150,11 +150,23 @@ class ModelRunner(Protocol):
     def next_position(self, seq_id: int) -> int:
         """Where the sequence's next token goes: the highest position in memory plus one, 0 if empty."""
 
-    def truncate(self, seq_id: int, length: int) -> int:
+    def min_length(self, seq_id: int) -> int:
+        """The shortest prefix, other than none, that the sequence can be cut to without a checkpoint."""
+        return 0
+
+    def checkpoint(self, seq_id: int) -> KVState | None:
+        """What cutting back to this length will take, or None: recurrent states, cells of a sliding window.
+
+        It is good for as long as the sequence keeps its other cells up to here, in whatever slot.
+        """
+        return None
+
+    def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         """Cut the sequence to its first `length` tokens; returns what usably remains.
 
-        That is `length`, or 0 where the memory cannot be cut (recurrent models, a sliding window
-        already moved on): then the sequence has been removed whole and must be recomputed.
+        That is `length`, or 0 where the memory cannot be cut there (recurrent models, a sliding window
+        already moved on) and no checkpoint of this very length is given: then the sequence has been removed
+        whole and must be recomputed.
         """
 
     def copy(self, source: int, target: int, length: int) -> int:
@@ -165,6 +177,10 @@ class ModelRunner(Protocol):
 
     def save(self, seq_id: int) -> KVState | None:
         """The sequence's memory as bytes, or None where that is not possible."""
+
+    def state_bytes(self, seq_id: int) -> int:
+        """What `save` would return, in bytes."""
+        return 0
 
     def restore(self, seq_id: int, state: KVState) -> bool:
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""

@@ -36,6 +36,7 @@ def serve_command(config: Config, given: frozenset[str]) -> None:
 def run(config: Config, given: frozenset[str] = frozenset()) -> None:
     """Check everything that needs no model first; then load and serve until a signal ends it."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    config = config.with_disk_cache()
     with contextlib.closing(bind(config.server)) as listener:
         process = Preparation(asked=config.engine, given=given, log_level=config.server.log_level).start()
         # It decides what an interrupt means: it skips a measurement.

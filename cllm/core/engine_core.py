@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -15,6 +16,8 @@ from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepSta
 from cllm.config import EngineConfig
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file import STALL_LIMIT_S, CacheFileJobs
+from cllm.core.kv_cache.disk_cache import DiskKVCache
+from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
@@ -23,14 +26,16 @@ from cllm.core.sequence import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import EngineDied, IntegrityError
-from cllm.types import RequestOutput
+from cllm.types import RequestOutput, SlotInfo, Snapshot
 from cllm.workers.messages import (
     Cancel,
+    ClearCache,
     Command,
     Inspect,
     Inspection,
     Ready,
     Report,
+    StateFileDone,
     StepReport,
     StepStats,
     Stop,
@@ -66,11 +71,14 @@ class EngineCore:
         target_s = config.target_itl_ms * MILLISECOND
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
+        self.disk = _open_disk_cache(runner, config, wake)
         self.scheduler = Scheduler(
             runner,
             PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
             HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
+            self.disk,
             preparation=self.preparation,
+            keep_prefixes=config.prefix_cache,
             share_across_tenants=config.share_prefixes_across_tenants,
             spec_decode=spec_decode
             or SpecDecodePolicy(
@@ -91,13 +99,15 @@ class EngineCore:
                 StepCostModel(split=False),
                 first_chunk=PrefillBudget.MIN_CHUNK,
             ),
-            decoding=lambda: self.scheduler.running_count,
+            decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
         self._embedded_last = False
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
+        self._computed_at = time.monotonic()  # end of the last step
+        self._clearing: deque[tuple[Future[None], StateFileDone]] = deque()  # reported when it is done
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
     @property
@@ -120,16 +130,19 @@ class EngineCore:
 
         They get no output: the client ends them, or replays them in the next engine.
         """
+        stopped = False
         try:
             while self._take_commands():
                 self.step()
                 if not self.cache_files.idle:
                     self.cache_files.slice()
+            stopped = True
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             raise
         finally:
             self.cache_files.close()
+            self.disk.close(self.scheduler.prefix_cache.candidates() if stopped else ())
             ended = EngineDied("the engine has ended")
             self.scheduler.fail_all(ended)
             self.embedding.fail_all(ended)
@@ -153,6 +166,7 @@ class EngineCore:
                 scheduler.update(part, result)
                 self._count_failures(part.kind, result)
                 results.append(result)
+            self._computed_at = time.monotonic()
         self.step_started = None
         outputs = self._take_outputs()
         now = time.perf_counter()
@@ -219,12 +233,17 @@ class EngineCore:
         try:
             if self.idle and self.cache_files.idle:
                 self._check_idle()
-                command = self.inbox.get()
+                idle_s = time.monotonic() - self._computed_at
+                again_s = self.disk.idle(self.scheduler.prefix_cache.candidates(), idle_s)
+                command = self.inbox.get(timeout=again_s)
             elif self.has_work or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
             else:  # what every request here waits for ends with Wake, unless the disk stalls
-                command = self.inbox.get(timeout=None if self.cache_files.idle else STALL_LIMIT_S)
+                stall_s = self.scheduler.loading_s if self.cache_files.idle else STALL_LIMIT_S
+                command = self.inbox.get(timeout=stall_s)
             while self._handle(command):
+                while self._clearing and self._clearing[0][0].done():
+                    self._emit(self._clearing.popleft()[1])
                 command = self.inbox.get_nowait()
             return False
         except Empty:
@@ -236,7 +255,7 @@ class EngineCore:
             self.embedding.check_idle()
         except IntegrityError as error:
             log.error("%s", error)
-            self.scheduler.pool.clear_all()
+            self.scheduler.prefix_cache.clear_slots()
 
     def _handle(self, command: Command) -> bool:
         match command:
@@ -249,7 +268,10 @@ class EngineCore:
                 self.scheduler.cancel(request_id)
                 self.embedding.cancel(request_id)
             case Inspect(call_id):
-                self._emit(Inspection(call_id, self.scheduler.snapshot()))
+                self._emit(Inspection(call_id, self.snapshot()))
+            case ClearCache(call_id):
+                entries, tokens = self.scheduler.prefix_cache.clear()
+                self._clearing.append((self.disk.clear(), StateFileDone(call_id, entries, tokens)))
             case UseStateFile():
                 self.cache_files.add(command)
             case Wake():
@@ -258,6 +280,35 @@ class EngineCore:
                 return False
         return True
 
+    def snapshot(self) -> Snapshot:
+        """Every lease and counter; positions are read from the memory, so drift would show."""
+        now = time.monotonic()
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        leases = tuple(
+            SlotInfo(
+                seq_id=lease.seq_id,
+                request_id=lease.request_id,
+                tokens=len(scheduler.running[lease.seq_id].tokens),
+                position=self.runner.next_position(lease.seq_id),
+                state=scheduler.running[lease.seq_id].state.value,
+                age_s=now - lease.leased_at,
+            )
+            for lease in pool.leases
+        )
+        return Snapshot(
+            sequences_total=pool.size,
+            cells_total=self.runner.limits.cells,
+            cells_used=scheduler.cells_used,
+            cells_cached=scheduler.prefix_cache.count_cached(scheduler.running.values()),
+            slots_cached=len(scheduler.prefix_cache.device.entries),
+            leases=leases,
+            waiting=scheduler.waiting,
+            leased_total=pool.leased_total,
+            released_total=pool.released_total,
+            cleared_cells_total=pool.cleared_cells_total,
+            integrity_failures=scheduler.integrity_failures,
+        )
+
     def _stats(self, **work: float) -> StepStats:
         """Work since the last report, and the state at its end."""
         scheduler, pool = self.scheduler, self.scheduler.pool
@@ -265,24 +316,37 @@ class EngineCore:
         counters = Counter(
             prefix_hits=cache.hits,
             prefix_tokens=cache.hit_tokens,
-            prefix_saves=cache.saves,
+            prefix_saves=transfer.saves,
             prefix_evictions=cache.host.evictions,
+            disk_loads=self.disk.loads,
+            disk_writes=self.disk.writes,
+            disk_failures=self.disk.failures,
+            slot_evictions=cache.device.evictions,
             preemptions=transfer.swap_outs,
             swap_ins=transfer.swap_ins,
         )
         new, self._reported = counters - self._reported, counters
         return StepStats(
-            running=scheduler.running_count + self.embedding.count,
+            running=len(scheduler.running) + self.embedding.count,
             leases=pool.size - pool.free_count - len(pool.retired),
             cells_used=scheduler.cells_used,
+            cells_cached=cache.count_cached(scheduler.running.values()),
             integrity_failures=scheduler.integrity_failures,
             interrupted=self._interrupt.count,
             prefix_bytes=cache.host.cached_bytes,
+            disk_bytes=self.disk.bytes,
             swapped_bytes=cache.host.swapped_bytes,
             draft_bytes=scheduler.draft_bytes,
             **new,
             **work,  # type: ignore[arg-type]
         )
+
+
+def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:
+    used = config.prefix_cache and runner.info.generates
+    limit = (config.cache_disk_mb or 0) * MIB if used else 0
+    folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
+    return DiskKVCache(folder, limit, wake, max_save_s=config.target_itl_ms * MILLISECOND)
 
 
 class StepInterrupt:

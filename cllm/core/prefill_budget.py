@@ -81,7 +81,7 @@ class PrefillBudget:
             position=prompts[0].num_computed,
             sampling_s=sum(sequence.sample_s for sequence in decoding),
         )
-        parts = divide(room, [prompt.pending for prompt in prompts], self._offset(len(decoding)))
+        parts = divide(room, [prompt.computable for prompt in prompts], self._offset(len(decoding)))
         shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
         return shares
 

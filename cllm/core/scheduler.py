@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cllm.backend.base import Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
+from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.transfer import KVTransfer
@@ -26,8 +27,6 @@ from cllm.types import (
     FinishReason,
     Request,
     RequestOutput,
-    SlotInfo,
-    Snapshot,
     TokenLogprob,
     TokenMask,
 )
@@ -43,8 +42,10 @@ class Scheduler:
         runner: ModelRunner,
         budget: PrefillBudget,
         host: HostKVCache,
+        disk: DiskKVCache,
         *,
         preparation: Preparation,
+        keep_prefixes: bool = True,
         share_across_tenants: bool = False,
         spec_decode: SpecDecodePolicy | None = None,
     ) -> None:
@@ -58,9 +59,16 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
         self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
-        self.transfer = KVTransfer(runner, budget.cost, host)
+        self.transfer = KVTransfer(runner, budget, host)
         self.prefix_cache = PrefixCache(
-            runner, self.transfer, budget, host, across_tenants=share_across_tenants
+            runner,
+            self.pool,
+            self.transfer,
+            budget.cost,
+            host,
+            disk,
+            keeps=keep_prefixes,
+            across_tenants=share_across_tenants,
         )
         self._preparation = preparation
         self._masks = MaskBuilder(runner.vocabulary.size)
@@ -101,8 +109,9 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next batch, or None when there is nothing to compute."""
         self._preparation.close_unused()
-        self.prefix_cache.transferred_before_s = self.transfer.seconds
+        self.transfer.begin_step()
         self._admit_waiting()
+        self.prefix_cache.slots.shed(self._running.values())
         self._check_positions()
         counts = self.budget.schedule_tokens(self._running.values(), self._urgency)
         masks = self._build_masks(counts)
@@ -164,7 +173,7 @@ class Scheduler:
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._process_row(self._running[row.seq_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:
-                if not reject_drafts(batch, self._running):
+                if not reject_drafts(batch, self._running) and not self.prefix_cache.slots.evict_one():
                     self._preempt()
             case StepStatus.BAD_BATCH:
                 # The batch was bisected: what is left is the culprit.
@@ -197,7 +206,7 @@ class Scheduler:
         self._awaited.clear()
         limits = self.runner.limits
         for sequence in tuple(self._waiting):
-            if not self.pool.free_count:
+            if not self.pool.free_count or len(self._running) >= (limits.parallel or limits.sequences):
                 return
             if limits.unified and self._running:  # a sequence must not preempt another at once
                 held = sum(len(other.tokens) for other in self._running.values())
@@ -205,19 +214,22 @@ class Scheduler:
                     return
             if not sequence.startable:
                 continue
-            match = None
-            if sequence.swapped is None:
-                match = self.prefix_cache.find(sequence, self._running.values())
-            if match is not None and match.source is not None and not match.ready:
+            match = self.prefix_cache.find(sequence, self._running.values())
+            if sequence.loading is not None:
+                continue
+            if match is not None and isinstance(match.origin, Sequence) and not match.ready:
                 # The shared prefix is being computed: wait for it, then copy.
-                shortest = self._awaited.get(match.source.id, sequence.pending)
-                self._awaited[match.source.id] = min(shortest, sequence.pending)
+                shortest = self._awaited.get(match.origin.id, sequence.pending)
+                self._awaited[match.origin.id] = min(shortest, sequence.pending)
                 continue
             self._start(sequence, match)
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""
-        lease = sequence.lease = self.pool.lease(sequence.id)
+        slot = self.prefix_cache.choose_slot(sequence, match, self._running)
+        if slot is None:
+            return  # the last free ones could not be cleared
+        lease = sequence.lease = self.pool.lease(sequence.id, slot)
         assert lease is not None
         self._waiting.remove(sequence)
         sequence.move_to(State.RUNNING)
@@ -230,8 +242,12 @@ class Scheduler:
                 sequence.sampler = self.runner.create_sampler(sequence.request.sampling)
             if sequence.swapped is not None:
                 self.transfer.swap_in(sequence)
-            elif match is not None:
-                self.prefix_cache.apply_match(sequence, match)
+            cut = self.prefix_cache.apply_match(sequence, match) if match is not None else 0
+            self.prefix_cache.plan_checkpoints(sequence)
+            log.debug(
+                "request %s in seq %d: %d cells kept, %d cut, %d tokens to compute",
+                *(sequence.id, slot, sequence.num_computed, cut, sequence.pending),
+            )
         except Exception as error:
             self._fail(sequence, _as_engine_error(error))
 
@@ -263,6 +279,8 @@ class Scheduler:
         sequence.steps += 1
         sequence.ubatches += ubatches
         sequence.sample_s = sequence.mask_s + outcome.sample_s
+        if sequence.stops and sequence.num_computed >= sequence.stops[0]:
+            self.prefix_cache.checkpoint(sequence, self._running.values())
         if row.outputs > 1:
             drafted, rejected = row.outputs - 1, row.outputs - len(outcome.tokens)
             if sequence.drafts is not None:
@@ -314,6 +332,7 @@ class Scheduler:
         """
         if self.runner.info.recurrent:
             lengths = dict.fromkeys(self._running, 0)
+            self.prefix_cache.clear_slots()
         else:
             lengths = {row.seq_id: row.position for row in batch.rows}
         for seq_id, length in lengths.items():
@@ -343,7 +362,7 @@ class Scheduler:
         self._finish(sequence, FinishReason.ERROR, error=Failure(error.code, error.message))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, **last: Any) -> None:
-        """The one way out: one terminal output. KV is cleared before the client can hear of the end."""
+        """The one way out: one terminal output. The slot is free before the client can hear of the end."""
         usage = sequence.usage()
         sequence.move_to(State.FINISHED)
         if sequence.lease is None:
@@ -351,9 +370,7 @@ class Scheduler:
             if sequence.preparing is not None:
                 self._preparation.discard(sequence.preparing)
         else:
-            if reason is not FinishReason.ERROR:
-                self.prefix_cache.store(sequence, others=len(self._running) > 1)
-            self._release(sequence)
+            self._release(sequence, keep=reason is not FinishReason.ERROR)
         if sequence.swapped is not None:
             self.transfer.discard(sequence)
         if sequence.sampler is not None:
@@ -369,11 +386,15 @@ class Scheduler:
             RequestOutput(request_id=sequence.id, finish_reason=reason, usage=usage, stop=stop, **last)
         )
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, *, keep: bool = False) -> None:
+        """Free its slot; with `keep` what it holds stays there, as cache."""
+        content = self.prefix_cache.keep(sequence) if keep else None
         lease, sequence.lease = sequence.lease, None
         assert lease is not None
         del self._running[lease.seq_id]
-        lease.release()
+        lease.release(keep=sequence.num_computed if content is not None else 0)
+        if content is not None:
+            self.prefix_cache.insert(content)
 
     # What can be seen ------------------------------------------------------------------------------
 
@@ -387,8 +408,19 @@ class Scheduler:
         return bool(self._running) or any(sequence.startable for sequence in self._waiting)
 
     @property
-    def running_count(self) -> int:
-        return len(self._running)
+    def loading_s(self) -> float | None:
+        """How long until a sequence waits no longer for the disk; None if none does."""
+        return min((one.loading.left_s for one in self._waiting if one.loading is not None), default=None)
+
+    @property
+    def running(self) -> Mapping[int, Sequence]:
+        """By slot."""
+        return self._running
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The ids of the requests that wait for a slot, oldest first."""
+        return tuple(sequence.id for sequence in self._waiting)
 
     @property
     def cells_used(self) -> int:
@@ -401,35 +433,13 @@ class Scheduler:
         """RAM of the n-gram indexes of all sequences."""
         return sum(sequence.drafts.memory_bytes for sequence in self._live.values() if sequence.drafts)
 
-    def snapshot(self) -> Snapshot:
-        """Every lease and counter; positions are read from the memory, so drift would show."""
-        now = time.monotonic()
-        leases = tuple(
-            SlotInfo(
-                seq_id=lease.seq_id,
-                request_id=lease.request_id,
-                tokens=len(self._running[lease.seq_id].tokens),
-                position=self.runner.next_position(lease.seq_id),
-                state=self._running[lease.seq_id].state.value,
-                age_s=now - lease.leased_at,
-            )
-            for lease in self.pool.leases
-        )
-        return Snapshot(
-            sequences_total=self.pool.size,
-            cells_total=self.runner.limits.cells,
-            cells_used=self.cells_used,
-            leases=leases,
-            waiting=tuple(sequence.id for sequence in self._waiting),
-            leased_total=self.pool.leased_total,
-            released_total=self.pool.released_total,
-            cleared_cells_total=self.pool.cleared_cells_total,
-            integrity_failures=self.integrity_failures,
-        )
-
     def check_idle(self) -> None:
-        """Integrity check, KV accounting: idle means zero. Raises IntegrityError naming what is left over."""
-        left = self.pool.leftovers() + [f"request {name}" for name in self._live]
+        """Integrity check, KV accounting: idle means that only what is cached is held.
+
+        Raises IntegrityError naming what is left over.
+        """
+        left = self.pool.leftovers(self.prefix_cache.device.lengths)
+        left += [f"request {name}" for name in self._live]
         if left:
             self.integrity_failures += 1
             raise IntegrityError(f"idle, but not empty: {', '.join(left)}")

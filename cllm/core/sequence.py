@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cllm.backend.base import KVState, ModelRunner, Row, Sampler
+from cllm.core.kv_cache.disk_cache import Loading
+from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.preparation import Prepared
 from cllm.core.spec_decode import DraftState
 from cllm.errors import IntegrityError
@@ -57,12 +59,21 @@ class CellSegment:
         self.shared = False
 
 
-def count_cells(sequences: Iterable[Sequence]) -> int:
-    """The cells that these sequences hold in a unified KV, each counted once."""
+class CellHolder(Protocol):
+    """What holds KV cells: a sequence, or a slot that keeps what one left."""
+
+    segments: list[CellSegment]
+
+    @property
+    def num_computed(self) -> int: ...
+
+
+def count_cells(holders: Iterable[CellHolder]) -> int:
+    """The cells that these hold in a unified KV, each counted once."""
     lengths: dict[CellSegment, int] = {}
-    for sequence in sequences:
-        end = sequence.num_computed
-        for segment in reversed(sequence.segments):
+    for holder in holders:
+        end = holder.num_computed
+        for segment in reversed(holder.segments):
             lengths[segment] = max(lengths.get(segment, 0), end - segment.begin)
             end = segment.begin
     return sum(lengths.values())
@@ -89,10 +100,16 @@ class Sequence:
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
         self.preparing: Future[Prepared] | None = None  # done before it may start
+        self.loading: Loading | None = None  # its prefix is being read from disk
+        self.loaded: Match[Entry] | None = None  # what was read
+        self.load_by: float | None = None  # when to compute it instead
         self.swapped: KVState | None = None  # KV memory while preempted
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
         self.cached_tokens = 0  # taken from the prefix cache instead of being computed
+        self.cached_from = ""  # the tier they were in
+        self.checkpoints: list[Checkpoint] = []  # shortest first, all within what is computed
+        self.stops: list[int] = []  # lengths at which a checkpoint is wanted, the next first
         self.drafts: DraftState | None = None
         self.mask_s = 0.0  # its last token mask
         self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
@@ -119,9 +136,15 @@ class Sequence:
     @property
     def startable(self) -> bool:
         """Whether what it waits for, if anything, is prepared (or refused)."""
-        return self.preparing is None or self.preparing.done()
+        prepared = self.preparing is None or self.preparing.done()
+        return prepared and (self.loading is None or not self.loading.left_s)
 
-    def share_cells(self, source: Sequence) -> None:
+    @property
+    def computable(self) -> int:
+        """How many pending tokens may go into one step: none beyond the next checkpoint."""
+        return self.pending if not self.stops else min(self.pending, self.stops[0] - self.num_computed)
+
+    def share_cells(self, source: CellHolder) -> None:
         """In a unified KV, all it has computed so far was copied from the source: the cells are the same."""
         shared = [segment for segment in source.segments if segment.begin < self.num_computed]
         for segment in shared:
@@ -131,6 +154,7 @@ class Sequence:
     def cut_to(self, length: int) -> None:
         """Its KV has been cut; what it computes next goes to cells that no other sequence has."""
         self.num_computed = length
+        self.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint.length <= length]
         self.segments = [segment for segment in self.segments if segment.begin < length]
         if not self.segments or self.segments[-1].shared:
             self.segments.append(CellSegment(length))
@@ -219,6 +243,7 @@ class Sequence:
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(self.tokens) - len(self.request.prompt),
             cached_tokens=self.cached_tokens,
+            cached_from=self.cached_from,
             decoded_tokens=self.decoded_tokens,
             steps=self.steps,
             ubatches=self.ubatches,
@@ -239,33 +264,35 @@ class SlotLease:
         self.request_id = request_id
         self.leased_at = time.monotonic()
 
-    def release(self) -> None:
-        """Clear the slot's KV, then give it back. A second call is a bug and raises IntegrityError."""
-        self._pool._release(self)
+    def release(self, *, keep: int = 0) -> None:
+        """Give the slot back, with the cells to keep or cleared. Raises IntegrityError if repeated."""
+        self._pool._release(self, keep)
 
 
 class SlotPool:
     """The slots 0 … size - 1: a seq_id exists only inside a lease.
 
-    They are leased lowest first, so that the active ids stay dense. A slot is cleared before it can be leased
-    again; if that fails, it is retired: it is never leased again.
+    A free slot is empty, or holds what the device tier says it does. One that cannot be cleared is retired:
+    it is never leased again.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.size = runner.limits.sequences
-        self._free = list(range(self.size))
+        self._free = set(range(self.size))
         self._held: dict[int, SlotLease] = {}
         self.retired: set[int] = set()
         self.leased_total = 0
         self.released_total = 0
         self.cleared_cells_total = 0
 
-    def lease(self, request_id: str) -> SlotLease | None:
-        """The lowest free slot, or None: then wait, slots are never shared."""
-        if not self._free:
+    def lease(self, request_id: str, seq_id: int | None = None) -> SlotLease | None:
+        """This free slot, or the lowest. None if there is none: then wait, slots are never shared."""
+        if seq_id is None:
+            seq_id = min(self._free, default=None)
+        if seq_id is None:
             return None
-        seq_id = heapq.heappop(self._free)
+        self._free.remove(seq_id)
         lease = self._held[seq_id] = SlotLease(self, seq_id, request_id)
         self.leased_total += 1
         log.debug("leased seq %d for request %s", seq_id, request_id)
@@ -287,28 +314,20 @@ class SlotPool:
 
     @property
     def free_ids(self) -> frozenset[int]:
-        """The slots that can be leased; they are empty."""
+        """The slots that can be leased."""
         return frozenset(self._free)
 
-    def leftovers(self) -> list[str]:
-        """Integrity check: what is held although no sequence runs."""
+    def leftovers(self, cached: Mapping[int, int]) -> list[str]:
+        """Integrity check: what is held although no sequence runs, beside the cached cells by slot."""
         left = [f"lease of slot {seq_id}" for seq_id in sorted(self._held)]
-        return left + [
-            f"{cells} cells in slot {seq_id}"
-            for seq_id in range(self.size)
-            if seq_id not in self.retired and (cells := self._runner.next_position(seq_id)) != 0
-        ]
-
-    def clear_all(self) -> None:
-        """Empty every slot, so that the next request starts clean."""
         for seq_id in range(self.size):
-            if seq_id not in self.retired:
-                self._runner.truncate(seq_id, 0)
+            cells, known = self._runner.next_position(seq_id), cached.get(seq_id, 0)
+            if seq_id not in self.retired and cells != known:
+                left.append(f"{cells} cells in slot {seq_id}" + (f" instead of {known}" if known else ""))
+        return left
 
-    def _release(self, lease: SlotLease) -> None:
-        seq_id = lease.seq_id
-        if self._held.get(seq_id) is not lease:
-            raise IntegrityError(f"slot {seq_id} was released twice for request {lease.request_id}")
+    def clear(self, seq_id: int) -> bool:
+        """Empty a slot that is not leased; False if that fails, and it is retired."""
         try:
             cells = self._runner.next_position(seq_id)
             self._runner.truncate(seq_id, 0)
@@ -316,12 +335,20 @@ class SlotPool:
                 raise IntegrityError(f"slot {seq_id} still holds {left} cells after it was cleared")
         except Exception:
             # A slot whose memory is in doubt must not be used again.
+            self._free.discard(seq_id)
             self.retired.add(seq_id)
             log.exception("slot %d could not be cleared and is retired", seq_id)
-        else:
-            heapq.heappush(self._free, seq_id)
-            self.cleared_cells_total += cells
-            log.debug("cleared KV of seq %d (%d cells)", seq_id, cells)
-        finally:
-            del self._held[seq_id]
-            self.released_total += 1
+            return False
+        self.cleared_cells_total += cells
+        log.debug("cleared KV of seq %d (%d cells)", seq_id, cells)
+        return True
+
+    def _release(self, lease: SlotLease, keep: int) -> None:
+        seq_id = lease.seq_id
+        if self._held.get(seq_id) is not lease:
+            raise IntegrityError(f"slot {seq_id} was released twice for request {lease.request_id}")
+        del self._held[seq_id]
+        self.released_total += 1
+        if keep or self.clear(seq_id):
+            self._free.add(seq_id)
+        log.debug("released seq %d of request %s: %d cells kept", seq_id, lease.request_id, keep)

@@ -50,6 +50,7 @@ from cllm.types import (
 from cllm.workers.executor import Executor, TokenizerClient, settle
 from cllm.workers.messages import (
     Cancel,
+    ClearCache,
     Command,
     Died,
     Inspect,
@@ -235,6 +236,10 @@ class EngineClient:
     def restore_prefixes(self, name: str) -> Future[StateFileDone]:
         """Read a state file into the prefix cache; fails with why not, and then nothing has changed."""
         return self._call(lambda call_id: UseStateFile(call_id, name, save=False))
+
+    def clear_cache(self) -> Future[StateFileDone]:
+        """Forget every cached prefix, in all tiers."""
+        return self._call(ClearCache)
 
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         future: Future[Any] = Future()

@@ -28,6 +28,10 @@ _STEP_COUNTERS = (
     ("prefix_tokens", "prefix_tokens", "Prompt tokens reused from the prefix cache"),
     ("prefix_saves", "prefix_saves", "Prefixes stored in RAM"),
     ("prefix_evictions", "prefix_evictions", "Prefixes evicted from RAM"),
+    ("disk_loads", "prefix_disk_loads", "Prefixes read from disk"),
+    ("disk_writes", "prefix_disk_writes", "Prefixes written to disk"),
+    ("disk_failures", "prefix_disk_failures", "Prefixes that could not be written to disk"),
+    ("slot_evictions", "slot_evictions", "Prefixes evicted from their slots"),
     ("preemptions", "preemptions", "Requests preempted because KV was full"),
     ("swap_ins", "swap_ins", "Preempted requests that went on from their saved state"),
 )
@@ -35,9 +39,11 @@ _STEP_GAUGES = (
     ("running", "running_requests", "Requests being computed"),
     ("leases", "sequence_leases", "Slots in use"),
     ("cells_used", "kv_cells_used", "KV cells in use"),
+    ("cells_cached", "kv_cells_cached", "KV cells that free slots keep"),
     ("interrupted", "steps_interrupted", "Steps ended early since the engine started: their client left"),
     ("integrity_failures", "integrity_failures", "Idle integrity checks that failed"),
     ("prefix_bytes", "prefix_ram_bytes", "RAM of the prefix cache"),
+    ("disk_bytes", "prefix_disk_bytes", "Disk of the prefix cache, of all models"),
     ("swapped_bytes", "swapped_ram_bytes", "RAM of preempted requests"),
 )
 
@@ -66,6 +72,9 @@ class EngineMetrics:
         self.queue = gauge("queue_requests", "Requests waiting in the queue")
         self.queue_tokens = gauge("queue_tokens", "Prompt tokens waiting in the queue")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.cached_tokens = counter(
+            "cached_tokens", "Prompt tokens of finished requests taken from the KV cache, by tier", "source"
+        )
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
         self.drafted_tokens = counter("drafted_tokens", "Draft tokens of finished requests")
         self.accepted_tokens = counter("accepted_tokens", "Draft tokens that were accepted")
@@ -127,6 +136,8 @@ class EngineMetrics:
         self.queue_time.observe((state.dispatched or now) - state.arrived)
         self.request_time.observe(now - state.arrived)
         self.prompt_tokens.inc(output.usage.prompt_tokens)
+        if output.usage.cached_tokens:
+            self.cached_tokens.labels(output.usage.cached_from).inc(output.usage.cached_tokens)
         self.drafted_tokens.inc(output.usage.drafted_tokens)
         self.accepted_tokens.inc(output.usage.accepted_tokens)
 
@@ -147,10 +158,11 @@ def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
     """The end of a request in one line of the log."""
     assert output.usage is not None and output.finish_reason is not None
     usage, error = output.usage, f" ({output.error.code})" if output.error else ""
+    source = f" from {usage.cached_from}" if usage.cached_from else ""
     first = f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never"
     return (
         f"request {output.request_id}: {output.finish_reason.value}{error}, "
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached{source}), "
         f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
         f"first token {first}, total {now - state.arrived:.3f} s"
     )

@@ -49,6 +49,12 @@ class UseStateFile(msgspec.Struct, frozen=True, tag=True):
     save: bool
 
 
+class ClearCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget every cached prefix, in all tiers; answered with StateFileDone."""
+
+    call_id: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -57,7 +63,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     """Something that a request waits for is done: look again. The engine sends it to itself."""
 
 
-Command = Submit | Cancel | Inspect | UseStateFile | Stop | Wake
+Command = Submit | Cancel | Inspect | UseStateFile | ClearCache | Stop | Wake
 
 # From the engine ------------------------------------------------------------------------------------
 
@@ -74,13 +80,19 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     running: int = 0
     leases: int = 0
     cells_used: int = 0
+    cells_cached: int = 0  # beside those: what free slots keep
     integrity_failures: int = 0
     interrupted: int = 0  # steps ended early since the start, because a client in them left
     prefix_hits: int = 0  # requests that began with a cached prefix
     prefix_tokens: int = 0  # tokens they did not have to compute
     prefix_saves: int = 0  # states put into RAM
     prefix_evictions: int = 0  # states evicted from it
+    disk_loads: int = 0  # states read from disk
+    disk_writes: int = 0  # and written to it
+    disk_failures: int = 0  # that could not be written
+    slot_evictions: int = 0  # cached prefixes evicted from their slots
     prefix_bytes: int = 0
+    disk_bytes: int = 0
     swapped_bytes: int = 0
     draft_bytes: int = 0  # of n-gram indexes
     preemptions: int = 0  # requests preempted because KV was full
@@ -100,7 +112,7 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
 
 
 class StateFileDone(msgspec.Struct, frozen=True, tag=True):
-    """The result of a UseStateFile."""
+    """The result of a UseStateFile or a ClearCache."""
 
     call_id: int
     entries: int = 0

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from cllm.backend.base import Drafter, ModelRunner
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.core.kv_cache.host_cache import HostKVCache
+from cllm.core.kv_cache.prefix_cache import PrefixCache
 from cllm.core.preparation import Preparation
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import StepCostModel
@@ -95,6 +98,7 @@ class StepDriver:
         **settings: Any,
     ) -> None:
         self.runner = runner if isinstance(runner, CheckedRunner) else CheckedRunner(runner)
+        settings = {"prefix_cache": cache_mb > 0, **settings}
         config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
         room = max(0, runner.limits.batch_tokens - runner.limits.sequences)
         drafts = new_drafter and eager_drafts(new_drafter, min(config.draft_tokens, room))
@@ -187,6 +191,11 @@ class StepDriver:
         self.check_idle()
         return self.answers
 
+    def offload(self) -> None:
+        """Evict what free slots hold, to RAM where that pays: as other requests would, and nothing waits."""
+        while self.prefix_cache.slots.evict_one(others=False):
+            self.check_invariants()
+
     # Answers ----------------------------------------------------------------------------------------
 
     def outcome(self, name: str) -> FinishReason:
@@ -221,7 +230,7 @@ class StepDriver:
         # Slots: each is held once, by a running request; the rest are free, or retired for ever.
         held = {lease.seq_id for lease in leases}
         assert len(held) == len({lease.request_id for lease in leases}) == len(leases)
-        assert len(held) == self.scheduler.running_count
+        assert len(held) == len(self.scheduler.running)
         assert len(held) + pool.free_count + len(pool.retired) == pool.size
         for lease in leases:
             self.answers[lease.request_id].ids.add(lease.seq_id)
@@ -231,21 +240,24 @@ class StepDriver:
         assert host.cached_bytes + host.swapped_bytes <= host.limit
         assert host.cached_bytes == sum(entry.size for entry in host.entries)
         if self.runner.limits.unified and not pool.retired and not self.filled:
-            assert self.scheduler.cells_used == self.runner.cells_used, "each cell is counted once"
+            cached = self.prefix_cache.count_cached(self.scheduler.running.values())
+            assert self.scheduler.cells_used + cached == self.runner.cells_used, "each cell is counted once"
         if isinstance(self.runner.inner, FakeRunner):
             self._check_memory(self.runner.inner)
 
     def _check_memory(self, fake: FakeRunner) -> None:
-        """A free slot is empty, a leased one holds only its own tokens, a cached state is of its tokens."""
+        """A free slot holds what is cached there, a leased one only its own tokens; states are of theirs."""
+        device = self.prefix_cache.device
         leases = {lease.seq_id: lease.request_id for lease in self.scheduler.pool.leases}
         for seq_id, memory in enumerate(fake.memory):
             if (name := leases.get(seq_id)) is not None:
                 known = [*self.requests[name].prompt, *self.answers[name].tokens]
                 assert memory == known[: len(memory)]
             elif seq_id not in self.scheduler.pool.retired | self.filled:
-                assert memory == []
+                content = device.get(seq_id)
+                assert memory == ([] if content is None else content.tokens.tolist())
         for entry in self.host_cache.entries:
-            assert entry.state == b"".join(token.to_bytes(2, "little") for token in entry.tokens)
+            assert entry.state == np.array(entry.tokens, np.uint16).tobytes()
 
     def check_idle(self) -> None:
         """Nothing is left, and every request has its terminal event."""
@@ -253,12 +265,14 @@ class StepDriver:
         assert all(answer.finish_reason is not None for answer in self.answers.values())
 
     def check_released(self) -> None:
-        """Nothing is left: no lease, no cell in use, no sampler."""
+        """Nothing is left: no lease, no cell in use, no sampler. What is cached is what the memory holds."""
         self.scheduler.check_idle()
         self.core.embedding.check_idle()
         assert self.scheduler.pool.leases == () and not self.scheduler.pool.retired
         assert self.scheduler.cells_used == 0
-        assert not any(map(self.runner.next_position, range(self.runner.limits.sequences)))
+        cached = self.prefix_cache.device.lengths
+        for seq_id in range(self.runner.limits.sequences):
+            assert self.runner.next_position(seq_id) == cached.get(seq_id, 0)
         assert self.runner.open_samplers == 0
         if isinstance(self.runner.inner, FakeRunner):
             assert self.runner.inner.embedding_memory == []
@@ -289,9 +303,13 @@ class StepDriver:
     # Internals of the core: nothing else here reaches deeper than `scheduler.pool` ----------------------
 
     @property
+    def prefix_cache(self) -> PrefixCache:
+        return self.scheduler.prefix_cache
+
+    @property
     def host_cache(self) -> HostKVCache:
         """The tier of the KV cache in host RAM."""
-        return self.scheduler.prefix_cache.host
+        return self.prefix_cache.host
 
     def freeze_cost(self) -> Self:
         """From now on no measurement decides what pays, or how much is computed at once."""

@@ -91,9 +91,18 @@ class CheckedRunner(ModelRunner):
     def next_position(self, seq_id: int) -> int:
         return self.inner.next_position(seq_id)
 
-    def truncate(self, seq_id: int, length: int) -> int:
+    def min_length(self, seq_id: int) -> int:
+        return self.inner.min_length(seq_id)
+
+    def checkpoint(self, seq_id: int) -> KVState | None:
+        return self.inner.checkpoint(seq_id)
+
+    def state_bytes(self, seq_id: int) -> int:
+        return self.inner.state_bytes(seq_id)
+
+    def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         try:
-            return self.inner.truncate(seq_id, length)
+            return self.inner.truncate(seq_id, length, checkpoint)
         finally:
             self._follow(seq_id)
 

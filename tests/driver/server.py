@@ -31,8 +31,9 @@ Found = TypeVar("Found")
 def environment(**extra: str) -> dict[str, str]:
     """The variables of a child: ours, less any `CLLM_*` that would change what is tested."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
-    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "CLLM_TUNE": "0"}
-    return {**kept, **plain, **extra}
+    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    off = {"CLLM_TUNE": "0", "CLLM_CACHE_DISK_MB": "0"}
+    return {**kept, **plain, **off, **extra}
 
 
 def cllm(*arguments: str, timeout: float = PATIENCE_S, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -281,21 +282,3 @@ def stream_text(events: list[Any]) -> str:
     """The pieces of a finished stream, joined; every event but the last is a token."""
     assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True], events[-3:]
     return "".join(event["token"] for event in events)
-
-
-class SlotLog:
-    """The slot leases in a log, replayed: a slot is never leased while it is held."""
-
-    def __init__(self, log_text: str) -> None:
-        self.leases: list[tuple[int, str]] = []
-        self.held: dict[int, str] = {}
-        self.cleared = 0
-        line = re.compile(r"leased seq (\d+) for request (\w+)|cleared KV of seq (\d+) \((\d+) cells\)")
-        for leased, request, cleared, _ in line.findall(log_text):
-            if leased:
-                assert int(leased) not in self.held, f"seq {leased} was leased to {request} while held"
-                self.held[int(leased)] = request
-                self.leases.append((int(leased), request))
-            else:
-                self.held.pop(int(cleared))  # KeyError: cleared while it was not held
-                self.cleared += 1

@@ -16,12 +16,13 @@ from cllm.backend.base import KVState, Row, StepStatus
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
-from cllm.config import EngineConfig
+from cllm.config import EngineConfig, slot_count
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
+WHOLE, PARTIAL = 0, 1  # llama.cpp's flags of a state: all of it, or without the cells that can be cut
 _STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -1: StepStatus.BAD_BATCH}
 
 
@@ -66,10 +67,12 @@ class LlamaContext(Owned):
         api = library.api
         workers = Workers(library, config, deferred_frees)
         params = api.llama_context_default_params()
-        params.n_ctx = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
-        params.n_seq_max = config.parallel
+        slots = slot_count(config)
+        cells = config.ctx_size or config.parallel * min(DEFAULT_REQUEST_CELLS, model.context_train)
+        params.n_ctx = cells * slots // config.parallel
+        params.n_seq_max = slots
         # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
-        params.n_batch = params.n_ubatch = max(config.batch_tokens, config.parallel)
+        params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
         params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv
@@ -90,8 +93,8 @@ class LlamaContext(Owned):
         self.generates = bool(self.memory and api.llama_model_has_decoder(model.pointer))
         self.recurrent, self.sliding_window = model.recurrent, model.sliding_window
         self.unified = config.unified_kv
-        self._sequences = config.parallel
-        self.request_share = request_share(int(params.n_ctx), config.parallel)
+        self.sequences = slots
+        self.request_share = request_share(int(params.n_ctx), slots)
         self.cells = int(api.llama_n_ctx(pointer))
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
@@ -137,7 +140,7 @@ class LlamaContext(Owned):
         left in the middle, it would widen the attention of the next requests, and round their text otherwise.
         """
         self.api.llama_memory_seq_rm(self.memory, seq_id, -1, -1)
-        if self.unified and all(self.next_position(other) == 0 for other in range(self._sequences)):
+        if self.unified and all(self.next_position(other) == 0 for other in range(self.sequences)):
             self.api.llama_memory_clear(self.memory, False)
 
     def remove_padding(self, seq_id: int, position: int) -> None:
@@ -151,14 +154,16 @@ class LlamaContext(Owned):
         else:
             self.api.llama_memory_seq_rm(self.memory, seq_id, position, -1)
 
-    def truncate(self, seq_id: int, length: int) -> int:
+    def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         """See `ModelRunner.truncate`."""
         held = self.next_position(seq_id)
         if length >= held:
             return held
+        usable = length > 0 and (checkpoint is not None or length >= self.min_length(seq_id))
+        if usable and checkpoint is not None:  # before the cut, which it allows
+            usable = self._set_state(seq_id, checkpoint, PARTIAL)
         if (
-            length > 0
-            and self._can_cut_to(seq_id, length)
+            usable
             and self.api.llama_memory_seq_rm(self.memory, seq_id, length, -1)
             and self.next_position(seq_id) == length
         ):
@@ -166,19 +171,22 @@ class LlamaContext(Owned):
         self.remove(seq_id)
         return 0
 
-    def _can_cut_to(self, seq_id: int, length: int) -> bool:
-        """False where what the next token would look back on is gone, even if llama.cpp says yes."""
+    def min_length(self, seq_id: int) -> int:
+        """See `ModelRunner.min_length`: what the next token would look back on must still be there.
+
+        llama.cpp cuts a sliding window even where it is not.
+        """
         if self.recurrent:
-            return False
+            return self.next_position(seq_id)
         if not self.sliding_window:
-            return True
+            return 0
         oldest = int(self.api.llama_memory_seq_pos_min(self.memory, seq_id))
-        return oldest == 0 or oldest < length - self.sliding_window
+        return oldest + self.sliding_window + 1 if oldest > 0 else 0
 
     def copy(self, source: int, target: int, length: int) -> int:
         """See `ModelRunner.copy`. llama.cpp aborts on a partial copy between KV streams: copy, then trim."""
         held = self.next_position(source)
-        if length < held and not self._can_cut_to(source, length):
+        if length < held and length < self.min_length(source):
             return 0
         self.api.llama_memory_seq_cp(self.memory, source, target, -1, -1)
         if not self.unified:
@@ -187,19 +195,32 @@ class LlamaContext(Owned):
 
     def save(self, seq_id: int) -> KVState | None:
         """The sequence's KV as bytes; None while its cells are still to be copied."""
-        if seq_id in self._copying:
-            return None
-        size = self.api.llama_state_seq_get_size(self.pointer, seq_id)
-        state = _new_state(size)  # filled once, before it is used: no second copy of it
-        written = self.api.llama_state_seq_get_data(self.pointer, _address(state), size, seq_id)
-        return state if written == size else None
+        return self._get_state(seq_id, WHOLE)
+
+    def state_bytes(self, seq_id: int) -> int:
+        return int(self.api.llama_state_seq_get_size(self.pointer, seq_id))
+
+    def checkpoint(self, seq_id: int) -> KVState | None:
+        """See `ModelRunner.checkpoint`."""
+        return self._get_state(seq_id, PARTIAL)
 
     def restore(self, seq_id: int, state: KVState) -> bool:
         """Put saved KV into an empty sequence; on failure it is empty again."""
+        return self._set_state(seq_id, state, WHOLE)
+
+    def _get_state(self, seq_id: int, flags: int) -> KVState | None:
+        if seq_id in self._copying:
+            return None
+        size = self.api.llama_state_seq_get_size_ext(self.pointer, seq_id, flags)
+        state = _new_state(size)  # filled once, before it is used: no second copy of it
+        written = self.api.llama_state_seq_get_data_ext(self.pointer, _address(state), size, seq_id, flags)
+        return state if written == size else None
+
+    def _set_state(self, seq_id: int, state: KVState, flags: int) -> bool:
         if seq_id in self._copying:
             return False
         size = len(state)
-        if self.api.llama_state_seq_set_data(self.pointer, _address(state), size, seq_id) == size:
+        if self.api.llama_state_seq_set_data_ext(self.pointer, _address(state), size, seq_id, flags) == size:
             return True
         self.remove(seq_id)
         return False

@@ -74,7 +74,7 @@ class LlamaRunner(ModelRunner):
         self.limits = self._read_limits(config)
         self.vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self.vocabulary.ends), np.int32)
-        self._batch = NativeBatch(self._api, self.limits.batch_tokens, config.parallel)
+        self._batch = NativeBatch(self._api, self.limits.batch_tokens, self.limits.sequences)
         threads = min(MAX_SAMPLER_THREADS, config.threads or default_threads())
         self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads)
         self._open.callback(self.batch_sampler.close)
@@ -111,7 +111,8 @@ class LlamaRunner(ModelRunner):
         # The layout must not decide which request gets a 400: the default is one KV stream's share in both.
         request_tokens = min(config.max_request_tokens or context.request_share, sequence_cells)
         return Limits(
-            sequences=config.parallel,
+            sequences=context.sequences,
+            parallel=config.parallel,
             cells=context.cells,
             sequence_cells=sequence_cells,
             request_tokens=request_tokens,
@@ -180,14 +181,23 @@ class LlamaRunner(ModelRunner):
     def next_position(self, seq_id: int) -> int:
         return self._context.next_position(seq_id)
 
-    def truncate(self, seq_id: int, length: int) -> int:
-        return self._context.truncate(seq_id, length)
+    def min_length(self, seq_id: int) -> int:
+        return self._context.min_length(seq_id)
+
+    def checkpoint(self, seq_id: int) -> KVState | None:
+        return self._context.checkpoint(seq_id)
+
+    def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
+        return self._context.truncate(seq_id, length, checkpoint)
 
     def copy(self, source: int, target: int, length: int) -> int:
         return self._context.copy(source, target, length)
 
     def save(self, seq_id: int) -> KVState | None:
         return self._context.save(seq_id)
+
+    def state_bytes(self, seq_id: int) -> int:
+        return self._context.state_bytes(seq_id)
 
     def restore(self, seq_id: int, state: KVState) -> bool:
         return self._context.restore(seq_id, state)

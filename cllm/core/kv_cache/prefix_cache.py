@@ -1,70 +1,74 @@
-"""The prefix cache: finds a computed prefix of a prompt, applies it, stores what a sequence leaves.
+"""The prefix cache: finds a computed prefix of a prompt, applies it, keeps what a sequence leaves.
 
-A match comes from a running sequence or from host RAM. A state in RAM is that of a whole sequence: it is
-restored and then cut to the common prefix. Where memory cannot be cut, it matches only as a whole.
+A match comes from a running sequence, from what a free slot still holds, or from a state in RAM. A slot is
+continued in place, or its prefix is copied where cutting it would destroy what is worth more.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, Match, get_entry_size
-from cllm.core.kv_cache.transfer import KVTransfer
-from cllm.core.prefill_budget import PrefillBudget
-from cllm.core.sequence import Sequence, count_cells
-from cllm.core.step_cost import MILLISECOND, TILE
+from cllm.core.kv_cache.checkpoints import plan_stops, thin_checkpoints
+from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.disk_loader import DiskLoader
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
+from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut
+from cllm.core.kv_cache.slot_choice import SlotChoice
+from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
+from cllm.core.sequence import Sequence, SlotPool, count_cells
+from cllm.core.step_cost import StepCostModel
 
 log = logging.getLogger(__name__)
 
-MIN_COPY_TOKENS = TILE  # computing fewer costs no more than copying a KV stream
 MIN_RESTORE_TOKENS = 16  # of a state in RAM only what it holds is moved, so a system prompt is worth it
-MAX_CANDIDATES = 64  # states looked at, of all with a common prefix
+MAX_CANDIDATES = 64  # prefixes looked at, of all that have some tokens in common
 
 
 class PrefixMatch(NamedTuple):
-    """The first `length` tokens of a sequence are those of a running sequence, or of a state in RAM."""
+    """The first `length` tokens of a sequence are those that `origin` holds, or will soon."""
 
     length: int
-    source: Sequence | None = None
-    entry: Entry | None = None
+    origin: Sequence | SlotContent | Entry
+    checkpoint: Checkpoint | None = None  # what cutting the origin takes
 
     @property
     def ready(self) -> bool:
-        """False while the source is still computing what is wanted of it."""
-        return self.source is None or self.source.num_computed >= self.length
+        """False while the origin is still computing what is wanted of it."""
+        return not isinstance(self.origin, Sequence) or self.origin.num_computed >= self.length
 
 
 class PrefixCache:
-    """Finds prefix matches, applies them, stores states. What fails is computed instead."""
-
-    MIN_NEW_SHARE = 8  # a full cache takes a state only if one part in so many of it is new
-    MAX_SAVE_COST = 0.5  # of the time to compute what is new in a state
-    DEFAULT_TOKEN_S = MILLISECOND  # to compute a token, until it was measured
+    """Finds prefix matches, applies them, keeps and evicts. What fails is computed instead."""
 
     def __init__(
         self,
         runner: ModelRunner,
+        pool: SlotPool,
         transfer: KVTransfer,
-        budget: PrefillBudget,
+        cost: StepCostModel,
         host: HostKVCache,
+        disk: DiskKVCache,
         *,
+        keeps: bool,
         across_tenants: bool,
     ) -> None:
         self._runner = runner
+        self._pool = pool
         self._transfer = transfer
-        self._budget = budget
-        self._cost = budget.cost
+        self._cost = cost
         self.host = host
+        self.device = DeviceKVCache(pool)
+        self.loader = DiskLoader(disk, host, transfer, cost)
+        self._keeps = keeps
         self._across_tenants = across_tenants
-        # Where memory cannot be cut, a state is good only as a whole, which a running one never is for long.
-        self._cuttable = not (runner.info.recurrent or runner.info.sliding_window)
+        self.slots = SlotChoice(runner, pool, self.device, transfer, cost, max_move_bytes=host.limit)
+        self._cuttable = transfer.cuttable
         self._unified = runner.limits.unified
-        self._last_saved = (1, 0)  # tokens and bytes of a state: what to expect of the next
-        self.transferred_before_s = 0.0  # until this step: saving may keep others waiting for a bounded time
-        self.hits = self.hit_tokens = self.saves = 0  # in all
+        self.hits = self.hit_tokens = 0  # in all
 
     def _tenant(self, sequence: Sequence) -> str:
         return "" if self._across_tenants else sequence.request.tenant
@@ -72,30 +76,39 @@ class PrefixCache:
     # Finding ---------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, running: Iterable[Sequence]) -> PrefixMatch | None:
-        """The best match there is for a sequence, or will be soon: then it is not `ready` yet."""
-        if not sequence.request.reuse or len(sequence.tokens) <= MIN_RESTORE_TOKENS:
+        """The best match there is for a sequence, or will be soon: then it is not `ready` yet.
+
+        Where the disk has more, the sequence is `loading` afterwards.
+        """
+        if not sequence.request.reuse or len(sequence.tokens) <= MIN_RESTORE_TOKENS or sequence.swapped:
             return None
         running = tuple(running)
+        self.loader.take(sequence)
+        best = self._find_now(sequence, running)
+        if best is None or best.ready:
+            known, gain_s = (best.length, self._gain_s(best, sequence)) if best is not None else (0, 0.0)
+            self.loader.look(sequence, self._tenant(sequence), known, gain_s, self._room(running))
+        return best
+
+    def _find_now(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         shared = self._best_source(sequence, running)
-        cached = self._best_entry(sequence, running)
+        cached = self._best_cached(sequence, running)
         if shared is None or cached is None:
             return shared or cached
-        assert shared.source is not None
+        assert isinstance(shared.origin, Sequence)
         if not shared.ready and (
-            shared.source.num_computed < cached.length or shared.length < cached.length + MIN_COPY_TOKENS
+            shared.origin.num_computed < cached.length or shared.length < cached.length + MIN_COPY_TOKENS
         ):
             return cached  # waiting pays only if the source is ahead of what can be had at once, and goes far
         # As good as each other before anything was measured: only in unified KV a copy is free.
         favourite = shared if self._unified else cached
-        return max(shared, cached, key=lambda match: (self._gain_s(match), match is favourite))
+        return max(shared, cached, key=lambda match: (self._gain_s(match, sequence), match is favourite))
 
     def _best_source(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        if not self._cuttable:
-            return None
         opening = sequence.tokens[:MIN_COPY_TOKENS]
         tenant = self._tenant(sequence)
         matches = (
-            PrefixMatch(sequence.shared_with(other), source=other)
+            self._match_source(sequence, other)
             for other in running
             if other.tokens[:MIN_COPY_TOKENS] == opening
             and other.request.reuse
@@ -105,164 +118,231 @@ class PrefixCache:
         useful = (
             match
             for match in matches
-            if match.ready or (match.source is not None and match.source.arrival < sequence.arrival)
+            if match.ready or (isinstance(match.origin, Sequence) and match.origin.arrival < sequence.arrival)
         )
         best = max(useful, key=lambda match: match.length, default=None)
         return best if best is not None and best.length >= MIN_COPY_TOKENS else None
 
-    def _best_entry(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        # A state is restored whole, even where only its prefix is wanted.
-        room = self._runner.limits.sequence_cells
-        if self._unified:
-            room = min(room, self._runner.limits.cells - count_cells(running))
-        best = max(
-            (
-                PrefixMatch(match.length, entry=match.value)
-                # the last token is always computed: what comes after it is wanted
-                for match in self._known(sequence, sequence.tokens[:-1], MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
-                if len(match.value.tokens) <= room
-            ),
-            key=lambda match: (self._gain_s(match), match.length),
-            default=None,
+    def _match_source(self, sequence: Sequence, other: Sequence) -> PrefixMatch:
+        """What a running sequence has for this one; where its memory cannot be cut, at its checkpoints."""
+        common = sequence.shared_with(other)
+        if self._cuttable:
+            return PrefixMatch(common, other)
+        planned = [length for length in other.stops if length <= common]
+        if planned:
+            return PrefixMatch(planned[-1], other)
+        min_length = self._runner.min_length(other.seq_id)
+        cut = longest_cut(common, other.num_computed, other.checkpoints, min_length)
+        return PrefixMatch(cut.length, other, cut.checkpoint)
+
+    def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
+        room = self._room(running)
+        known = (
+            PrefixMatch(cut.length, match.value, cut.checkpoint)
+            for match in self._known(sequence, sequence.tokens[:-1])
+            if (cut := match.value.longest_cut(match.length)).length >= MIN_RESTORE_TOKENS
+            and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
         )
-        if best is not None and self._gain_s(best) < 0:
+        best = max(known, key=lambda match: (self._gain_s(match, sequence), match.length), default=None)
+        if best is not None and self._gain_s(best, sequence) < 0:
             self._cost.doubt_transfers()
             return None
         return best
 
-    def _known(self, sequence: Sequence, tokens: list[int], min_length: int) -> list[Match[Entry]]:
-        """Usable states in RAM that share a prefix with these tokens, the longest last."""
-        matches = self.host.matches(self._tenant(sequence), tokens, min_length)
-        return [match for match in matches if self._cuttable or match.length == len(match.value.tokens)]
+    def _room(self, running: tuple[Sequence, ...]) -> int:
+        """Tokens of a state that can be restored: it comes whole, even where only its prefix is wanted."""
+        cells = self._runner.limits.sequence_cells
+        return min(cells, self._runner.limits.cells - count_cells(running)) if self._unified else cells
 
-    def _token_s(self) -> float:
-        return self._cost.prefill_token_s or self.DEFAULT_TOKEN_S
+    def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
+        """What free slots and RAM have in common with these tokens; the last is always computed."""
+        tenant = self._tenant(sequence)
+        slots = self.device.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
+        states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
+        return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
 
-    def _gain_s(self, match: PrefixMatch) -> float:
+    def _gain_s(self, match: PrefixMatch, sequence: Sequence) -> float:
         """Seconds saved by applying a match instead of computing."""
-        if match.entry is not None:
-            moved = match.entry.size
-        elif self._unified:
-            moved = 0
-        else:  # the whole KV stream
-            moved = self._state_bytes(self._runner.limits.sequence_cells)
-        return match.length * self._token_s() - self._cost.restore_s(moved)
+        origin = match.origin
+        if isinstance(origin, Entry):
+            cost = self._cost.restore_s(len(origin.state))
+        else:
+            cost = self._transfer.copy_s(origin.num_computed)
+            if isinstance(origin, SlotContent):
+                cost = min(cost, self.slots.loss_s(origin, match.length, sequence))
+        return match.length * self._transfer.token_s - cost
 
-    def _state_bytes(self, tokens: int) -> int:
-        """What a state will take, judging by the last; it does not grow where memory cannot be cut."""
-        saved_tokens, saved_bytes = self._last_saved
-        return saved_bytes * tokens // saved_tokens if self._cuttable else saved_bytes
+    # Slots -----------------------------------------------------------------------------------------
+
+    def choose_slot(
+        self, sequence: Sequence, match: PrefixMatch | None, running: Mapping[int, Sequence]
+    ) -> int | None:
+        """A free slot for a sequence, None if there is none: one that holds its prefix, or an empty one."""
+        origin = match.origin if match is not None else None
+        content = origin if isinstance(origin, SlotContent) else None
+        length = match.length if match is not None else 0
+        if self._unified:
+            needed = len(sequence.tokens) + 1
+            needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
+            self.slots.make_room(needed, running.values(), content)
+        if content is not None and self.slots.continues(content, length, sequence):
+            return self.slots.continue_slot(content, length, sequence, running)
+        return self.slots.empty_slot(sequence, running, content)
 
     # Applying --------------------------------------------------------------------------------------
 
-    def apply_match(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Fill the sequence's own, empty slot with its prefix."""
+    def apply_match(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Fill the sequence's own slot with its prefix: it is empty, or the one that holds it.
+
+        Returns how many cells were cut off.
+        """
         assert match.ready
         first_start = sequence.decoded_tokens == 0
-        held = 0
-        copied: Sequence | None = None
+        origin = match.origin
+        in_place = isinstance(origin, SlotContent) and origin.seq_id == sequence.seq_id
+        held, copied = 0, False
         try:
-            entry = match.entry or self._through_ram(match)
-            if entry is not None:
-                held = self._restore(sequence.seq_id, entry, match.length)
-            elif (copied := match.source) is not None:
-                held = self._runner.copy(copied.seq_id, sequence.seq_id, match.length)
+            if in_place:
+                held = self._cut(sequence.seq_id, match)
+            elif (entry := origin if isinstance(origin, Entry) else self._through_ram(match)) is not None:
+                held = self._restore(sequence.seq_id, entry, match)
+            elif not isinstance(origin, Entry):
+                held, copied = self._runner.copy(origin.seq_id, sequence.seq_id, match.length), True
         except Exception:
             log.exception("the cached prefix of request %s could not be applied; it is computed", sequence.id)
-            if match.entry is not None:
-                self.host.drop(match.entry)
+            if isinstance(origin, Entry):
+                self.host.drop(origin)
         if held != match.length:
             held = self._runner.truncate(sequence.seq_id, 0)
+        if not isinstance(origin, Entry) and in_place:
+            sequence.segments = origin.segments
+        sequence.checkpoints = list(origin.checkpoints)
         sequence.cut_to(held)
-        if copied is not None and self._unified:
-            sequence.share_cells(copied)
-        if first_start:  # a preempted one has computed this before
+        if not isinstance(origin, Entry) and self._unified and copied:
+            sequence.share_cells(origin)
+        if first_start and held:  # a preempted one has computed this before
             sequence.cached_tokens = held
+            from_disk = sequence.loaded is not None and origin is sequence.loaded.value
+            sequence.cached_from = "disk" if from_disk else "ram" if isinstance(origin, Entry) else "device"
+            sequence.cached_from += "+checkpoint" if match.checkpoint is not None else ""
+        sequence.loaded = None
         self.hits += held > 0
         self.hit_tokens += held
+        return len(origin.tokens) - held if in_place else 0
+
+    def _cut(self, seq_id: int, match: PrefixMatch) -> int:
+        checkpoint = match.checkpoint
+        return self._runner.truncate(seq_id, match.length, checkpoint and checkpoint.state)
 
     def _through_ram(self, match: PrefixMatch) -> Entry | None:
-        """The source's state saved to RAM, where that and restoring it are quicker than copying a KV stream.
-
-        The next request with the same prefix has only the restoring left to do.
-        """
-        source = match.source
-        if source is None or self._unified or not self.host.cached_limit:
+        """The state of a slot saved to RAM, where that is the best way to another slot."""
+        origin = match.origin
+        assert not isinstance(origin, Entry)
+        content = origin if isinstance(origin, SlotContent) else self._content_of(origin)
+        self.device.touch(content)
+        needs_slot = not self._cuttable and match.checkpoint is None and match.length < origin.num_computed
+        if needs_slot or not self._transfer.copies_through_ram(origin.num_computed):
             return None
-        size = get_entry_size(source.num_computed, self._state_bytes(source.num_computed))
-        stream = self._state_bytes(self._runner.limits.sequence_cells)
-        if self._cost.save_s(size) + self._cost.restore_s(size) >= self._cost.restore_s(stream):
-            return None
-        tokens = source.tokens[: source.num_computed]
-        return self._save(source, tokens, self._known(source, tokens, MIN_COPY_TOKENS))
+        return self._transfer.save_entry(content)
 
-    def _restore(self, seq_id: int, entry: Entry, length: int) -> int:
+    def _restore(self, seq_id: int, entry: Entry, match: PrefixMatch) -> int:
         """Restore a state and cut it; 0 if that fails. One that only finds no room now is kept."""
         runner = self._runner
         held = 0
         if self._transfer.restore(seq_id, entry.state):
             self.host.touch(entry)
             if runner.next_position(seq_id) == len(entry.tokens):
-                held = runner.truncate(seq_id, length)
+                held = self._cut(seq_id, match)
         elif any(runner.next_position(other) for other in range(runner.limits.sequences) if other != seq_id):
             return 0  # other sequences are in its way
-        if held != length:
+        if held != match.length:
             self.host.drop(entry)
         return held
 
-    # Storing ---------------------------------------------------------------------------------------
+    # Keeping ---------------------------------------------------------------------------------------
 
-    def store(self, sequence: Sequence, *, others: bool) -> None:
-        """Keep in RAM what a sequence has computed, if that pays; its slot is released right after.
-
-        `others` are running and wait meanwhile: never longer than the inter-token target.
-        """
-        tokens = sequence.tokens[: sequence.num_computed]
-        if not sequence.request.reuse or len(tokens) < MIN_COPY_TOKENS or not self.host.cached_limit:
-            return
-        known = self._known(sequence, tokens, MIN_COPY_TOKENS)
-        best = max(known, key=lambda match: match.length, default=None)
-        new = len(tokens) - (best.length if best is not None else 0)
-        if best is not None and new < MIN_COPY_TOKENS:
-            self.host.touch(best.value)
-            return
-        size = get_entry_size(len(tokens), self._state_bytes(len(tokens)))
-        if not self.host.could_hold(size) or not self._pays(size, new, others=others):
-            return
-        crowded = size > self.host.room and new * self.MIN_NEW_SHARE < len(tokens)
-        if self._covered(known) or not crowded:
-            self._save(sequence, tokens, known)
-
-    def _covered(self, known: list[Match[Entry]]) -> list[Entry]:
-        """What a new state contains as a whole: not needed beside it, if that can be cut."""
-        return [match.value for match in known if self._cuttable and len(match.value.tokens) == match.length]
-
-    def _pays(self, size: int, new: int, *, others: bool) -> bool:
-        seconds = self._cost.save_s(size)
-        spent = self._transfer.seconds - self.transferred_before_s
-        if others and spent + seconds > self._budget.target_s:
-            return False
-        if seconds > self.MAX_SAVE_COST * new * self._token_s():
-            self._cost.doubt_transfers()
-            return False
-        return True
-
-    def _save(self, sequence: Sequence, tokens: list[int], known: list[Match[Entry]]) -> Entry | None:
-        """Put what a sequence holds, `tokens`, into RAM, in place of what it covers. None if it fails."""
+    def keep(self, sequence: Sequence) -> SlotContent | None:
+        """What the slot of a sequence that ends is to be kept for; None if it is to be cleared."""
+        if sequence.answering:
+            self.slots.answer_tokens.observe(len(sequence.tokens) - len(sequence.request.prompt))
+        if not self._keeps or not sequence.request.reuse or sequence.num_computed < MIN_RESTORE_TOKENS:
+            return None
         try:
             if self._runner.next_position(sequence.seq_id) != sequence.num_computed:
                 return None
-            state = self._transfer.save(sequence.seq_id)
+            self._transfer.observe_slot(sequence.seq_id, sequence.num_computed)
+            return self._content_of(sequence)
         except Exception:
-            log.exception("the KV of request %s could not be saved", sequence.id)
+            log.exception("the KV of request %s could not be kept", sequence.id)
             return None
-        if state is None:
-            return None
-        self._last_saved = (sequence.num_computed, len(state))
-        entry = Entry(self._tenant(sequence), tokens, state)
-        if self.host.could_hold(entry.size):
-            for other in self._covered(known):
-                self.host.drop(other)
-            self.host.put(entry)
-            self.saves += 1
-        return entry
+
+    def insert(self, content: SlotContent) -> None:
+        """Cache what a slot holds that was released just now, in place of what it covers."""
+        for other in self.device.covered(content):
+            if self._cuttable or len(other.tokens) == len(content.tokens):
+                self.device.clear(other)
+        self.device.insert(content)
+
+    def plan_checkpoints(self, sequence: Sequence) -> None:
+        """Before a prompt is computed: where memory that cannot be cut is saved on the way."""
+        needed = self._runner.info.recurrent or sequence.token_limit > self._runner.info.sliding_window > 0
+        if needed and sequence.request.reuse and self.host.cached_limit:
+            prompt, begin = sequence.request.prompt, sequence.num_computed
+            sequence.stops = plan_stops(prompt, begin, self._runner.vocabulary.is_control)
+
+    def checkpoint(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
+        """A sequence has come to a stop. What has no room in RAM is left."""
+        del sequence.stops[0]
+        try:
+            state = self._transfer.checkpoint(sequence.seq_id)
+        except Exception:
+            log.exception("no checkpoint of request %s could be made", sequence.id)
+            return
+        if state is not None:
+            kept = [*sequence.checkpoints, Checkpoint(sequence.num_computed, state)]
+            sequence.checkpoints = thin_checkpoints(kept, len(sequence.tokens))
+            self._bound_checkpoints(sequence, running)
+
+    def _bound_checkpoints(self, newest: Sequence, running: Iterable[Sequence]) -> None:
+        """Half of the RAM at most: those of the least recently used contents go first."""
+        held = sum(count_bytes(content.checkpoints) for content in self.device.entries)
+        held += sum(count_bytes(sequence.checkpoints) for sequence in running)
+        for content in self.device.entries:
+            if 2 * held > self.host.cached_limit:
+                held -= count_bytes(content.checkpoints)
+                content.checkpoints = ()
+        if 2 * held > self.host.cached_limit:
+            held -= len(newest.checkpoints.pop().state)
+        self.host.hold_checkpoints(held)
+
+    def _content_of(self, sequence: Sequence) -> SlotContent:
+        min_length = 0 if self._cuttable else self._runner.min_length(sequence.seq_id)
+        tokens = sequence.tokens[: sequence.num_computed]
+        checkpoints = tuple(sequence.checkpoints)
+        tenant = self._tenant(sequence)
+        return SlotContent(sequence.seq_id, tenant, tokens, sequence.segments, checkpoints, min_length)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """What could be written to disk."""
+        return self.loader.candidates(self.device)
+
+    def clear(self) -> tuple[int, int]:
+        """Forget what slots and RAM have: so many prefixes, and so many tokens of them."""
+        entries = [*self.device.entries, *self.host.entries]
+        self.clear_slots()
+        for entry in tuple(self.host.entries):
+            self.host.drop(entry)
+        return len(entries), sum(len(entry.tokens) for entry in entries)
+
+    def clear_slots(self) -> None:
+        """Empty every free slot."""
+        for content in tuple(self.device.entries):
+            self.device.remove(content)
+        for seq_id in self._pool.free_ids:
+            self._pool.clear(seq_id)
+
+    def count_cached(self, running: Collection[Sequence]) -> int:
+        """Cells that free slots keep, beside those of running sequences."""
+        if self._unified:
+            return count_cells([*running, *self.device.entries]) - count_cells(running)
+        return sum(self.device.lengths.values())

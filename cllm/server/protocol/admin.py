@@ -54,6 +54,13 @@ class ReloadResponse(msgspec.Struct, frozen=True):
     request_tokens: int
 
 
+class CacheClearedResponse(msgspec.Struct, frozen=True):
+    """What was forgotten."""
+
+    prefixes: int
+    tokens: int
+
+
 class HealthResponse(msgspec.Struct, frozen=True):
     status: str
     engine: str | msgspec.UnsetType = msgspec.UNSET
@@ -63,11 +70,13 @@ class SlotCounts(msgspec.Struct, frozen=True):
     total: int
     leased: int
     free: int
+    cached: int  # of the free ones: those that keep what a request computed
 
 
 class CellCounts(msgspec.Struct, frozen=True):
     total: int
-    used: int
+    used: int  # by running requests
+    cached: int  # by free slots
 
 
 class LeaseCounters(msgspec.Struct, frozen=True):
@@ -87,8 +96,8 @@ class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 KV_EXAMPLE = KVResponse(
-    sequences=SlotCounts(8, 1, 7),
-    cells=CellCounts(32768, 57),
+    sequences=SlotCounts(8, 1, 7, 2),
+    cells=CellCounts(32768, 57, 913),
     leases=(SlotInfo(seq_id=0, request_id="8f0c2d7e", tokens=58, position=57, state="running", age_s=0.31),),
     counters=LeaseCounters(12, 11, 913, 0),
 )

@@ -82,8 +82,8 @@ async def debug_kv(http: HttpRequest) -> Response:
         raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
     total, leased = snapshot.sequences_total, len(snapshot.leases)
     response = api.KVResponse(
-        sequences=api.SlotCounts(total, leased, total - leased),
-        cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used),
+        sequences=api.SlotCounts(total, leased, total - leased, snapshot.slots_cached),
+        cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached),
         leases=snapshot.leases,
         counters=api.LeaseCounters(
             snapshot.leased_total,
@@ -129,6 +129,13 @@ async def save(body: api.StateFileBody, http: HttpRequest) -> Response:
 async def restore(body: api.StateFileBody, http: HttpRequest) -> Response:
     """Load a file into the prefix cache in RAM, as far as it fits."""
     return await answer(get_registry(http).current.restore_prefixes(body.name))
+
+
+@router.post("/admin/cache/clear", **documented(api.CacheClearedResponse(3, 4711)))
+async def clear_cache(http: HttpRequest) -> Response:
+    """Forget every cached prefix: in slots, in RAM and on disk. What runs is not touched."""
+    done = await asyncio.wrap_future(get_registry(http).current.clear_cache())
+    return StructResponse(api.CacheClearedResponse(done.entries, done.tokens))
 
 
 @router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))

@@ -200,6 +200,10 @@ class Prompt:
         self.id, self.arrival, self.pending, self.num_computed = name, arrival, pending, 0
         self.answering, self.sample_s = answering, 0.0
 
+    @property
+    def computable(self) -> int:
+        return self.pending
+
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_and_the_long_one_gets_on() -> None:
     budget = make_budget()

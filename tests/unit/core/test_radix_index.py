@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache.host_cache import RadixIndex
+from cllm.core.kv_cache.prefix_index import RadixIndex
 
 # Few different tokens, so that sequences begin alike; one that needs all of its four bytes.
 TOKENS = st.lists(st.sampled_from([1, 2, 256, 151_935]), max_size=12).map(tuple)

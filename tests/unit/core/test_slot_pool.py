@@ -70,6 +70,7 @@ def test_the_log_shows_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None
     assert [record.message for record in caplog.records] == [
         "leased seq 0 for request r1",
         "cleared KV of seq 0 (41 cells)",
+        "released seq 0 of request r1: 0 cells kept",
     ]
 
 
@@ -94,9 +95,10 @@ def test_under_any_order_of_leases_and_releases_the_sums_hold(actions: list[int]
 def test_leftovers_are_named_and_cleared() -> None:
     runner = FakeRunner(sequences=3)
     pool = SlotPool(runner)
-    assert pool.leftovers() == []
+    assert pool.leftovers({}) == []
     pool.lease("a")
     runner.memory[2] = [1, 2, 3]
-    assert pool.leftovers() == ["lease of slot 0", "3 cells in slot 2"]
-    pool.clear_all()
+    assert pool.leftovers({}) == ["lease of slot 0", "3 cells in slot 2"]
+    assert pool.leftovers({2: 2}) == ["lease of slot 0", "3 cells in slot 2 instead of 2"]
+    assert pool.clear(2)
     assert runner.memory == [[], [], []]

@@ -1,0 +1,232 @@
+"""Cached prefixes by tenant and tokens: what every tier of the KV cache is made of."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from cllm.backend.base import KVState
+
+TOKEN_BYTES = array("i").itemsize
+
+
+class Checkpoint(NamedTuple):
+    """What memory that cannot be cut held after its first `length` tokens, apart from attention cells.
+
+    Those cells must still be there when it is put back.
+    """
+
+    length: int
+    state: KVState
+
+
+class Cut(NamedTuple):
+    """A prefix that something can be cut to."""
+
+    length: int
+    checkpoint: Checkpoint | None = None  # put back first
+
+
+class CachedPrefix:
+    """The KV of exactly `tokens`, in some tier; without a checkpoint it can be cut to `min_length`."""
+
+    __slots__ = ("__weakref__", "checkpoints", "min_length", "tenant", "tokens")
+
+    def __init__(
+        self,
+        tenant: str,
+        tokens: Sequence[int],
+        checkpoints: tuple[Checkpoint, ...] = (),
+        min_length: int = 0,
+    ) -> None:
+        self.tenant = tenant
+        self.tokens = array("i", tokens)
+        self.checkpoints = checkpoints  # shortest first
+        self.min_length = min_length
+
+    def longest_cut(self, common: int) -> Cut:
+        """The longest prefix of the first `common` tokens that can be had of it; of length 0 if none."""
+        return longest_cut(common, len(self.tokens), self.checkpoints, self.min_length)
+
+
+def longest_cut(common: int, held: int, checkpoints: Sequence[Checkpoint], min_length: int) -> Cut:
+    """The longest prefix of the first `common` of `held` tokens in KV that they can be cut to."""
+    if common == held or common >= min_length:
+        return Cut(common)
+    usable = [checkpoint for checkpoint in checkpoints if checkpoint.length <= common]
+    return Cut(usable[-1].length, usable[-1]) if usable else Cut(0)
+
+
+Value = TypeVar("Value")
+Prefix = TypeVar("Prefix", bound=CachedPrefix)
+
+
+class PrefixTier(Generic[Prefix]):
+    """Cached prefixes, least recently used first. The same tokens of a tenant are kept once."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Prefix, None] = OrderedDict()
+        self._indexes: dict[str, RadixIndex[Prefix]] = {}
+
+    def matches(self, tenant: str, tokens: Sequence[int], min_length: int) -> list[Match[Prefix]]:
+        """Every entry of this tenant that shares a prefix of at least so many of these tokens."""
+        index = self._indexes.get(tenant)
+        return index.matches(tokens, min_length) if index is not None else []
+
+    def covered(self, entry: CachedPrefix, min_length: int = 1) -> list[Prefix]:
+        """Entries whose tokens are all among the first of this one's."""
+        return [
+            match.value
+            for match in self.matches(entry.tenant, entry.tokens, min_length)
+            if len(match.value.tokens) == match.length
+        ]
+
+    def insert(self, entry: Prefix) -> None:
+        """Add an entry; there must be none of the same tokens."""
+        self.entries[entry] = None
+        self._indexes.setdefault(entry.tenant, RadixIndex()).insert(entry.tokens, entry)
+
+    def touch(self, entry: Prefix) -> None:
+        """It was of use: the last to be evicted now."""
+        if entry in self.entries:
+            self.entries.move_to_end(entry)
+
+    def remove(self, entry: Prefix) -> bool:
+        """Forget an entry; False if it is gone already."""
+        if entry not in self.entries:
+            return False
+        del self.entries[entry]
+        index = self._indexes[entry.tenant]
+        index.remove(entry.tokens)
+        if not index:
+            del self._indexes[entry.tenant]
+        return True
+
+
+class Match(NamedTuple, Generic[Value]):
+    """A stored value whose tokens begin with the first `length` tokens that were looked up."""
+
+    length: int
+    value: Value
+
+
+class _Node(Generic[Value]):
+    """The tokens of `edge` lead here from the parent. Every node but the root has a value or two children."""
+
+    __slots__ = ("children", "edge", "value")
+
+    def __init__(self, edge: bytes) -> None:
+        self.edge = edge
+        self.children: dict[bytes, _Node[Value]] = {}
+        self.value: Value | None = None
+
+    def values(self, without: _Node[Value] | None = None) -> Iterator[Value]:
+        """What is stored here and below, except below one child."""
+        left = [self]
+        while left:
+            node = left.pop()
+            if node.value is not None:
+                yield node.value
+            left.extend(child for child in node.children.values() if child is not without)
+
+
+class RadixIndex(Generic[Value]):
+    """Values (never None) by token sequences; sequences with a common prefix share its path.
+
+    Tokens are kept as packed 32-bit integers: four bytes each, compared by the thousand at once.
+    """
+
+    def __init__(self) -> None:
+        self._root: _Node[Value] = _Node(b"")
+
+    def __bool__(self) -> bool:
+        return bool(self._root.children) or self._root.value is not None
+
+    def insert(self, tokens: Sequence[int], value: Value) -> None:
+        """Store a value under these tokens, in place of what was there."""
+        key = _pack(tokens)
+        node, depth = self._root, 0
+        while depth < len(key):
+            child = node.children.get(key[depth : depth + TOKEN_BYTES])
+            if child is None:
+                child = _Node(key[depth:])
+                node.children[child.edge[:TOKEN_BYTES]] = child
+            elif (shared := _shared(child.edge, key, depth)) < len(child.edge):
+                child = _split(node, child, shared)
+            node, depth = child, depth + len(child.edge)
+        node.value = value
+
+    def remove(self, tokens: Sequence[int]) -> None:
+        """Forget what is stored under exactly these tokens; nothing happens if nothing is."""
+        key = _pack(tokens)
+        path = [self._root]
+        depth = 0
+        while depth < len(key):
+            child = path[-1].children.get(key[depth : depth + TOKEN_BYTES])
+            if child is None or not key.startswith(child.edge, depth):
+                return
+            path.append(child)
+            depth += len(child.edge)
+        path[-1].value = None
+        for node, parent in pairwise(reversed(path)):
+            _tidy(parent, node)
+
+    def matches(self, tokens: Sequence[int], min_length: int = 1) -> list[Match[Value]]:
+        """Every value whose tokens share a prefix of `min_length` or more with these."""
+        key = _pack(tokens)
+        found: list[Match[Value]] = []
+        node, depth = self._root, 0
+        while True:
+            child = node.children.get(key[depth : depth + TOKEN_BYTES])
+            if depth >= min_length * TOKEN_BYTES:  # what goes on with other tokens ends its match here
+                found.extend(Match(depth // TOKEN_BYTES, value) for value in node.values(without=child))
+            if child is None:
+                return found
+            shared = _shared(child.edge, key, depth)
+            depth += shared
+            if shared < len(child.edge):
+                if depth >= min_length * TOKEN_BYTES:
+                    found.extend(Match(depth // TOKEN_BYTES, value) for value in child.values())
+                return found
+            node = child
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def _shared(edge: bytes, key: bytes, depth: int) -> int:
+    """How many bytes of `edge` the key has at `depth`: a whole number of tokens."""
+    if key.startswith(edge, depth):
+        return len(edge)
+    size = min(len(edge), len(key) - depth)
+    mine = np.frombuffer(edge, np.int32, size // TOKEN_BYTES)
+    theirs = np.frombuffer(key, np.int32, size // TOKEN_BYTES, depth)
+    different = mine != theirs
+    return int(different.argmax()) * TOKEN_BYTES if different.any() else size
+
+
+def _split(parent: _Node[Value], node: _Node[Value], at: int) -> _Node[Value]:
+    """Put a node where `node`'s edge is cut, and return it."""
+    upper: _Node[Value] = _Node(node.edge[:at])
+    node.edge = node.edge[at:]
+    upper.children[node.edge[:TOKEN_BYTES]] = node
+    parent.children[upper.edge[:TOKEN_BYTES]] = upper
+    return upper
+
+
+def _tidy(parent: _Node[Value], node: _Node[Value]) -> None:
+    """A node without a value goes: with nothing below it altogether, with one child by becoming it."""
+    if node.value is not None or len(node.children) > 1:
+        return
+    if node.children:
+        (child,) = node.children.values()
+        child.edge = node.edge + child.edge
+        parent.children[child.edge[:TOKEN_BYTES]] = child
+    else:
+        del parent.children[node.edge[:TOKEN_BYTES]]
