@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "unified": {"unified_kv": True},
     "noflash": {"flash_attention": False},
     "q8_0": {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+    "slots": {"slots": 20, "batch_tokens": 128},
 }
 KINDS = (
     "dense",
