@@ -74,7 +74,7 @@ class Tree:
     def serving(self, settings: ServerSettings, *flags: str) -> Iterator[RunningPeer]:
         command = (sys.executable, "-m", "cllm")
         peer = cllm_peer(settings, command, OpenAIApi(), ("--no-tune", *flags))
-        peer = replace(peer, environment=tuple(self.environment.items()))
+        peer = replace(peer, environment=(*peer.environment, *self.environment.items()))
         with log_folder(None) as folder, running(peer, folder / f"{self.name}.log") as server:
             yield server
 

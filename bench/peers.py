@@ -88,7 +88,9 @@ def cllm_peer(
         "--log-level": settings.log_level,
     }
     arguments = [*(command or _cllm_command()), "serve", *model, *_flat(options), *flags]
-    return Peer(CLLM, tuple(arguments), api or CllmApi(), "/ready", CLLM)
+    # A round must not find what the one before it has left on disk.
+    environment = (("CLLM_CACHE_DISK_MB", "0"),)
+    return Peer(CLLM, tuple(arguments), api or CllmApi(), "/ready", CLLM, environment=environment)
 
 
 def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool = False) -> Peer:

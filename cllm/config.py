@@ -19,6 +19,7 @@ from cllm.fields import StructKind, parse_fields
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank)?$"
+DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
     "parallel": "context",
@@ -60,7 +61,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _rare("Pooling of embeddings: mean, cls, last or rank. Default: the model's own.", pattern=POOLING),
     ] = ""
 
-    parallel: Annotated[int, _option("Requests computed at the same time, one slot each.", 1, 255)] = 8
+    parallel: Annotated[
+        int,
+        _option("Requests computed at the same time, one slot each. 0: up to 8, as memory allows.", 0, 255),
+    ] = 0
     slots: Annotated[
         int,
         _option(
@@ -68,7 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     ctx_size: Annotated[
-        int, _option("KV cells of --parallel slots; more --slots add theirs. 0: 4096 each if they fit.", 0)
+        int,
+        _option("KV cells of all --parallel requests. 0: up to 32768 each, in half of the free memory.", 0),
     ] = 0
     max_request_tokens: Annotated[int, _option("Token limit of one request. 0: ctx-size / parallel.", 0)] = 0
     embed_tokens: Annotated[
@@ -86,13 +91,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _option("KV cache type of values; below 16 bits it needs flash attention.", pattern=KV_TYPE)
     ] = "f16"
 
-    prefix_cache: Annotated[bool, _option("Keep what ended requests computed: in slots, in RAM, on disk.")] = True
+    prefix_cache: Annotated[
+        bool, _option("Keep what ended requests computed: in slots, in RAM, on disk.")
+    ] = True
     cache_ram_mb: Annotated[
         int, _option("Host RAM for the prefix cache, MiB; preempted requests share it. 0: slots only.", 0)
     ] = 1024
     swap_space_mb: Annotated[
         int, _option("Host RAM for KV swapped out by preemption, MiB; the rest is recomputed.", 0)
     ] = 1024
+    cache_disk_mb: (
+        Annotated[
+            int,
+            _option(
+                "Disk for the prefix cache, MiB; survives a restart. 0: off. Default: 4096, with keys 0.", 0
+            ),
+        ]
+        | None
+    ) = None
+    cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
     state_dir: Annotated[str, _folder("Folder for saved prefixes (/admin/prefixes/save).")] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
@@ -159,3 +176,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+    def with_disk_cache(self) -> Config:
+        """The disk cache as it is meant by default: files tell prompts, so not where keys protect them."""
+        if self.engine.cache_disk_mb is not None:
+            return self
+        private = self.server.api_key or self.server.api_keys
+        size = 0 if private else DEFAULT_CACHE_DISK_MB
+        return msgspec.structs.replace(self, engine=msgspec.structs.replace(self.engine, cache_disk_mb=size))

@@ -199,6 +199,7 @@ class TracedServer:
         environment = {
             **os.environ,
             "PYTHONPATH": f"{folder}{os.pathsep}{root}",
+            "CLLM_CACHE_DISK_MB": "0",
             "CLLM_STATS_DIR": str(folder),
             "CLLM_STATS_ROOT": str(root / "cllm") + os.sep,
         }

@@ -118,7 +118,8 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 
 def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Parameter:
-    kind, meta = get_args(field.type)
+    optional = field.default is None
+    kind, meta = get_args(get_args(field.type)[0] if optional else field.type)
     names = [field.name, *(old for old, new in FLAGS.items() if new == field.name)]
     option: dict[str, Any] = {
         "help": meta.description,
@@ -130,7 +131,8 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
         return _keyword(field.name, Annotated[kind, typer.Argument(**option, show_default=False)], "")
     flag = _flag(field.name) + (f"/{_flag('no_' + field.name)}" if kind is bool else "")
     option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
-    return _keyword(field.name, Annotated[kind, typer.Option(flag, **option)], field.default)
+    value = kind | None if optional else kind
+    return _keyword(field.name, Annotated[value, typer.Option(flag, **option)], field.default)
 
 
 def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:

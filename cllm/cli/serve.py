@@ -36,6 +36,7 @@ def serve_command(config: Config, given: frozenset[str]) -> None:
 def run(config: Config, given: frozenset[str] = frozenset()) -> None:
     """Check everything that needs no model first; then load and serve until a signal ends it."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    config = config.with_disk_cache()
     with contextlib.closing(bind(config.server)) as listener:
         process = Preparation(asked=config.engine, given=given, log_level=config.server.log_level).start()
         # It decides what an interrupt means: it skips a measurement.
@@ -100,8 +101,9 @@ class Reloader:
         path = find_model(server.model_dir, model) if model else Path(self._serving.model)
         asked = msgspec.structs.replace(self._config.engine, model=str(path))
         if str(path) == self._serving.model:
-            # As many cells as now: what fits beside the old one must not change which requests get a 400.
-            asked = msgspec.structs.replace(asked, ctx_size=self._serving.ctx_size)
+            # The context as now: what fits beside the old one must not change which requests get a 400.
+            serving = self._serving
+            asked = msgspec.structs.replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
         task = Preparation(asked=asked, given=self._given, log_level=server.log_level, beside=True)
         try:
             ready = finish(task.start())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -15,6 +16,8 @@ from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepSta
 from cllm.config import EngineConfig
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file import STALL_LIMIT_S, CacheFileJobs
+from cllm.core.kv_cache.disk_cache import DiskKVCache
+from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
@@ -68,10 +71,12 @@ class EngineCore:
         target_s = config.target_itl_ms * MILLISECOND
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
+        self.disk = _open_disk_cache(runner, config, wake)
         self.scheduler = Scheduler(
             runner,
             PrefillBudget(limits.batch_tokens, target_s, cost, defers=not runner.info.recurrent),
             HostKVCache(cached_limit=config.cache_ram_mb * MIB, swap_limit=config.swap_space_mb * MIB),
+            self.disk,
             preparation=self.preparation,
             keep_prefixes=config.prefix_cache,
             share_across_tenants=config.share_prefixes_across_tenants,
@@ -101,6 +106,8 @@ class EngineCore:
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
+        self._computed_at = time.monotonic()  # end of the last step
+        self._clearing: deque[tuple[Future[None], StateFileDone]] = deque()  # reported when it is done
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
     @property
@@ -123,16 +130,19 @@ class EngineCore:
 
         They get no output: the client ends them, or replays them in the next engine.
         """
+        stopped = False
         try:
             while self._take_commands():
                 self.step()
                 if not self.cache_files.idle:
                     self.cache_files.slice()
+            stopped = True
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             raise
         finally:
             self.cache_files.close()
+            self.disk.close(self.scheduler.prefix_cache.candidates() if stopped else ())
             ended = EngineDied("the engine has ended")
             self.scheduler.fail_all(ended)
             self.embedding.fail_all(ended)
@@ -156,6 +166,7 @@ class EngineCore:
                 scheduler.update(part, result)
                 self._count_failures(part.kind, result)
                 results.append(result)
+            self._computed_at = time.monotonic()
         self.step_started = None
         outputs = self._take_outputs()
         now = time.perf_counter()
@@ -222,12 +233,17 @@ class EngineCore:
         try:
             if self.idle and self.cache_files.idle:
                 self._check_idle()
-                command = self.inbox.get()
+                idle_s = time.monotonic() - self._computed_at
+                again_s = self.disk.idle(self.scheduler.prefix_cache.candidates(), idle_s)
+                command = self.inbox.get(timeout=again_s)
             elif self.has_work or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
             else:  # what every request here waits for ends with Wake, unless the disk stalls
-                command = self.inbox.get(timeout=None if self.cache_files.idle else STALL_LIMIT_S)
+                stall_s = self.scheduler.loading_s if self.cache_files.idle else STALL_LIMIT_S
+                command = self.inbox.get(timeout=stall_s)
             while self._handle(command):
+                while self._clearing and self._clearing[0][0].done():
+                    self._emit(self._clearing.popleft()[1])
                 command = self.inbox.get_nowait()
             return False
         except Empty:
@@ -255,7 +271,7 @@ class EngineCore:
                 self._emit(Inspection(call_id, self.snapshot()))
             case ClearCache(call_id):
                 entries, tokens = self.scheduler.prefix_cache.clear()
-                self._emit(StateFileDone(call_id, entries, tokens))
+                self._clearing.append((self.disk.clear(), StateFileDone(call_id, entries, tokens)))
             case UseStateFile():
                 self.cache_files.add(command)
             case Wake():
@@ -302,6 +318,9 @@ class EngineCore:
             prefix_tokens=cache.hit_tokens,
             prefix_saves=transfer.saves,
             prefix_evictions=cache.host.evictions,
+            disk_loads=self.disk.loads,
+            disk_writes=self.disk.writes,
+            disk_failures=self.disk.failures,
             slot_evictions=cache.device.evictions,
             preemptions=transfer.swap_outs,
             swap_ins=transfer.swap_ins,
@@ -315,11 +334,19 @@ class EngineCore:
             integrity_failures=scheduler.integrity_failures,
             interrupted=self._interrupt.count,
             prefix_bytes=cache.host.cached_bytes,
+            disk_bytes=self.disk.bytes,
             swapped_bytes=cache.host.swapped_bytes,
             draft_bytes=scheduler.draft_bytes,
             **new,
             **work,  # type: ignore[arg-type]
         )
+
+
+def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:
+    used = config.prefix_cache and runner.info.generates
+    limit = (config.cache_disk_mb or 0) * MIB if used else 0
+    folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
+    return DiskKVCache(folder, limit, wake, max_save_s=config.target_itl_ms * MILLISECOND)
 
 
 class StepInterrupt:

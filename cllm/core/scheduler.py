@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cllm.backend.base import Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
+from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.transfer import KVTransfer
@@ -41,6 +42,7 @@ class Scheduler:
         runner: ModelRunner,
         budget: PrefillBudget,
         host: HostKVCache,
+        disk: DiskKVCache,
         *,
         preparation: Preparation,
         keep_prefixes: bool = True,
@@ -64,6 +66,7 @@ class Scheduler:
             self.transfer,
             budget.cost,
             host,
+            disk,
             keeps=keep_prefixes,
             across_tenants=share_across_tenants,
         )
@@ -211,9 +214,9 @@ class Scheduler:
                     return
             if not sequence.startable:
                 continue
-            match = None
-            if sequence.swapped is None:
-                match = self.prefix_cache.find(sequence, self._running.values())
+            match = self.prefix_cache.find(sequence, self._running.values())
+            if sequence.loading is not None:
+                continue
             if match is not None and isinstance(match.origin, Sequence) and not match.ready:
                 # The shared prefix is being computed: wait for it, then copy.
                 shortest = self._awaited.get(match.origin.id, sequence.pending)
@@ -400,6 +403,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """False when a step would compute nothing: none runs, and those waiting cannot start yet."""
         return bool(self._running) or any(sequence.startable for sequence in self._waiting)
+
+    @property
+    def loading_s(self) -> float | None:
+        """How long until a sequence waits no longer for the disk; None if none does."""
+        return min((one.loading.left_s for one in self._waiting if one.loading is not None), default=None)
 
     @property
     def running(self) -> Mapping[int, Sequence]:

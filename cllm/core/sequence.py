@@ -11,7 +11,9 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from cllm.backend.base import KVState, ModelRunner, Row, Sampler
-from cllm.core.kv_cache.prefix_index import Checkpoint
+from cllm.core.kv_cache.disk_cache import Loading
+from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.preparation import Prepared
 from cllm.core.spec_decode import DraftState
 from cllm.errors import IntegrityError
@@ -98,6 +100,9 @@ class Sequence:
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
         self.preparing: Future[Prepared] | None = None  # done before it may start
+        self.loading: Loading | None = None  # its prefix is being read from disk
+        self.loaded: Match[Entry] | None = None  # what was read
+        self.load_by: float | None = None  # when to compute it instead
         self.swapped: KVState | None = None  # KV memory while preempted
         # Never more than fits: a full context ends with `length`.
         self.token_limit = min(len(request.prompt) + request.max_tokens, capacity)
@@ -131,7 +136,8 @@ class Sequence:
     @property
     def startable(self) -> bool:
         """Whether what it waits for, if anything, is prepared (or refused)."""
-        return self.preparing is None or self.preparing.done()
+        prepared = self.preparing is None or self.preparing.done()
+        return prepared and (self.loading is None or not self.loading.left_s)
 
     @property
     def computable(self) -> int:

@@ -28,6 +28,9 @@ _STEP_COUNTERS = (
     ("prefix_tokens", "prefix_tokens", "Prompt tokens reused from the prefix cache"),
     ("prefix_saves", "prefix_saves", "Prefixes stored in RAM"),
     ("prefix_evictions", "prefix_evictions", "Prefixes evicted from RAM"),
+    ("disk_loads", "prefix_disk_loads", "Prefixes read from disk"),
+    ("disk_writes", "prefix_disk_writes", "Prefixes written to disk"),
+    ("disk_failures", "prefix_disk_failures", "Prefixes that could not be written to disk"),
     ("slot_evictions", "slot_evictions", "Prefixes evicted from their slots"),
     ("preemptions", "preemptions", "Requests preempted because KV was full"),
     ("swap_ins", "swap_ins", "Preempted requests that went on from their saved state"),
@@ -40,6 +43,7 @@ _STEP_GAUGES = (
     ("interrupted", "steps_interrupted", "Steps ended early since the engine started: their client left"),
     ("integrity_failures", "integrity_failures", "Idle integrity checks that failed"),
     ("prefix_bytes", "prefix_ram_bytes", "RAM of the prefix cache"),
+    ("disk_bytes", "prefix_disk_bytes", "Disk of the prefix cache, of all models"),
     ("swapped_bytes", "swapped_ram_bytes", "RAM of preempted requests"),
 )
 

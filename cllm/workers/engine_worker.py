@@ -7,6 +7,7 @@ process, whatever it is doing.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -24,7 +25,7 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.errors import CllmError, ShuttingDown
 from cllm.logs import configure_logging
-from cllm.workers.channel import Channel
+from cllm.workers.channel import Channel, WorkerProcess
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Command, Died, Heartbeat, Loading, Report, Stop
 from cllm.workers.tokenizer import LocalTokenizer, TokenizerWorker, serve_tokenizer
@@ -63,10 +64,8 @@ class EngineWorker:
         return time.perf_counter() - started if started is not None else 0.0
 
     def _emit(self, report: Report) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the parent is gone: the end of the commands is noticed, too
             self._channel.send(self._encoder.encode(report))
-        except OSError:
-            os._exit(0)  # the parent is gone
 
     def _read_commands(self) -> None:
         decoder = msgspec.msgpack.Decoder(Command)
@@ -80,18 +79,32 @@ class EngineWorker:
         except Exception as error:  # else the engine would live on without hearing anything
             log.critical("a command could not be read: %s", type(error).__name__)
             os._exit(BAD_COMMAND)
-        os._exit(0)  # EOF: the parent is gone
+        self._end()
+
+    def _end(self) -> None:
+        """The parent is gone, or ends this process: exit, after what the disk cache still writes."""
+        if self._core is not None and self._core.disk.limit:
+            self._core.post(Stop())
+            time.sleep(WorkerProcess.END_LIMIT_S)  # the loop ends the process earlier than that
+        os._exit(0)
 
 
-def start_heartbeats(channel: Channel, step_age_s: Callable[[], float] = lambda: 0.0) -> None:
-    """Send a heartbeat every second, from a thread of its own, for as long as this process lives."""
+def start_heartbeats(
+    channel: Channel, step_age_s: Callable[[], float] = lambda: 0.0, *, exits: bool = True
+) -> None:
+    """Send a heartbeat every second, from a thread of its own, for as long as the parent lives.
+
+    Then this process `exits`, unless another thread sees to that.
+    """
 
     def beat() -> None:
         while True:
             try:
                 channel.send(msgspec.msgpack.encode(Heartbeat(step_age_s())))
-            except OSError:
-                os._exit(0)  # the parent is gone
+            except OSError:  # the parent is gone
+                if exits:
+                    os._exit(0)
+                return
             time.sleep(HEARTBEAT_S)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
@@ -190,7 +203,7 @@ def main(
     try:
         if role == "engine":
             engine = EngineWorker(channel)
-            start_heartbeats(channel, lambda: engine.step_age_s)
+            start_heartbeats(channel, lambda: engine.step_age_s, exits=False)
             engine.run(config, make_runner)
         else:
             start_heartbeats(channel)

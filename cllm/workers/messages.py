@@ -87,8 +87,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_tokens: int = 0  # tokens they did not have to compute
     prefix_saves: int = 0  # states put into RAM
     prefix_evictions: int = 0  # states evicted from it
+    disk_loads: int = 0  # states read from disk
+    disk_writes: int = 0  # and written to it
+    disk_failures: int = 0  # that could not be written
     slot_evictions: int = 0  # cached prefixes evicted from their slots
     prefix_bytes: int = 0
+    disk_bytes: int = 0
     swapped_bytes: int = 0
     draft_bytes: int = 0  # of n-gram indexes
     preemptions: int = 0  # requests preempted because KV was full

@@ -31,8 +31,9 @@ Found = TypeVar("Found")
 def environment(**extra: str) -> dict[str, str]:
     """The variables of a child: ours, less any `CLLM_*` that would change what is tested."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
-    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "CLLM_TUNE": "0"}
-    return {**kept, **plain, **extra}
+    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    off = {"CLLM_TUNE": "0", "CLLM_CACHE_DISK_MB": "0"}
+    return {**kept, **plain, **off, **extra}
 
 
 def cllm(*arguments: str, timeout: float = PATIENCE_S, **variables: str) -> subprocess.CompletedProcess[str]:

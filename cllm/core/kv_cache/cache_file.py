@@ -1,7 +1,7 @@
 """Prefix cache files: the host cache written to disk, and read back after a restart.
 
     magic · version · fingerprint of model, library and KV layout · number of entries · checksum
-    for each entry: lengths · tenant · tokens · state · checksum
+    for each entry: lengths · tenant · tokens · lengths of checkpoints · state · checkpoints · checksum
 
 Every checksum continues the one before it, so that nothing can be cut out, swapped or added. The first entry
 is the one used last. All of this is work in slices of a few mebibytes. The engine begins a slice between two
@@ -11,27 +11,26 @@ steps, and a disk thread does it: a folder on a network may answer late, or neve
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import re
 import struct
-import threading
-import time
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from cllm.backend.base import ModelRunner
+from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Slices, run_slices
 from cllm.core.kv_cache.host_cache import MIB, Entry, HostKVCache
-from cllm.core.kv_cache.prefix_index import TOKEN_BYTES
+from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, Checkpoint
 from cllm.errors import (
     CllmError,
     EngineError,
@@ -50,14 +49,14 @@ MAX_JOBS = 8
 SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
 STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
 CLOSE_LIMIT_S = 2.0
-Result = TypeVar("Result")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SUFFIX = ".prefixes"
 _MAGIC = b"cllmpfx\n"
-_VERSION = 1
+_VERSION = 2
 _DIGEST = 32
 _HEAD = struct.Struct(f"<8sI{_DIGEST}sI")  # magic, version, fingerprint, entries
-_ENTRY = struct.Struct("<HIQ")  # bytes of the tenant's name, tokens, bytes of the state
+_ENTRY = struct.Struct("<HIIIQ")  # bytes of the tenant, tokens, shortest cut, checkpoints, bytes of state
+_CHECKPOINT = struct.Struct("<IQ")  # tokens, bytes of state
 
 
 class Moved(NamedTuple):
@@ -74,33 +73,11 @@ class Moved(NamedTuple):
         )
 
 
-Operation = Callable[[], Any]
-Slices = Generator[None, None, Result]
-"""Runs on the disk thread, slice by slice; `Result` is what it returns."""
-
-
 class Work(NamedTuple):
     """The operations of a job in their order, each of which gets the result of the one before."""
 
     operations: Generator[Operation, Any, Moved]
     discard: Operation  # closes the file and removes what is half-written; always the last
-
-
-def _do(slices: Slices[Result]) -> Generator[Operation, Any, Result]:
-    """Each slice as an operation of its own."""
-    while True:
-        ended = yield partial(_next, slices)
-        if ended is not None:
-            result: Result = ended.value
-            return result
-
-
-def _next(slices: Slices[Any]) -> StopIteration | None:
-    try:
-        next(slices)
-        return None
-    except StopIteration as end:
-        return end
 
 
 def get_path(folder: str, name: str) -> Path:
@@ -112,8 +89,15 @@ def get_path(folder: str, name: str) -> Path:
     return Path(folder) / (name + SUFFIX)
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+def get_digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def get_file_size(entry: Entry) -> int:
+    """Bytes of a file with this entry alone."""
+    fixed = _HEAD.size + _DIGEST + _ENTRY.size + _DIGEST + len(entry.tenant.encode())
+    states = sum(_CHECKPOINT.size + len(checkpoint.state) for checkpoint in entry.checkpoints)
+    return fixed + len(entry.tokens) * TOKEN_BYTES + len(entry.state) + states
 
 
 # Saving --------------------------------------------------------------------------------------------
@@ -125,23 +109,30 @@ def save(host: HostKVCache, path: Path, fingerprint: str) -> Work:
     Raises StorageFailed; then nothing is left of the new one.
     """
     # Weakly: what is pushed out of RAM meanwhile must not be kept there by us.
-    slices = _save([weakref.ref(entry) for entry in reversed(tuple(host.entries))], path, fingerprint)
-    return Work(_do(slices), slices.close)
-
-
-def _save(entries: Iterable[weakref.ref[Entry]], path: Path, fingerprint: str) -> Slices[Moved]:
+    entries = [weakref.ref(entry) for entry in reversed(tuple(host.entries))]
     temporary = path.with_name(f".{path.name}.new")
+    slices = write_file(entries, path, temporary, fingerprint)
+    return Work(run_slices(slices), slices.close)
+
+
+def write_file(
+    entries: Iterable[weakref.ref[Entry]], path: Path, temporary: Path, fingerprint: str, *, sync: bool = True
+) -> Slices[Moved]:
+    """Write a file in slices, atomically. Without `sync`, a power failure may leave a damaged one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # 0600: it tells what users asked.
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(OSError):  # one without a lock was left by a crash
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             moved = yield from _write(file, entries, fingerprint)
             file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+            if sync:
+                os.fsync(file.fileno())
+            temporary.replace(path)
     except OSError as error:
-        raise StorageFailed(f"the state file could not be written: {_reason(error)}") from None
+        raise StorageFailed(f"the state file could not be written: {get_reason(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -150,31 +141,36 @@ def _save(entries: Iterable[weakref.ref[Entry]], path: Path, fingerprint: str) -
 
 def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: str) -> Slices[Moved]:
     """The entries, then the head that counts them; the chain of checksums begins with the fingerprint."""
-    owner = _digest(fingerprint.encode())
+    owner = get_digest(fingerprint.encode())
     file.write(bytes(_HEAD.size + _DIGEST))
     moved, last = Moved(), owner
     for reference in entries:
         entry = reference()
         if entry is None:
             continue
-        tenant, tokens = entry.tenant.encode(), entry.tokens.tobytes()
-        checksum = hashlib.blake2b(last, digest_size=_DIGEST)
-        for piece in (_ENTRY.pack(len(tenant), len(entry.tokens), len(entry.state)), tenant, tokens):
-            checksum.update(piece)
-            file.write(piece)
-        state = memoryview(entry.state)
-        for start in range(0, len(state), SLICE_BYTES):
-            checksum.update(state[start : start + SLICE_BYTES])
-            file.write(state[start : start + SLICE_BYTES])
-            yield
+        checksum = hashlib.sha256(last)
+        for state in (_pack_head(entry), entry.state, *(point.state for point in entry.checkpoints)):
+            view = memoryview(state)
+            for start in range(0, len(view), SLICE_BYTES):
+                checksum.update(view[start : start + SLICE_BYTES])
+                file.write(view[start : start + SLICE_BYTES])
+                yield
         last = checksum.digest()
         file.write(last)
         moved = moved.plus(entry)
-        del entry, state
+        del entry, state, view
     head = _HEAD.pack(_MAGIC, _VERSION, owner, moved.entries)
     file.seek(0)
-    file.write(head + _digest(head))
+    file.write(head + get_digest(head))
     return moved
+
+
+def _pack_head(entry: Entry) -> bytes:
+    """Everything of an entry before its state."""
+    tenant, count = entry.tenant.encode(), len(entry.checkpoints)
+    lengths = _ENTRY.pack(len(tenant), len(entry.tokens), entry.min_length, count, len(entry.state))
+    table = (_CHECKPOINT.pack(point.length, len(point.state)) for point in entry.checkpoints)
+    return b"".join((lengths, tenant, entry.tokens.tobytes(), *table))
 
 
 # Restoring -----------------------------------------------------------------------------------------
@@ -186,19 +182,19 @@ def restore(host: HostKVCache, path: Path, fingerprint: str) -> Work:
     The whole file is checked before the first of them. Raises StateFileError, NotFound or StorageFailed:
     then nothing has changed.
     """
-    reader = _Reader(path, fingerprint)
+    reader = CacheFileReader(path, fingerprint)
     return Work(_restore(host, reader), reader.close)
 
 
-def _restore(host: HostKVCache, reader: _Reader) -> Generator[Operation, Any, Moved]:
+def _restore(host: HostKVCache, reader: CacheFileReader) -> Generator[Operation, Any, Moved]:
     yield reader.open
     for _ in range(reader.entries):
-        yield from _do(reader.read(max_bytes=0))
+        yield from run_slices(reader.read(max_bytes=0))
     yield reader.rewind
     moved = Moved()
     for _ in range(reader.entries):
         # Checked once more: the file may have been written to since the check.
-        entry = yield from _do(reader.read(max_bytes=host.room))
+        entry = yield from run_slices(reader.read(max_bytes=host.room))
         if entry is not None and host.put_last(entry):
             moved = moved.plus(entry)
         else:
@@ -213,30 +209,50 @@ def _reading() -> Iterator[None]:
     except FileNotFoundError:
         raise NotFound("there is no state file of this name") from None
     except OSError as error:
-        raise StorageFailed(f"the state file could not be read: {_reason(error)}") from None
+        raise StorageFailed(f"the state file could not be read: {get_reason(error)}") from None
 
 
-class _Reader:
+class EntryHead(NamedTuple):
+    """Everything of an entry in a file but its states."""
+
+    tenant: str
+    tokens: array[int]
+    min_length: int
+    checkpoints: tuple[tuple[int, int], ...]  # tokens, bytes of state
+    state_bytes: int
+    packed: bytes  # as it lies in the file
+
+    @property
+    def states_bytes(self) -> int:
+        return self.state_bytes + sum(size for _, size in self.checkpoints)
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens) * TOKEN_BYTES + self.states_bytes
+
+
+class CacheFileReader:
     """A state file, entry by entry. Believes no length before it has seen that the file is that long."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self._path = path
-        self._owner = _digest(fingerprint.encode())
+        self._owner = get_digest(fingerprint.encode())
         self._file: BinaryIO | None = None
         self.entries = 0
 
     @_reading()
     def open(self) -> None:
         """Open the file and check its head."""
-        self._file = os.fdopen(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
-        self._left = os.fstat(self._file.fileno()).st_size
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # no pipe holds it up
+        self._file = os.fdopen(descriptor, "rb")
+        self._left = os.fstat(descriptor).st_size
         head = self._take(_HEAD.size)
         magic, version, owner, self.entries = _HEAD.unpack(head)
         if magic != _MAGIC:
             raise StateFileError("this is not a state file of cllm")
         if version != _VERSION:
             raise StateFileError(f"the state file is of version {version}; this cllm reads {_VERSION}")
-        if self._take(_DIGEST) != _digest(head):
+        if self._take(_DIGEST) != get_digest(head):
             raise StateFileError("the state file is corrupt: its head does not match its checksum")
         if owner != self._owner:
             raise StateFileError("the state file is of another model, library or KV layout than this one")
@@ -252,87 +268,91 @@ class _Reader:
     @_reading()
     def rewind(self) -> None:
         """Back to the first entry. The last one must have been read, with nothing behind it."""
-        if self._left:
-            raise StateFileError(f"the state file is corrupt: {self._left} bytes follow its last entry")
+        self.check_end()
         assert self._file is not None
         self._file.seek(_HEAD.size + _DIGEST)
         self._left, self._last = self._body, self._owner
 
-    def read(self, max_bytes: int) -> Slices[Entry | None]:
-        """Check the next entry and return it; one of more than `max_bytes` is only checked, in slices."""
+    def check_end(self, left: int = 0) -> None:
+        """Raise StateFileError unless so many bytes are left."""
+        if extra := self._left - left:
+            raise StateFileError(f"the state file is corrupt: {extra} bytes follow its last entry")
+
+    def read_only_head(self) -> EntryHead:
+        """Read the head of a file's one entry. Its states follow, whole, and nothing else."""
+        head = self.read_head()
+        self.check_end(head.states_bytes + _DIGEST)
+        return head
+
+    def read_head(self) -> EntryHead:
+        """Read the next entry up to its states, unchecked but for its lengths."""
         lengths = self._take(_ENTRY.size)
-        name_bytes, token_count, state_bytes = _ENTRY.unpack(lengths)
-        if name_bytes + token_count * TOKEN_BYTES + state_bytes + _DIGEST > self._left:
-            raise StateFileError("the state file is truncated, or corrupt: an entry is longer than the file")
+        name_bytes, token_count, min_length, count, state_bytes = _ENTRY.unpack(lengths)
+        self._check_room(name_bytes + token_count * TOKEN_BYTES + count * _CHECKPOINT.size + state_bytes)
         if not token_count or not state_bytes:
             raise StateFileError("the state file is corrupt: an entry is empty")
-        checksum = hashlib.blake2b(self._last + lengths, digest_size=_DIGEST)
-        keep = state_bytes + token_count * TOKEN_BYTES <= max_bytes
         name = self._take(name_bytes)
         tokens = self._take(token_count * TOKEN_BYTES)
-        checksum.update(name + tokens)
-        state = bytearray()
-        for start in range(0, state_bytes, SLICE_BYTES):
-            piece = self._take(min(SLICE_BYTES, state_bytes - start))
-            checksum.update(piece)
-            if keep:
-                state += piece
-            yield
-        self._last = checksum.digest()
-        if self._take(_DIGEST) != self._last:
-            raise StateFileError("the state file is corrupt: an entry does not match its checksum")
+        table = self._take(count * _CHECKPOINT.size)
         try:
             tenant = name.decode()
         except UnicodeDecodeError:
             raise StateFileError("the state file is corrupt: a tenant's name is not text") from None
-        return Entry(tenant, array("i", tokens), bytes(state)) if keep else None
+        checkpoints = tuple(_CHECKPOINT.iter_unpack(table))
+        packed = b"".join((lengths, name, tokens, table))
+        head = EntryHead(tenant, array("i", tokens), min_length, checkpoints, state_bytes, packed)
+        self._check_room(head.states_bytes)
+        return head
+
+    def _check_room(self, size: int) -> None:
+        if size + _DIGEST > self._left:
+            raise StateFileError("the state file is truncated, or corrupt: an entry is longer than the file")
+
+    def read(self, max_bytes: int) -> Slices[Entry | None]:
+        """Check the next entry and return it; one of more than `max_bytes` is only checked, in slices."""
+        head = self.read_head()
+        checksum = hashlib.sha256(self._last + head.packed)
+        keep = head.size <= max_bytes
+        states = []
+        for size in (head.state_bytes, *(size for _, size in head.checkpoints)):
+            state = _new_buffer(size if keep else min(size, SLICE_BYTES))
+            for start in range(0, size, SLICE_BYTES):
+                end = min(start + SLICE_BYTES, size)
+                piece = state[start:end] if keep else state[: end - start]
+                self._fill(piece)
+                checksum.update(piece)
+                yield
+            states.append(state)
+        self._last = checksum.digest()
+        if self._take(_DIGEST) != self._last:
+            raise StateFileError("the state file is corrupt: an entry does not match its checksum")
+        if not keep:
+            return None
+        lengths = (length for length, _ in head.checkpoints)
+        checkpoints = tuple(map(Checkpoint, lengths, states[1:]))
+        return Entry(head.tenant, head.tokens, states[0], checkpoints, head.min_length)
+
+    def _take(self, count: int) -> bytes:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return bytes(data)
 
     @_reading()
-    def _take(self, count: int) -> bytes:
+    def _fill(self, buffer: memoryview) -> None:
         assert self._file is not None
-        data = self._file.read(count)
-        if len(data) != count:
+        if self._file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
             raise StateFileError("the state file is truncated")
-        self._left -= count
-        return data
+        self._left -= len(buffer)
 
 
-def _reason(error: OSError) -> str:
+def _new_buffer(size: int) -> memoryview:
+    """Memory for a state; a large one in pages of its own, which need neither clearing nor copying."""
+    return memoryview(mmap.mmap(-1, size) if size >= SLICE_BYTES else bytearray(size))
+
+
+def get_reason(error: OSError) -> str:
     """In words, without the path."""
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
-
-
-class DiskThread:
-    """Does operations one after the other. It is a daemon: one that never returns holds up no exit."""
-
-    def __init__(self) -> None:
-        self._operations: SimpleQueue[tuple[Operation, Future[Any]]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._began_at: float | None = None  # of the operation that runs
-
-    @property
-    def busy_s(self) -> float:
-        """How long the running operation has taken."""
-        began_at = self._began_at
-        return 0.0 if began_at is None else time.monotonic() - began_at
-
-    def submit(self, operation: Operation) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._operations.put((operation, future))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="state-files", daemon=True)
-            self._thread.start()
-        return future
-
-    def _run(self) -> None:
-        while True:
-            operation, future = self._operations.get()
-            self._began_at = time.monotonic()
-            try:
-                future.set_result(operation())
-            except BaseException as error:
-                future.set_exception(error)
-            self._began_at = None
 
 
 class CacheFileJobs:
@@ -357,7 +377,7 @@ class CacheFileJobs:
         self._emit = emit
         self._jobs: deque[tuple[int, str, Work]] = deque()  # call id, label, work
         self._fingerprint = ""  # computed when it is first needed: that reads the model's file
-        self._disk = DiskThread()
+        self._disk = DiskThread("state-files")
         self._operation: Future[Any] | None = None  # of the first job
 
     @property

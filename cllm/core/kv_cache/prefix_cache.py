@@ -7,12 +7,14 @@ continued in place, or its prefix is copied where cutting it would destroy what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.checkpoints import plan_stops, thin_checkpoints
 from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.disk_loader import DiskLoader
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut
 from cllm.core.kv_cache.slot_choice import SlotChoice
@@ -49,6 +51,7 @@ class PrefixCache:
         transfer: KVTransfer,
         cost: StepCostModel,
         host: HostKVCache,
+        disk: DiskKVCache,
         *,
         keeps: bool,
         across_tenants: bool,
@@ -59,6 +62,7 @@ class PrefixCache:
         self._cost = cost
         self.host = host
         self.device = DeviceKVCache(pool)
+        self.loader = DiskLoader(disk, host, transfer, cost)
         self._keeps = keeps
         self._across_tenants = across_tenants
         self.slots = SlotChoice(runner, pool, self.device, transfer, cost, max_move_bytes=host.limit)
@@ -72,10 +76,21 @@ class PrefixCache:
     # Finding ---------------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence, running: Iterable[Sequence]) -> PrefixMatch | None:
-        """The best match there is for a sequence, or will be soon: then it is not `ready` yet."""
-        if not sequence.request.reuse or len(sequence.tokens) <= MIN_RESTORE_TOKENS:
+        """The best match there is for a sequence, or will be soon: then it is not `ready` yet.
+
+        Where the disk has more, the sequence is `loading` afterwards.
+        """
+        if not sequence.request.reuse or len(sequence.tokens) <= MIN_RESTORE_TOKENS or sequence.swapped:
             return None
         running = tuple(running)
+        self.loader.take(sequence)
+        best = self._find_now(sequence, running)
+        if best is None or best.ready:
+            known, gain_s = (best.length, self._gain_s(best)) if best is not None else (0, 0.0)
+            self.loader.look(sequence, self._tenant(sequence), known, gain_s, self._room(running))
+        return best
+
+    def _find_now(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         shared = self._best_source(sequence, running)
         cached = self._best_cached(sequence, running)
         if shared is None or cached is None:
@@ -121,10 +136,7 @@ class PrefixCache:
         return PrefixMatch(cut.length, other, cut.checkpoint)
 
     def _best_cached(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
-        # A state is restored whole, even where only its prefix is wanted.
-        room = self._runner.limits.sequence_cells
-        if self._unified:
-            room = min(room, self._runner.limits.cells - count_cells(running))
+        room = self._room(running)
         known = (
             PrefixMatch(cut.length, match.value, cut.checkpoint)
             for match in self._known(sequence, sequence.tokens[:-1])
@@ -137,17 +149,23 @@ class PrefixCache:
             return None
         return best
 
+    def _room(self, running: tuple[Sequence, ...]) -> int:
+        """Tokens of a state that can be restored: it comes whole, even where only its prefix is wanted."""
+        cells = self._runner.limits.sequence_cells
+        return min(cells, self._runner.limits.cells - count_cells(running)) if self._unified else cells
+
     def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
         tenant = self._tenant(sequence)
         slots = self.device.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
-        return [*slots, *self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]]
+        states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
+        return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
 
     def _gain_s(self, match: PrefixMatch) -> float:
         """Seconds saved by applying a match instead of computing."""
         origin = match.origin
         if isinstance(origin, Entry):
-            cost = self._cost.restore_s(origin.size)
+            cost = self._cost.restore_s(len(origin.state))
         else:
             cost = self._transfer.copy_s(origin.num_computed)
             if isinstance(origin, SlotContent):
@@ -167,7 +185,7 @@ class PrefixCache:
             needed = len(sequence.tokens) + 1
             needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
             self.slots.make_room(needed, running.values(), content)
-        if content is not None and self.slots.continues(content, length):
+        if content is not None and self.slots.continues(content, length, sequence):
             return self.slots.continue_slot(content, length, sequence, running)
         return self.slots.empty_slot(sequence, running, content)
 
@@ -183,7 +201,7 @@ class PrefixCache:
         try:
             if in_place:
                 held = self._cut(sequence.seq_id, match)
-            elif (entry := origin if isinstance(origin, Entry) else self._through_ram(origin)) is not None:
+            elif (entry := origin if isinstance(origin, Entry) else self._through_ram(match)) is not None:
                 held = self._restore(sequence.seq_id, entry, match)
             elif not isinstance(origin, Entry):
                 held, copied = self._runner.copy(origin.seq_id, sequence.seq_id, match.length), True
@@ -201,8 +219,10 @@ class PrefixCache:
             sequence.share_cells(origin)
         if first_start and held:  # a preempted one has computed this before
             sequence.cached_tokens = held
-            sequence.cached_from = "ram" if isinstance(origin, Entry) else "device"
+            from_disk = sequence.loaded is not None and origin is sequence.loaded.value
+            sequence.cached_from = "disk" if from_disk else "ram" if isinstance(origin, Entry) else "device"
             sequence.cached_from += "+checkpoint" if match.checkpoint is not None else ""
+        sequence.loaded = None
         self.hits += held > 0
         self.hit_tokens += held
 
@@ -210,15 +230,16 @@ class PrefixCache:
         checkpoint = match.checkpoint
         return self._runner.truncate(seq_id, match.length, checkpoint and checkpoint.state)
 
-    def _through_ram(self, origin: Sequence | SlotContent) -> Entry | None:
+    def _through_ram(self, match: PrefixMatch) -> Entry | None:
         """The state of a slot saved to RAM, where that is the best way to another slot."""
-        if isinstance(origin, SlotContent):
-            self.device.touch(origin)
-        if not self._transfer.copies_through_ram(origin.num_computed):
+        origin = match.origin
+        assert not isinstance(origin, Entry)
+        content = origin if isinstance(origin, SlotContent) else self._content_of(origin)
+        self.device.touch(content)
+        needs_slot = not self._cuttable and match.checkpoint is None and match.length < origin.num_computed
+        if needs_slot or not self._transfer.copies_through_ram(origin.num_computed):
             return None
-        return self._transfer.save_entry(
-            origin if isinstance(origin, SlotContent) else self._content_of(origin)
-        )
+        return self._transfer.save_entry(content)
 
     def _restore(self, seq_id: int, entry: Entry, match: PrefixMatch) -> int:
         """Restore a state and cut it; 0 if that fails. One that only finds no room now is kept."""
@@ -297,8 +318,12 @@ class PrefixCache:
         tenant = self._tenant(sequence)
         return SlotContent(sequence.seq_id, tenant, tokens, sequence.segments, checkpoints, min_length)
 
+    def candidates(self) -> Iterator[Candidate]:
+        """What could be written to disk."""
+        return self.loader.candidates(self.device)
+
     def clear(self) -> tuple[int, int]:
-        """Forget everything cached: so many prefixes, and so many tokens of them."""
+        """Forget what slots and RAM have: so many prefixes, and so many tokens of them."""
         entries = [*self.device.entries, *self.host.entries]
         self.clear_slots()
         for entry in tuple(self.host.entries):

@@ -53,13 +53,17 @@ class SlotChoice:
                 return None
         return self._move_closer(densest(empty, running), sequence, running)
 
-    def continues(self, content: SlotContent, length: int) -> bool:
-        """Whether a slot is cut and continued: what is lost so must be worth less than copying."""
-        if length == len(content.tokens):
+    def continues(self, content: SlotContent, length: int, sequence: Sequence) -> bool:
+        """Whether a slot is cut and continued: what is lost so must be worth less than copying.
+
+        A prompt that is repeated will have its answer again.
+        """
+        repeated = length == len(sequence.tokens) - 1 and not content.mostly_beyond(length)
+        if repeated or length == len(content.tokens):
             return True
         copy_s = self._transfer.copy_s(len(content.tokens))
         if not self._device.empty_slots():
-            victim = self._device.least_recent(keep=content)
+            victim = self._device.next_victim(keep=content)
             if victim is None:
                 return True
             copy_s += self._transfer.loss_s(victim)
@@ -67,7 +71,7 @@ class SlotChoice:
 
     def evict_one(self, keep: SlotContent | None = None, *, others: bool = True) -> bool:
         """Empty the least recently used slot, offloaded if that pays; False if all free slots are empty."""
-        victim = self._device.least_recent(keep)
+        victim = self._device.next_victim(keep)
         if victim is None:
             return False
         self._transfer.offload(victim, others=others)

@@ -155,8 +155,8 @@ class KVTransfer:
             return False
         return not self.cuttable or self.move_s(size) < self._stream_s()
 
-    def save_entry(self, content: SlotContent) -> Entry | None:
-        """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""
+    def read_entry(self, content: SlotContent) -> Entry | None:
+        """What a slot holds, as an entry that is in no tier. None if it fails."""
         length = len(content.tokens)
         try:
             if self._runner.next_position(content.seq_id) != length:
@@ -168,8 +168,15 @@ class KVTransfer:
         if state is None:
             return None
         self._last_state = (length, len(state))
-        entry = Entry(content.tenant, content.tokens, state, content.checkpoints, content.min_length)
-        if self._host.could_hold(entry.size):
+        # Of a sliding window, the state has only what the next token looks back on.
+        cuttable = self.cuttable or length <= self._runner.info.sliding_window
+        min_length = 0 if cuttable else length
+        return Entry(content.tenant, content.tokens, state, content.checkpoints, min_length)
+
+    def save_entry(self, content: SlotContent) -> Entry | None:
+        """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""
+        entry = self.read_entry(content)
+        if entry is not None and self._host.could_hold(entry.size):
             for other in self._host.covered(entry) if self.cuttable else ():
                 self._host.drop(other)
             self._host.put(entry)

@@ -96,11 +96,12 @@ def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parallel", "0"], "configuration: parallel is 0: expected `int` >= 1"),
+        (["--parallel", "-1"], "configuration: parallel is -1: expected `int` >= 0"),
         (["--cache-type-k", "nope"], "configuration: cache_type_k is 'nope': expected `str` matching"),
         (["--max-timeout-s", "nan"], "configuration: max_timeout_s is nan: expected a finite number"),
         (["--max-timeout-s", "inf"], "configuration: max_timeout_s is inf: expected a finite number"),
         (["--target-itl-ms", "nan"], "--target-itl-ms"),
+        (["--cache-disk-mb", "-1"], "configuration: cache_disk_mb is -1: expected `int` >= 0"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(
@@ -120,6 +121,26 @@ def test_a_wrong_line_of_the_file_is_named(settings: list[Config], tmp_path: Pat
     assert result.exit_code == 2 and not settings
     wanted = "did you mean 'parallel'" if "paralel" in line else "expected a finite number"
     assert wanted in result.output and line.split()[0] in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ([], 4096),
+        (["--cache-disk-mb", "0"], 0),
+        (["--cache-disk-mb", "7"], 7),
+        (["--api-key", "secret"], 0),
+        (["--api-keys", "keys.toml"], 0),
+        (["--api-key", "secret", "--cache-disk-mb", "7"], 7),
+    ],
+)
+def test_with_keys_prompts_go_to_disk_only_when_asked_for(
+    settings: list[Config], arguments: list[str], size: int
+) -> None:
+    result = CliRunner().invoke(main.app, ["serve", *arguments])
+    assert result.exit_code == 0, result.output
+    assert settings[0].with_disk_cache().engine.cache_disk_mb == size
+    assert EngineConfig().cache_disk_mb is None, "off in the Python API"
 
 
 def test_renamed_settings_of_a_call() -> None:

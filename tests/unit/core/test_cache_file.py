@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cllm.core.kv_cache import cache_file as state_file
 from cllm.core.kv_cache.cache_file import CacheFileJobs, Moved, Work, get_path, restore, save
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache
+from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.errors import CllmError, Forbidden, InvalidRequest, NotFound, StateFileError, StorageFailed
 from cllm.testing import FakeRunner
 from cllm.workers.messages import Report, StateFileDone, UseStateFile
@@ -71,6 +72,24 @@ def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.M
     assert run(restore(again, path, "here")) == (0, 0, 0, 3), "they are known"
 
 
+def test_checkpoints_come_back_with_their_entry(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_file, "SLICE_BYTES", 100)
+    tier = tier_of(("", "xyz", 50))
+    points = (Checkpoint(1, os.urandom(250)), Checkpoint(3, memoryview(b"abc")))
+    tier.put(Entry("t", tuple(b"abcd"), os.urandom(120), points, min_length=3))
+    write(tier, path, "")
+    again = HostKVCache(cached_limit=1 << 20)
+    assert run(restore(again, path, "")).size == tier.cached_bytes
+    (found,) = (entry for entry in again.entries if entry.tenant)
+    assert [(point.length, bytes(point.state)) for point in found.checkpoints] == [
+        (1, points[0].state),
+        (3, b"abc"),
+    ]
+    assert found.min_length == 3 and contents(again) == contents(tier)
+    path.write_bytes(path.read_bytes()[:-33] + b"\0" * 33)
+    assert "checksum" in refusal(path)
+
+
 def test_restoring_keeps_to_the_byte_budget_and_evicts_nothing(path: Path) -> None:
     tier = tier_of(("", "old", 100), ("", "mid", 100), ("", "new", 100))
     write(tier, path, "")
@@ -102,7 +121,7 @@ def refusal(path: Path, identity: str = "", kind: type[CllmError] = StateFileErr
 
 def with_head(data: bytes, entries: int) -> bytes:
     head = data[: HEAD - 4] + struct.pack("<I", entries)
-    return head + hashlib.blake2b(head, digest_size=32).digest() + data[HEAD + 32 :]
+    return head + hashlib.sha256(head).digest() + data[HEAD + 32 :]
 
 
 def test_what_is_wrong_is_said(path: Path) -> None:
@@ -110,8 +129,8 @@ def test_what_is_wrong_is_said(path: Path) -> None:
     data = path.read_bytes()
     assert "another model" in refusal(path, "elsewhere")
     body = HEAD + 32
-    huge = data[:body] + struct.pack("<HIQ", 0, 2**32 - 1, 2**62) + data[body + 14 :]
-    first = 14 + 0 + 12 + 300 + 32
+    huge = data[:body] + struct.pack("<HIIIQ", 0, 2**32 - 1, 0, 0, 2**62) + data[body + 22 :]
+    first = 22 + 0 + 12 + 300 + 32
     swapped = data[:body] + data[body + first + 1 :] + data[body : body + first + 1]
     for damaged, said in {
         b"": "truncated",

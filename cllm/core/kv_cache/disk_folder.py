@@ -1,0 +1,193 @@
+"""The folder of the disk cache: its files, and what the disk thread does with them.
+
+    <folder>/kv/<fingerprint of model, library and KV layout>/<tenant and tokens>.kv
+
+A file appears whole, and one that is gone is a miss, so several servers may share a folder. The files tell
+what users asked: folders are 0700, files 0600.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.build.toolchain import cache_directory
+from cllm.core.kv_cache.cache_file import (
+    CacheFileReader,
+    Moved,
+    get_digest,
+    get_reason,
+    write_file,
+)
+from cllm.core.kv_cache.disk_thread import Slices, finish
+from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.kv_cache.prefix_index import CachedPrefix, Checkpoint
+from cllm.errors import CllmError, StateFileError, StorageFailed
+
+SUFFIX, TEMPORARY = ".kv", ".new"
+_NAME_BYTES = 16
+
+
+class DiskEntry(CachedPrefix):
+    """A cached prefix on disk. Its checkpoints have lengths; their states are in the file."""
+
+    __slots__ = ("path", "size", "used_at")
+
+    def __init__(self, prefix: CachedPrefix, path: Path, size: int, used_at: float) -> None:
+        points = tuple(Checkpoint(point.length, b"") for point in prefix.checkpoints)
+        super().__init__(prefix.tenant, prefix.tokens, points, prefix.min_length)
+        self.path = path
+        self.size = size  # of the file
+        self.used_at = used_at  # by the wall clock, as the file's mtime
+
+
+class OtherFile(NamedTuple):
+    """A file of another model, or a damaged one: it only takes space."""
+
+    used_at: float
+    size: int
+    path: Path
+
+
+class Scan(NamedTuple):
+    """What lies in the folder."""
+
+    entries: list[DiskEntry]
+    others: list[OtherFile]
+    ignored: int  # files of this model's folder that cannot be used
+
+
+def get_cache_folder(given: str) -> Path:
+    """The folder for the disk cache: as given, else the cache folder of cllm."""
+    return Path(given).expanduser().absolute() if given else cache_directory()
+
+
+class CacheFolder:
+    """The files of one model, and the space that those of others take. For the disk thread."""
+
+    def __init__(self, folder: Path, get_fingerprint: Callable[[], str]) -> None:
+        """`get_fingerprint` is called on the disk thread: it reads the model's file."""
+        self._root = folder / "kv"
+        self._get_fingerprint = get_fingerprint
+        self._known = ""
+
+    @property
+    def _fingerprint(self) -> str:
+        self._known = self._known or self._get_fingerprint()
+        return self._known
+
+    @property
+    def _folder(self) -> Path:
+        return self._root / get_digest(self._fingerprint.encode()).hex()[:_NAME_BYTES]
+
+    def get_path(self, prefix: CachedPrefix) -> Path:
+        return self._folder / (get_name(prefix) + SUFFIX)
+
+    def scan(self) -> Scan:
+        """Read the heads of this model's files, and the sizes of all. Raises OSError."""
+        found = Scan([], [], 0)
+        for folder in _list(self._root):
+            ours = folder == self._folder
+            for path in _list(folder) if not folder.is_symlink() else ():
+                try:
+                    status = path.lstat()
+                except FileNotFoundError:  # another server has removed it
+                    continue
+                if path.suffix != SUFFIX:
+                    _remove_leftover(path)
+                    continue
+                entry = self._find(path, status) if ours and stat.S_ISREG(status.st_mode) else None
+                if entry is not None:
+                    found.entries.append(entry)
+                else:
+                    found.others.append(OtherFile(status.st_mtime, status.st_size, path))
+                    found = found._replace(ignored=found.ignored + ours)
+        return found
+
+    def _find(self, path: Path, status: os.stat_result) -> DiskEntry | None:
+        """What a file holds, by its head, its length and its name; None if they do not agree."""
+        try:
+            with contextlib.closing(CacheFileReader(path, self._fingerprint)) as reader:
+                reader.open()
+                head = reader.read_only_head()
+        except CllmError:
+            return None
+        points = tuple(Checkpoint(length, b"") for length, _ in head.checkpoints)
+        prefix = CachedPrefix(head.tenant, head.tokens, points, head.min_length)
+        if get_name(prefix) != path.stem:
+            return None
+        return DiskEntry(prefix, path, status.st_size, status.st_mtime)
+
+    def read(self, entry: DiskEntry) -> Entry:
+        """An entry with its states, checked whole. Raises NotFound, StateFileError or StorageFailed."""
+        with contextlib.closing(CacheFileReader(entry.path, self._fingerprint)) as reader:
+            reader.open()
+            slices = reader.read(max_bytes=entry.size)
+            found = finish(slices)
+            reader.check_end()
+        if found is None or get_name(found) != get_name(entry):
+            raise StateFileError("the state file is another than was indexed")
+        return found
+
+    def write(self, entry: Entry) -> Slices[Moved]:
+        """Write an entry to its file. Raises StorageFailed; then nothing is left of it."""
+        path = self.get_path(entry)
+        for folder in (self._root, path.parent):
+            _make_private(folder)
+        temporary = path.with_name(f".{path.stem}-{secrets.token_hex(_NAME_BYTES)}{TEMPORARY}")
+        entries = [weakref.ref(entry)]
+        # Unsynced: after a power failure it may be damaged, and that is found out.
+        return (yield from write_file(entries, path, temporary, self._fingerprint, sync=False))
+
+    def clear(self) -> None:
+        """Remove every file of this model."""
+        for path in _list(self._folder):
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def get_name(prefix: CachedPrefix) -> str:
+    """The name of its file: a digest of tenant and tokens."""
+    tenant = prefix.tenant.encode()
+    return get_digest(len(tenant).to_bytes(4) + tenant + prefix.tokens.tobytes()).hex()[: 2 * _NAME_BYTES]
+
+
+def _list(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder that only its owner may read. Raises StorageFailed."""
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        if folder.stat().st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise StorageFailed(f"its folder cannot be made: {get_reason(error)}") from None
+
+
+def _remove_leftover(path: Path) -> None:
+    """Remove a half-written file, unless it is being written by another server, which holds its lock."""
+    if path.suffix != TEMPORARY:
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,92 @@
+"""Loads from disk: a sequence waits for its prefix where reading that is quicker than computing it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+from cllm.core.kv_cache.device_cache import DeviceKVCache
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, Loading
+from cllm.core.kv_cache.disk_folder import DiskEntry
+from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
+from cllm.core.kv_cache.prefix_index import Match
+from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
+from cllm.core.sequence import Sequence
+from cllm.core.step_cost import StepCostModel
+
+
+class DiskLoader:
+    """Between the disk and the other tiers: what is read goes to RAM, what they hold can be written.
+
+    A sequence never waits longer than it would take to compute what it waits for.
+    """
+
+    def __init__(
+        self, disk: DiskKVCache, host: HostKVCache, transfer: KVTransfer, cost: StepCostModel
+    ) -> None:
+        self._disk = disk
+        self._host = host
+        self._transfer = transfer
+        self._cost = cost
+
+    def take(self, sequence: Sequence) -> None:
+        """The wait of a sequence is over, if it did wait: put what was read into RAM."""
+        loading, sequence.loading = sequence.loading, None
+        if loading is None:
+            return
+        if not loading.future.done():
+            self._disk.give_up(loading.future)
+            sequence.load_by = 0.0
+        elif loading.match is not None and (entry := loading.future.result()) is not None:
+            sequence.loaded = Match(loading.match.length, entry)
+            self._host.put(entry)
+
+    def look(self, sequence: Sequence, tenant: str, known: int, gain_s: float, max_tokens: int) -> None:
+        """Let a sequence wait for the disk if that pays: it has the first `known` tokens elsewhere.
+
+        Those save `gain_s`. At most `max_tokens` can be restored.
+        """
+        disk, now = self._disk, time.monotonic()
+        if not disk.limit or sequence.loaded is not None:
+            return
+        if sequence.load_by is None:
+            sequence.load_by = now + (len(sequence.tokens) - known) * self._transfer.token_s
+        if now >= sequence.load_by:
+            return
+        if disk.scanning is not None and not disk.scanning.done():
+            sequence.loading = Loading(disk.scanning, sequence.load_by)
+            return
+        found = (
+            match
+            for match in disk.matches(tenant, sequence.tokens[:-1], known + MIN_COPY_TOKENS)
+            if len(match.value.tokens) <= max_tokens
+        )
+        best = max(found, key=self._gain_s, default=None)
+        if best is None or self._gain_s(best) <= gain_s:
+            return
+        load = disk.load(best.value)
+        if load is not None:
+            sequence.loading = Loading(load, sequence.load_by, best)
+        elif (turn := disk.next_load) is not None:
+            sequence.loading = Loading(turn, sequence.load_by)
+
+    def _gain_s(self, match: Match[DiskEntry]) -> float:
+        """Seconds saved by loading and restoring it instead of computing."""
+        size = match.value.size
+        length = match.value.longest_cut(match.length).length
+        return length * self._transfer.token_s - self._disk.load_s(size) - self._cost.restore_s(size)
+
+    def candidates(self, device: DeviceKVCache) -> Iterator[Candidate]:
+        """What could be written to disk: slots, then RAM, each most recently used first."""
+        transfer = self._transfer
+        for content in reversed(tuple(device.entries)):
+            size = transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
+            save = partial(transfer.read_entry, content)
+            yield Candidate(content.tenant, content.tokens, size, self._cost.save_s(size), save)
+        for entry in reversed(tuple(self._host.entries)):
+            yield Candidate(entry.tenant, entry.tokens, entry.size, 0.0, partial(_itself, entry))
+
+
+def _itself(entry: Entry) -> Entry:
+    return entry

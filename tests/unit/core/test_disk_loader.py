@@ -1,0 +1,262 @@
+"""The disk tier in the engine: a prefix comes back after a restart; what the disk cannot give is computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from cllm.core.kv_cache.disk_thread import DiskThread, Operation
+from cllm.core.kv_cache.transfer import KVTransfer
+from cllm.testing import FakeRunner
+from cllm.workers.messages import ClearCache, Report, StateFileDone, Stop, Wake
+from tests.driver.engine import StepDriver, Tokens, ask, words
+
+PROMPT = words(1, 200)
+LIMIT_S = 30.0
+
+
+class DiskGate:
+    """While it is closed, the disk does not answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        submit = DiskThread.submit
+
+        def wait_and_do(disk: DiskThread, operation: Operation) -> Future[Any]:
+            def gated() -> Any:
+                assert self._open.wait(LIMIT_S)
+                return operation()
+
+            return submit(disk, gated)
+
+        monkeypatch.setattr(DiskThread, "submit", wait_and_do)
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskGate]:
+    gate = DiskGate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+Start = Callable[..., StepDriver]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts an engine on the test's cache folder. Computing is slow: 200 tokens take 20 s."""
+    monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.1)
+
+    def start_one(*, trimmable: bool = True, cache_mb: int = 1, **settings: Any) -> StepDriver:
+        settings = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
+        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **settings).freeze_cost()
+
+    return start_one
+
+
+def finish(driver: StepDriver) -> None:
+    """Step until all is answered, waiting for the disk where there is nothing else to do."""
+    deadline = time.monotonic() + LIMIT_S
+    while not driver.core.idle:
+        assert time.monotonic() < deadline
+        if not driver.core.has_work:
+            with suppress(Empty):
+                driver.core.inbox.get(timeout=driver.scheduler.loading_s)  # Wake
+        driver.step()
+    for name in driver.requests:
+        driver.check_answer(name)
+    driver.check_idle()
+
+
+def end(driver: StepDriver) -> None:
+    driver.core.disk.close(driver.prefix_cache.candidates())
+
+
+def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> str:
+    name = driver.add(prompt, 8, ignore_eos=True, **fields)
+    finish(driver)
+    return name
+
+
+def source(driver: StepDriver, name: str) -> tuple[int, str]:
+    usage = driver.usage(name)
+    return usage.cached_tokens, usage.cached_from
+
+
+@pytest.mark.parametrize("cache_mb", [1, 0])
+def test_a_prefix_comes_back_after_a_restart(start: Start, cache_mb: int) -> None:
+    """Also where RAM has no room for it."""
+    driver = start(cache_mb=cache_mb)
+    assert source(driver, serve(driver)) == (0, "")
+    end(driver)
+    driver = start(cache_mb=cache_mb)
+    assert source(driver, serve(driver)) == (199, "disk")
+    assert source(driver, serve(driver)) == (199, "device")
+    longer = serve(driver, (*PROMPT, *words(2, 50)))
+    assert source(driver, longer)[0] == 200 and driver.core.disk.loads == 1
+    assert driver.stats[-1].disk_bytes > 0 and sum(stats.disk_loads for stats in driver.stats) == 1
+
+
+def test_memory_that_cannot_be_cut_comes_back_by_its_checkpoints(start: Start) -> None:
+    driver = start(trimmable=False)
+    serve(driver)
+    end(driver)
+    driver = start(trimmable=False)
+    cached, where = source(driver, serve(driver, (*PROMPT[:199], 5, 6, 7)))
+    assert cached == 199 and where == "disk+checkpoint"
+
+
+def test_tenants_stay_apart_on_disk(start: Start) -> None:
+    driver = start()
+    serve(driver, tenant="one")
+    end(driver)
+    driver = start()
+    assert source(driver, serve(driver, tenant="other")) == (0, "")
+    assert source(driver, serve(driver, tenant="one")) == (199, "disk")
+
+
+def test_a_request_that_wants_no_cache_leaves_nothing_and_takes_nothing(start: Start) -> None:
+    driver = start()
+    serve(driver, reuse=False)
+    end(driver)
+    driver = start()
+    assert not driver.core.disk.scanning or driver.core.disk.scanning.result(LIMIT_S).entries == []
+    serve(driver)
+    end(driver)
+    driver = start()
+    assert source(driver, serve(driver, reuse=False)) == (0, "")
+
+
+def test_others_run_while_one_waits_for_the_disk(start: Start, gate: DiskGate) -> None:
+    driver = start()
+    serve(driver)
+    end(driver)
+    driver = start()
+    serve(driver, words(9, 100))
+    gate.close()
+    waiting, other = driver.add(PROMPT, 8, ignore_eos=True), driver.add(words(8, 20), 8, ignore_eos=True)
+    driver.step(12)
+    assert driver.answers[other].finish_reason and not driver.answers[waiting].tokens
+    assert not driver.core.has_work, "it sleeps until the disk answers"
+    gate.open()
+    finish(driver)
+    assert source(driver, waiting) == (199, "disk")
+
+
+def test_a_disk_that_is_slower_than_computing_is_not_waited_for(
+    start: Start, gate: DiskGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = start()
+    serve(driver)
+    end(driver)
+    driver = start()
+    serve(driver, words(9, 100))
+    gate.close()
+    monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.001)
+    began = time.monotonic()
+    late = driver.add(PROMPT, 8, ignore_eos=True)
+    finish(driver)
+    assert source(driver, late) == (0, "") and time.monotonic() - began < 10
+    again = driver.add((*PROMPT[:150], *words(3, 50)), 8, ignore_eos=True)
+    driver.step()
+    assert driver.answers[again].ids, "it does not wait for a disk that hangs"
+    finish(driver)
+
+
+def test_two_with_the_same_prefix_wait_for_one_load(start: Start) -> None:
+    driver = start()
+    serve(driver)
+    end(driver)
+    driver = start()
+    names = [driver.add((*PROMPT, number), 8, ignore_eos=True) for number in (1, 2, 3)]
+    finish(driver)
+    assert [source(driver, name)[0] for name in names] == [200, 200, 200]
+    assert driver.core.disk.loads == 1
+
+
+def test_damage_is_computed(start: Start, tmp_path: Path) -> None:
+    driver = start()
+    serve(driver)
+    end(driver)
+    (path,) = tmp_path.glob("kv/*/*.kv")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    driver = start()
+    assert source(driver, serve(driver)) == (0, "")
+
+
+def test_a_cancelled_request_no_longer_waits(start: Start, gate: DiskGate) -> None:
+    driver = start()
+    serve(driver)
+    end(driver)
+    driver = start()
+    serve(driver, words(9, 100))
+    gate.close()
+    name = driver.add(PROMPT, 8)
+    driver.step()
+    driver.cancel(name)
+    driver.step()
+    assert driver.core.idle and driver.scheduler.loading_s is None
+    gate.open()
+
+
+def test_the_loop_writes_behind_while_idle_and_at_its_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cllm.core.kv_cache.disk_cache.QUIET_S", 0.05)
+    driver = start()
+    loop = threading.Thread(target=driver.core.run)
+    loop.start()
+    try:
+        driver.enqueue(ask("one", PROMPT))
+        deadline = time.monotonic() + LIMIT_S
+        while not list(tmp_path.glob("kv/*/*.kv")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        monkeypatch.setattr("cllm.core.kv_cache.disk_cache.QUIET_S", LIMIT_S)
+        driver.enqueue(ask("two", words(2, 200)))
+        while not driver.answers["two"].finish_reason:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        driver.core.post(Stop())
+        loop.join(LIMIT_S)
+    assert not loop.is_alive() and len(list(tmp_path.glob("kv/*/*"))) == 2
+
+
+def test_clearing_the_cache_is_reported_when_the_files_are_gone(
+    start: Start, tmp_path: Path, gate: DiskGate
+) -> None:
+    driver = start()
+    serve(driver)
+    end(driver)
+    driver = start()
+    serve(driver)
+    reports: list[Report] = []
+    driver.core._emit = reports.append
+    gate.close()
+    driver.core.post(ClearCache(7))
+    driver.core.post(Wake())
+    assert driver.core._take_commands() and reports == []
+    gate.open()
+    deadline = time.monotonic() + LIMIT_S
+    while not reports:
+        assert time.monotonic() < deadline and driver.core._take_commands()
+    (done,) = reports
+    assert isinstance(done, StateFileDone) and done.call_id == 7 and done.entries >= 1
+    assert list(tmp_path.glob("kv/*/*")) == []
+    del driver.core._emit
