@@ -242,9 +242,12 @@ class Scheduler:
                 sequence.sampler = self.runner.create_sampler(sequence.request.sampling)
             if sequence.swapped is not None:
                 self.transfer.swap_in(sequence)
-            elif match is not None:
-                self.prefix_cache.apply_match(sequence, match)
+            cut = self.prefix_cache.apply_match(sequence, match) if match is not None else 0
             self.prefix_cache.plan_checkpoints(sequence)
+            log.debug(
+                "request %s in seq %d: %d cells kept, %d cut, %d tokens to compute",
+                *(sequence.id, slot, sequence.num_computed, cut, sequence.pending),
+            )
         except Exception as error:
             self._fail(sequence, _as_engine_error(error))
 
@@ -389,7 +392,7 @@ class Scheduler:
         lease, sequence.lease = sequence.lease, None
         assert lease is not None
         del self._running[lease.seq_id]
-        lease.release(keep=content is not None)
+        lease.release(keep=sequence.num_computed if content is not None else 0)
         if content is not None:
             self.prefix_cache.insert(content)
 
