@@ -235,7 +235,9 @@ class StepDriver:
         assert host.cached_bytes + host.swapped_bytes <= host.limit
         assert host.cached_bytes == sum(entry.size for entry in host.entries)
         if self.runner.limits.unified and not pool.retired and not self.filled:
-            cells = self.scheduler.cells_used + self.prefix_cache.count_cached(self.scheduler.running.values())
+            cells = self.scheduler.cells_used + self.prefix_cache.count_cached(
+                self.scheduler.running.values()
+            )
             assert cells == self.runner.cells_used, "each cell is counted once"
         if isinstance(self.runner.inner, FakeRunner):
             self._check_memory(self.runner.inner)
