@@ -41,8 +41,20 @@ fuzz: .venv/ready-test ## valid and invalid input for every route, from its desc
 seeds: .venv/ready build/tiny.gguf ## the earlier server's failing cases, as a table
 	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)
 
-soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat
+soak: .venv/ready build/tiny.gguf ## thousands of requests: memory, threads and files stay flat; ARGS=--evictions
 	.venv/bin/python -m tests.soak.soak --tiny build/tiny.gguf $(ARGS)
+
+conversations: .venv/ready ## text with the KV cache on is the text with it off; ARGS="--kind hybrid --count 500", "--model FILE --control"
+	.venv/bin/python -m tests.soak.conversations $(if $(findstring --model,$(ARGS)),,--kind dense) $(ARGS)
+
+second-turns: .venv/ready ## 16 users with one system prompt: second turns compute only their own new tokens
+	.venv/bin/python -m tests.soak.second_turns $(ARGS)
+
+density: .venv/ready ## 200 conversations on 16 slots: ubatches of a decode-only step
+	.venv/bin/python -m tests.soak.density $(ARGS)
+
+restart: .venv/ready ## the first token after a restart, with a known prefix of 4,000 tokens, against cold
+	.venv/bin/python -m tests.soak.restart $(ARGS)
 
 oversized: .venv/ready ## 16 prompts of 7.8 MB at once, and a hello beside them: how long each takes
 	.venv/bin/python -m tests.soak.oversized $(ARGS)
@@ -93,4 +105,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak pressure oversized stopped neighbours waiting schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns density restart pressure oversized stopped neighbours waiting schemas features exits doctor firsttoken clean

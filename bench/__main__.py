@@ -31,6 +31,9 @@ def bench_command(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller, two rounds: a look, not a figure")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for REPORT.md, report.json and plots")] = None,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads of every server; 0: one per core")] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sample at this instead of the workload's own; mostly greedy")
+    ] = None,
     plain_library: Annotated[
         Path | None, typer.Option(help="Folder of another build of the library, for the bar on it in `long`")
     ] = None,
@@ -60,7 +63,10 @@ def bench_command(
         logs=logs,
     )
     try:
-        raise typer.Exit(run_bench(options, find(workload or [])))
+        definitions = find(workload or [])
+        if temperature is not None:
+            definitions = [definition.at_temperature(temperature) for definition in definitions]
+        raise typer.Exit(run_bench(options, definitions))
     except SetupError as error:
         raise fail(error) from None
 

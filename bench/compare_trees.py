@@ -137,7 +137,7 @@ def measure_speed(
     tree: Tree, definition: Definition, settings: ServerSettings, number: int, tokens_per_word: float
 ) -> float:
     """Tokens per second of one short round on a fresh server."""
-    with tree.serving(settings) as server:
+    with tree.serving(settings, *definition.cllm_flags) as server:
         warm_up = [BenchRequest(words(f"warm-up {index}", 32), 8) for index in range(settings.parallel)]
         run_load(server.address, server.peer.api, single_requests("warm-up", warm_up, settings.parallel))
         if definition.fill:
@@ -156,7 +156,7 @@ def compare_speed(
     """Both servers on one workload, one at a time."""
     settings = replace(base, parallel=definition.parallel, ctx_size=definition.ctx_size)
     with trees[0].serving(settings) as server:
-        tokens_per_word = measure_tokens_per_word(server)
+        tokens_per_word = measure_tokens_per_word(server, definition.text)
     rates: dict[str, list[float]] = {tree.name: [] for tree in trees}
     for number in range(rounds):
         for tree in in_turn(trees, number):

@@ -26,6 +26,7 @@ class Completion:
     started_s: float
     group: str = "requests"
     late: bool = False  # of a group that waited for the others to run
+    turn: int = 0  # of a conversation; the next completion is its next turn
     total_s: float = 0.0
     chunks_s: tuple[float, ...] = ()
     generated_tokens: int = 0  # as the server counts; where it does not count, the chunks
@@ -34,6 +35,13 @@ class Completion:
     finish_reason: str | None = None
     text: str = ""
     error: str | None = None
+
+    @property
+    def computed_tokens(self) -> int | None:
+        """Tokens of the prompt that were computed; None where the server does not say."""
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return None
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def first_token_s(self) -> float | None:
@@ -188,6 +196,47 @@ def cached_share(loads: Sequence[LoadResult]) -> float:
     return sum(each.cached_tokens or 0 for each in known) / prompts if prompts else NAN
 
 
+def computed_tokens(loads: Sequence[LoadResult]) -> float:
+    """Prompt tokens computed in a load, of the requests whose server says so."""
+    counts = [
+        sum(computed)
+        for load in loads
+        if (computed := [found for each in load.answered if (found := each.computed_tokens) is not None])
+    ]
+    return _mean(counts)
+
+
+def recomputed_tokens(loads: Sequence[LoadResult]) -> list[int]:
+    """By turn: prompt tokens computed though the turn before had computed or generated them.
+
+    An answer that is tokenized otherwise when it comes back as history counts, too.
+    """
+    return [
+        max(0, known - later.cached_tokens)
+        for earlier, later in _turns(loads)
+        if later.cached_tokens is not None
+        and earlier.prompt_tokens is not None
+        and (known := earlier.prompt_tokens + earlier.generated_tokens)
+    ]
+
+
+def last_turns(loads: Sequence[LoadResult]) -> list[float]:
+    """Times of the last turns of each conversation."""
+    found: list[float] = []
+    for load in loads:
+        last = max((each.turn for each in load.completions), default=0)
+        found += [each.total_s for each in load.answered if last and each.turn > last - END_REQUESTS]
+    return found
+
+
+def _turns(loads: Sequence[LoadResult]) -> Iterator[tuple[Completion, Completion]]:
+    """A turn and the next of the same conversation, if both were answered."""
+    for load in loads:
+        for earlier, later in pairwise(load.completions):
+            if later.turn == earlier.turn + 1 and earlier.error is None and later.error is None:
+                yield earlier, later
+
+
 def _totals(loads: Sequence[LoadResult]) -> list[float]:
     return [each.total_s for load in loads for each in load.answered]
 
@@ -233,6 +282,16 @@ FIGURES: Mapping[str, Figure] = {
     "decode_tokens_per_second": Figure("tokens/s, all generating", decode_rate, more_is_better=True),
     "first_token_growth": Figure("first token, last / first", first_token_growth, digits=3, pooled=True),
     "cached_share": Figure("prompt tokens not computed, %", cached_share, 100, 0, more_is_better=True),
+    "computed_tokens": Figure("prompt tokens computed", computed_tokens, digits=0),
+    "recomputed_tokens": Figure(
+        "tokens a turn computed again", lambda loads: _mean(recomputed_tokens(loads)), digits=0
+    ),
+    "recomputed_worst": Figure(
+        "the same, worst turn", lambda loads: float(max(recomputed_tokens(loads), default=NAN)), digits=0
+    ),
+    "last_turns_s": Figure(
+        f"last {END_REQUESTS} turns p50, ms", lambda loads: percentile(last_turns(loads), 50), 1e3, 0
+    ),
     "python_share": Figure(
         "Python's share of a step, %", lambda loads: _mean([load.python_share for load in loads]), 100, 2
     ),

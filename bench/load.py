@@ -143,7 +143,13 @@ def decode(exchange: _Exchange, api: Api, start: float, index: int, group: Group
     def failed(error: str) -> Completion:
         total_s = exchange.ended_at - exchange.due_at
         return Completion(
-            index, exchange.due_at - start, group.name, bool(group.after_chunks), total_s, error=error
+            index=index,
+            started_s=exchange.due_at - start,
+            group=group.name,
+            late=bool(group.after_chunks),
+            turn=exchange.order[2],
+            total_s=total_s,
+            error=error,
         )
 
     response = exchange.outcome
@@ -165,6 +171,7 @@ def decode(exchange: _Exchange, api: Api, start: float, index: int, group: Group
         started_s=exchange.due_at - start,
         group=group.name,
         late=bool(group.after_chunks),
+        turn=exchange.order[2],
         total_s=response.ended_at - exchange.due_at,
         chunks_s=chunks_s,
         generated_tokens=generated,

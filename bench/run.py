@@ -26,7 +26,7 @@ from bench.wire import OpenAIApi
 from bench.workloads import BenchRequest, Definition, Plan, make_plan, single_requests
 from bench.workloads.definition import BUSY, clients_of
 from bench.workloads.plan import make_fill
-from bench.workloads.text import words
+from bench.workloads.text import TEXTS, words
 from cllm.errors import SetupError
 
 # It ends with its parent: a bench that is killed leaves nothing spinning.
@@ -91,7 +91,7 @@ class Options:
     def servers(self, definition: Definition) -> list[Peer]:
         """cllm, then the peers. Raises SetupError."""
         settings = self.settings(definition)
-        ours = cllm_peer(settings, self.command or None, OpenAIApi())
+        ours = cllm_peer(settings, self.command or None, OpenAIApi(), definition.cllm_flags)
         if definition.alone:
             return [ours]
         both = definition.both_layouts and not self.quick
@@ -113,7 +113,7 @@ class BenchRun:
     libraries: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
-    tokens_per_word: float = 0.0
+    tokens_per_word: dict[str, float] = field(default_factory=dict)  # by kind of text
 
     def show(self, line: str) -> None:
         """Progress on stderr, so that stdout holds the report alone."""
@@ -138,7 +138,8 @@ class BenchRun:
 
     def _warm_up(self, definition: Definition, servers: Sequence[RunningPeer]) -> None:
         """A small load on each, then what the workload wants in their caches."""
-        self.tokens_per_word = self.tokens_per_word or measure_tokens_per_word(servers[0])
+        if definition.text not in self.tokens_per_word:
+            self.tokens_per_word[definition.text] = measure_tokens_per_word(servers[0], definition.text)
         for server in servers:
             if server.pid:
                 digest = footprint.library_digest(server.pid, "libggml-cpu")
@@ -152,7 +153,8 @@ class BenchRun:
                 single_requests("warm-up", requests, definition.parallel),
             )
             if definition.fill:
-                run_load(server.address, server.peer.api, make_fill(definition, self.tokens_per_word))
+                fill = make_fill(definition, self.tokens_per_word[definition.text])
+                run_load(server.address, server.peer.api, fill)
 
     def _round(
         self,
@@ -168,7 +170,7 @@ class BenchRun:
             f"{number} {condition}",  # a condition must not find the other's prompts in a cache
             quick=self.options.quick,
             clients=clients_of(condition),
-            tokens_per_word=self.tokens_per_word,
+            tokens_per_word=self.tokens_per_word[definition.text],
         )
         time.sleep(SETTLE_S)
         with busy_neighbour(condition == BUSY):
@@ -263,11 +265,11 @@ def measure_round(
     )
 
 
-def measure_tokens_per_word(server: RunningPeer) -> float:
+def measure_tokens_per_word(server: RunningPeer, text: str = "words") -> float:
     """How many tokens of this model a word of ours takes; 1 if the server does not count prompts."""
     short, long, samples = 16, 80, 4
     requests = [
-        BenchRequest(words(f"calibration {number}", count), 1)
+        BenchRequest(TEXTS[text](f"calibration {number}", count), 1)
         for count in (short, long)
         for number in range(samples)
     ]

@@ -61,7 +61,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         _rare("Pooling of embeddings: mean, cls, last or rank. Default: the model's own.", pattern=POOLING),
     ] = ""
 
-    parallel: Annotated[int, _option("Requests computed at the same time, one slot each.", 1, 255)] = 8
+    parallel: Annotated[
+        int,
+        _option("Requests computed at the same time, one slot each. 0: up to 8, as memory allows.", 0, 255),
+    ] = 0
     slots: Annotated[
         int,
         _option(
@@ -69,7 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     ctx_size: Annotated[
-        int, _option("KV cells of --parallel slots; more --slots add theirs. 0: 4096 each if they fit.", 0)
+        int,
+        _option("KV cells of all --parallel requests. 0: up to 32768 each, in half of the free memory.", 0),
     ] = 0
     max_request_tokens: Annotated[int, _option("Token limit of one request. 0: ctx-size / parallel.", 0)] = 0
     embed_tokens: Annotated[

@@ -84,13 +84,16 @@ def make_dense(
     controls: Sequence[str] = (),
     roles: Mapping[str, str] | None = None,
     templates: Mapping[str, str] | None = None,
+    split_tensors: int = 0,
 ) -> Path:
     """Write a llama model with full attention; the same arguments give the same bytes. Returns ``path``.
+
+    With ``split_tensors`` the model has several files of so many tensors; the path of the first is returned.
 
     ``controls`` are more control tokens, the last ids of the vocabulary; ``roles`` says what some are for
     (``{"fim_pre": "<PRE>"}``); ``templates`` replaces the chat template (the key "default" is the plain one).
     """
-    writer = make_writer(path, "llama", vocabulary, context, controls, templates)
+    writer = make_writer(path, "llama", vocabulary, context, controls, templates, split_tensors)
     for role, spelling in (roles or {}).items():
         token = vocabulary - len(controls) + list(controls).index(spelling)
         writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)
@@ -156,9 +159,10 @@ def make_writer(
     context: int,
     controls: Sequence[str] = (),
     templates: Mapping[str, str] | None = None,
+    split_tensors: int = 0,
 ) -> gguf.GGUFWriter:
     """A writer that holds what every model needs besides its tensors and its own hyperparameters."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_tensors)
     writer.add_name(f"tiny {architecture}")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(context)
@@ -174,12 +178,13 @@ def make_writer(
 
 
 def write(writer: gguf.GGUFWriter, path: Path) -> Path:
-    """Write the file out and return its path."""
+    """Write the file out (or several) and return its path."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
+    count = len(writer.tensors)
     writer.close()
-    return path
+    return path if count == 1 else path.with_name(f"{path.stem}-00001-of-{count:05}.gguf")
 
 
 def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int, controls: Sequence[str] = ()) -> None:

@@ -12,7 +12,10 @@ from msgspec import Meta
 from bench.figures import DEFAULT_FIGURES, FIGURES
 from cllm.errors import SetupError
 
-ORDER = ("distinct", "single", "shared", "chat", "stall", "stale", "contended", "long", "sweep")
+ORDER = (
+    *("distinct", "single", "shared", "chat", "agent", "agents"),
+    *("stall", "stale", "contended", "long", "sweep"),
+)
 """Built-in workloads in the order of the report."""
 
 Count = Annotated[int, Meta(ge=1)]
@@ -29,6 +32,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_tokens: Length = 64  # of each turn, without the shared prefix and the history
     output_tokens: Length = 64
     shared_prefix_tokens: Annotated[int, Meta(ge=0)] = 0  # the same for all in a round, new in every round
+    prefix_tokens: Annotated[int, Meta(ge=0)] = 0  # a conversation's own, before its first turn
     turns: Count = 1
     prompts_file: str = ""  # instead of synthetic prompts: a line each, or JSON lines; beside the TOML file
     salt: bool = True  # a few words in front of prompts from a file, new in every round
@@ -72,7 +76,9 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bars: tuple[BarLine, ...] = ()
     both_layouts: bool = True  # llama-server with split and with unified KV
     alone: bool = False  # cllm against itself: peers would take too long
+    text: Literal["words", "prose"] = "words"  # what prompts are made of
     prompt_cache: bool = False  # llama-server's cache in RAM: on where prompts come again
+    cllm_flags: tuple[str, ...] = ()  # more flags of `cllm serve`
     fill: Annotated[int, Meta(ge=0)] = 0  # prompts like the first group's, one by one before the first round
     busy_neighbour: bool = False  # each round also with another process busy on a core
     concurrency: tuple[Count, ...] = ()  # each round with so many clients, two requests for each
@@ -88,6 +94,11 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("two groups have the same name")
         if all(group.after_chunks for group in self.groups):
             raise ValueError("after_chunks: one group must begin by itself")
+
+    def at_temperature(self, temperature: float) -> Definition:
+        """The same workload, sampled at this temperature."""
+        groups = tuple(msgspec.structs.replace(group, temperature=temperature) for group in self.groups)
+        return msgspec.structs.replace(self, groups=groups)
 
     def conditions(self, quick: bool = False) -> tuple[str, ...]:
         """Under what each server is measured in a round; one nameless condition if there is no choice."""

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from bench.workloads.definition import Definition, Group, Length
-from bench.workloads.text import words
+from bench.workloads.text import TEXTS, words
 from cllm.errors import SetupError
 
 
@@ -77,7 +77,7 @@ def make_fill(definition: Definition, tokens_per_word: float = 1.0) -> Plan:
     group = definition.groups[0]
     requests = [
         BenchRequest(
-            words(
+            TEXTS[definition.text](
                 f"fill {definition.name} {number}", _scaled(_draw(group.prompt_tokens, 0), tokens_per_word)
             ),
             _draw(group.output_tokens, 0),
@@ -120,17 +120,23 @@ def _plan_group(
 def _prompts(
     definition: Definition, group: Group, seed: str, random_numbers: random.Random, tokens_per_word: float
 ) -> Iterator[BenchRequest]:
-    """Without end. The shared prefix begins the first turn of each conversation."""
-    prefix = words(f"{seed} prefix", _scaled(group.shared_prefix_tokens, tokens_per_word)) + "\n\n"
-    prefix = prefix if group.shared_prefix_tokens else ""
+    """Without end. The shared prefix and its own begin the first turn of each conversation."""
+    make_text = TEXTS[definition.text]
+
+    def prefix(name: str, tokens: int) -> str:
+        return make_text(f"{seed} {name}", _scaled(tokens, tokens_per_word)) + "\n\n" if tokens else ""
+
+    shared = prefix("prefix", group.shared_prefix_tokens)
     own = cycle(_read_prompts(Path(definition.folder) / group.prompts_file)) if group.prompts_file else None
     number = 0
     while True:
-        begin = prefix if number % group.turns == 0 else ""
+        begin = ""
+        if number % group.turns == 0:
+            begin = shared + prefix(f"prefix {number}", group.prefix_tokens)
         output = _draw(group.output_tokens, random_numbers.random())
         if own is None:
             length = _scaled(_draw(group.prompt_tokens, random_numbers.random()), tokens_per_word)
-            text = words(f"{seed} {number}", length)
+            text = make_text(f"{seed} {number}", length)
         else:
             text, asked = next(own)
             output = asked or output

@@ -1,8 +1,11 @@
-"""Text of a known length in tokens, without any meaning, the same for the same seed."""
+"""Text of a known length in tokens, the same for the same seed: words without meaning, or prose."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
+from functools import cache
+from pydoc_data.topics import topics
 
 _TEXT = """
     river copper window garden market winter silver mountain bridge paper engine forest kitchen hammer
@@ -29,3 +32,25 @@ def words(seed: str, count: int) -> str:
     A word is about one token for a vocabulary of English, a few for a byte-like one.
     """
     return " ".join(random.Random(f"words {seed}").choices(_WORDS, k=count))
+
+
+def prose(seed: str, count: int) -> str:
+    """`count` words of continuous prose, from Python's language reference; the first few are random words.
+
+    Answers to prose are prose. Answers to random words soon repeat themselves, which drafts profit from.
+    """
+    begin = words(seed, min(count, 3))
+    text = _reference()
+    start = random.Random(f"prose {seed}").randrange(len(text))
+    rest = (text[(start + number) % len(text)] for number in range(count - 3))
+    return " ".join([begin, *rest])
+
+
+@cache
+def _reference() -> tuple[str, ...]:
+    lines = (line for topic in topics.values() for line in topic.splitlines())
+    return tuple(word for line in lines if line[:1].isalpha() for word in line.split())
+
+
+TEXTS: Mapping[str, Callable[[str, int], str]] = {"words": words, "prose": prose}
+"""What the prompts of a workload may be made of."""

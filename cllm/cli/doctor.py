@@ -34,7 +34,7 @@ def doctor_command(
     model: Annotated[
         str, typer.Argument(help="GGUF file; none: the embedded model", show_default=False)
     ] = "",
-    parallel: Annotated[int, typer.Option(min=1, max=255)] = EngineConfig().parallel,
+    parallel: Annotated[int, typer.Option(min=0, max=255)] = EngineConfig().parallel,
     ctx_size: Annotated[int, typer.Option(min=0)] = EngineConfig().ctx_size,
     threads: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
@@ -58,7 +58,7 @@ def doctor_command(
         fit = MemoryFit(header, config)
         table.add_row(
             "model",
-            f"{header.path.name}: {header.architecture}, {header.tensor_count} tensors, "
+            f"{header.path.name}: {header.architecture}, {len(header.tensors)} tensors, "
             f"trained for {header.context_train} tokens",
         )
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")

@@ -101,8 +101,9 @@ class Reloader:
         path = find_model(server.model_dir, model) if model else Path(self._serving.model)
         asked = msgspec.structs.replace(self._config.engine, model=str(path))
         if str(path) == self._serving.model:
-            # As many cells as now: what fits beside the old one must not change which requests get a 400.
-            asked = msgspec.structs.replace(asked, ctx_size=self._serving.ctx_size)
+            # The context as now: what fits beside the old one must not change which requests get a 400.
+            serving = self._serving
+            asked = msgspec.structs.replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
         task = Preparation(asked=asked, given=self._given, log_level=server.log_level, beside=True)
         try:
             ready = finish(task.start())

@@ -72,6 +72,9 @@ class EngineMetrics:
         self.queue = gauge("queue_requests", "Requests waiting in the queue")
         self.queue_tokens = gauge("queue_tokens", "Prompt tokens waiting in the queue")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.cached_tokens = counter(
+            "cached_tokens", "Prompt tokens of finished requests taken from the KV cache, by tier", "source"
+        )
         self.generated_tokens = counter("generated_tokens", "Tokens generated")
         self.drafted_tokens = counter("drafted_tokens", "Draft tokens of finished requests")
         self.accepted_tokens = counter("accepted_tokens", "Draft tokens that were accepted")
@@ -133,6 +136,8 @@ class EngineMetrics:
         self.queue_time.observe((state.dispatched or now) - state.arrived)
         self.request_time.observe(now - state.arrived)
         self.prompt_tokens.inc(output.usage.prompt_tokens)
+        if output.usage.cached_tokens:
+            self.cached_tokens.labels(output.usage.cached_from).inc(output.usage.cached_tokens)
         self.drafted_tokens.inc(output.usage.drafted_tokens)
         self.accepted_tokens.inc(output.usage.accepted_tokens)
 
@@ -153,10 +158,11 @@ def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
     """The end of a request in one line of the log."""
     assert output.usage is not None and output.finish_reason is not None
     usage, error = output.usage, f" ({output.error.code})" if output.error else ""
+    source = f" from {usage.cached_from}" if usage.cached_from else ""
     first = f"{state.first_token - state.arrived:.3f} s" if state.first_token else "never"
     return (
         f"request {output.request_id}: {output.finish_reason.value}{error}, "
-        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached{source}), "
         f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
         f"first token {first}, total {now - state.arrived:.3f} s"
     )

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cllm.backend.llama.context import request_share
 from cllm.backend.llama.fingerprint import tune_fingerprint
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
@@ -305,7 +304,7 @@ class Tuning:
         self, asked: EngineConfig, ready: EngineConfig, given: frozenset[str], trial: Sequence[str] = TRIAL
     ) -> None:
         header = GgufHeader(Path(ready.model))
-        share = request_share(MemoryFit(header, ready).cells, ready.parallel)
+        share = MemoryFit(header, ready).share
         # A setting that the probe had to change is not tried again.
         held = given | {name for name in TUNABLE if getattr(asked, name) != getattr(ready, name)}
         if ready.max_request_tokens > share:

@@ -327,7 +327,7 @@ def _small(config: EngineConfig, plan: Plan) -> EngineConfig:
     deepest = max(plan.perplexity_tokens, max(plan.long, plan.short) + plan.decode_cells)
     cells = -(-deepest // CELL_BLOCK) * CELL_BLOCK
     return msgspec.structs.replace(
-        config, parallel=plan.requests, ctx_size=plan.requests * cells, max_request_tokens=0
+        config, parallel=plan.requests, slots=0, ctx_size=plan.requests * cells, max_request_tokens=0
     )
 
 

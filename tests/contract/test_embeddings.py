@@ -17,6 +17,7 @@ import pytest
 
 from cllm.backend.base import Batch, BatchKind, Row, StepStatus
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.layers import Layers
 from cllm.backend.llama.library import load
 from cllm.backend.llama.memory import EmbeddingMemory, prepare
 from cllm.backend.llama.model import RerankPrompt
@@ -391,7 +392,7 @@ def test_memory_is_counted_before_it_is_taken(
     assert memory.kv == 4096 * 2 * 2 * (32 + 32) * 2
     assert memory.logits == 512 * 512 * 4 * 2
     whole = EmbeddingMemory.of(header, EmbedLimits(tokens=4096, batch_tokens=512), 512, flash=False)
-    assert GgufHeader(files["encoder-mean"]).kv_bytes_per_cell() == 0, "an encoder has no cells"
+    assert not Layers(GgufHeader(files["encoder-mean"])).layers, "an encoder keeps nothing"
     assert whole.kv == 0 and whole.attention == 4 * 4096 * 4096 * 4
     monkeypatch.setattr("cllm.backend.llama.memory.available_memory", lambda: 1 << 16)
     with pytest.raises(NotEnoughMemory, match="not enough memory for embeddings"):

@@ -191,6 +191,11 @@ class StepDriver:
         self.check_idle()
         return self.answers
 
+    def offload(self) -> None:
+        """Evict what free slots hold, to RAM where that pays: as other requests would, and nothing waits."""
+        while self.prefix_cache.slots.evict_one(others=False):
+            self.check_invariants()
+
     # Answers ----------------------------------------------------------------------------------------
 
     def outcome(self, name: str) -> FinishReason:
@@ -235,10 +240,8 @@ class StepDriver:
         assert host.cached_bytes + host.swapped_bytes <= host.limit
         assert host.cached_bytes == sum(entry.size for entry in host.entries)
         if self.runner.limits.unified and not pool.retired and not self.filled:
-            cells = self.scheduler.cells_used + self.prefix_cache.count_cached(
-                self.scheduler.running.values()
-            )
-            assert cells == self.runner.cells_used, "each cell is counted once"
+            cached = self.prefix_cache.count_cached(self.scheduler.running.values())
+            assert self.scheduler.cells_used + cached == self.runner.cells_used, "each cell is counted once"
         if isinstance(self.runner.inner, FakeRunner):
             self._check_memory(self.runner.inner)
 

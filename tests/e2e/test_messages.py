@@ -117,6 +117,21 @@ def test_counted_tokens_are_those_of_the_prompt(client: anthropic.Anthropic, fie
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
+def test_the_billing_header_of_claude_code_changes_nothing(client: anthropic.Anthropic) -> None:
+    """Claude Code's first system block differs by session: the same question must cost the same."""
+    answers = []
+    for session in ("cch=1f0a3;", "cch=99d02;", ""):
+        header = f"x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; {session}"
+        system: Any = [{"type": "text", "text": header}] if session else []
+        system.append({"type": "text", "text": "Be brief."})
+        body: Any = {"model": "any", "messages": QUESTION, "system": system}
+        answer = client.messages.create(**body, max_tokens=8, extra_body=GREEDY)
+        usage = answer.usage
+        read = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        answers.append((words(answer), read, client.messages.count_tokens(**body).input_tokens))
+    assert len(set(answers)) == 1 and answers[0][1] == answers[0][2]
+
+
 def test_tokens_are_counted_beyond_the_context(client: anthropic.Anthropic) -> None:
     long: list[MessageParam] = [{"role": "user", "content": "hello " * 9000}]
     assert client.messages.count_tokens(model="any", messages=long).input_tokens > 9000

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.driver.server import environment
-from tests.soak.pressure import Answer, compare, run_pressure
+from tests.soak.answers import Answer, compare
+from tests.soak.pressure import run_pressure
 
 
 def answer(text: str, ties: str = "", finish: str = "length") -> Answer:

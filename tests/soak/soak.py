@@ -1,7 +1,8 @@
 """`python -m tests.soak.soak --tiny MODEL`: what ten thousand requests leave behind in the server.
 
 The tree of server processes is looked at after every tenth of the requests, when it is idle; the first of
-these looks is the baseline.
+these looks is the baseline. With `--evictions` the requests are turns of conversations, far more than the
+tiers of the KV cache hold, and the integrity check must never have fired. Flags after `--` go to the server.
 """
 
 from __future__ import annotations
@@ -12,18 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from bench import footprint
 from bench.command import conclude, make_parser, run_command, serving
 from bench.footprint import Footprint
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings
 from bench.report import Table
+from bench.wire import OpenAIApi
 from bench.workloads import Definition, Group, make_plan
+from tests.soak.answers import Client
 
 TENTHS = 10
 CLIENTS = 16
 MAX_GROWTH = 1.02
 SETTLE_S = 1.0
+SHORT = Group(prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
+TALKS = Group(prompt_tokens=(1, 20), output_tokens=(1, 16), prefix_tokens=20, turns=4, clients=CLIENTS)
+SMALL_CACHE = ("--cache-ram-mb", "2")  # some forty conversations
+EVICTIONS = "cllm_prefix_evictions_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +43,15 @@ class Sample:
     seconds: float
     errors: tuple[str, ...]
     footprint: Footprint
+    evictions: float = 0.0  # so far
+    integrity_failures: float = 0.0
 
 
 def run_soak(
     tiny: Path,
     requests: int = 10_000,
+    evictions: bool = False,
+    flags: Sequence[str] = (),
     out: Path | None = None,
     command: Sequence[str] | None = None,
     logs: Path | None = None,
@@ -47,9 +60,14 @@ def run_soak(
 
     Raises SetupError if the server does not start, or ends.
     """
-    with serving("soak", ServerSettings(model=tiny), command, logs) as server:
-        samples = [_tenth(server, number, max(1, requests // TENTHS)) for number in range(TENTHS)]
+    group, flags = (TALKS, (*SMALL_CACHE, *flags)) if evictions else (SHORT, flags)
+    group = msgspec.structs.replace(group, count=max(1, requests // TENTHS // group.turns))
+    settings = ServerSettings(model=tiny, ctx_size=8192)
+    with serving("soak", settings, command, logs, flags) as server:
+        samples = [_tenth(server, number, group) for number in range(TENTHS)]
     faults = find_faults(samples)
+    if evictions and not samples[-1].evictions > samples[0].evictions:
+        faults.append("FAIL: nothing was evicted: this proves nothing")
     text = "\n".join([_table(samples).markdown(), "", *(faults or [_verdict(samples)])])
     return conclude("soak", text, {"samples": samples, "faults": faults}, out, failed=bool(faults))
 
@@ -61,6 +79,8 @@ def find_faults(samples: Sequence[Sample]) -> list[str]:
     errors = [error for sample in samples for error in sample.errors]
     if errors:
         faults.append(f"FAIL: {len(errors)} requests were not answered in full; {'; '.join(errors[:3])}")
+    if failures := samples[-1].integrity_failures:
+        faults.append(f"FAIL: the integrity check failed {failures:.0f} times")
     if last.rss_bytes > MAX_GROWTH * first.rss_bytes:
         growth = last.rss_bytes / first.rss_bytes - 1
         faults.append(f"FAIL: memory grew by {growth:.1%}, allowed are {MAX_GROWTH - 1:.0%}")
@@ -73,19 +93,36 @@ def find_faults(samples: Sequence[Sample]) -> list[str]:
     return faults
 
 
-def _tenth(server: RunningPeer, number: int, count: int) -> Sample:
-    group = Group(count=count, prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
+def _tenth(server: RunningPeer, number: int, group: Group) -> Sample:
     workload = Definition(name="soak", about="short requests of mixed sizes", groups=(group,))
-    load = run_load(server.address, server.peer.api, make_plan(workload, number))
+    load = run_load(server.address, OpenAIApi(), make_plan(workload, number))
     time.sleep(SETTLE_S)
+    count = len(load.completions)
     done = (number + 1) * count
     rate = count / load.wall_s
     print(f"{done} requests, {rate:.0f} a second, {len(load.errors)} errors", file=sys.stderr, flush=True)
-    return Sample(done, load.wall_s, load.errors, footprint.measure(server.pid))
+    counters = Client(server.address).metrics()
+    return Sample(
+        done,
+        load.wall_s,
+        load.errors,
+        footprint.measure(server.pid),
+        counters[EVICTIONS],
+        counters["cllm_integrity_failures"],
+    )
 
 
 def _table(samples: Sequence[Sample]) -> Table:
-    columns = ("requests", "RSS, MiB", "against the first", "descriptors", "threads", "requests/s", "errors")
+    columns = (
+        "requests",
+        "RSS, MiB",
+        "against the first",
+        "descriptors",
+        "threads",
+        "requests/s",
+        "evictions",
+        "errors",
+    )
     base = samples[0].footprint.rss_bytes
     rows = [
         (
@@ -95,6 +132,7 @@ def _table(samples: Sequence[Sample]) -> Table:
             f"{sample.footprint.file_descriptors}",
             f"{sample.footprint.threads}",
             f"{samples[0].requests / sample.seconds:.0f}",
+            f"{sample.evictions:.0f}",
             f"{len(sample.errors)}",
         )
         for sample in samples
@@ -114,6 +152,8 @@ def _verdict(samples: Sequence[Sample]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     shared = ("--tiny", "--out", "--logs", "--command")
     parser = make_parser("tests.soak.soak", __doc__, *shared, requests=(10_000, "how many in all"))
+    parser.add_argument("--evictions", action="store_true", help="conversations that push each other out")
+    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
     return run_command(parser, arguments, run_soak)
 
 

@@ -250,7 +250,7 @@ def test_a_stream_that_was_made_before_closing_says_so() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("parallel", 0, "parallel is 0: expected `int` >= 1"),
+        ("parallel", -1, "parallel is -1: expected `int` >= 0"),
         ("parallel", "4", "parallel is '4': expected `int`, got `str`"),
         ("ctx_size", -5, "ctx_size is -5: expected `int` >= 0"),
         ("batch_tokens", 0, "batch_tokens is 0: expected `int` >= 32"),

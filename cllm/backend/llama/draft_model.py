@@ -27,6 +27,7 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
         chat_template="",
         pooling="",
         parallel=SLOTS,
+        slots=0,
         ctx_size=SLOTS * request_tokens,
         max_request_tokens=0,
         unified_kv=False,

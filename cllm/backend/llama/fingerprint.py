@@ -38,7 +38,7 @@ def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:
     header = GgufHeader(Path(config.model))
     info = {
         "model": _model(header),
-        "weights": _sample(header.path),
+        "weights": " ".join(_sample(part.path) for part in header.parts),
         "library": library_digest(find()),
         "keys": config.cache_type_k,
         "values": config.cache_type_v,

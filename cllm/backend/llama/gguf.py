@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 
 from cllm.errors import ModelFileError
 
@@ -23,22 +24,50 @@ MAX_ARRAY = 20_000_000
 MAX_STRING = 64 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+MAX_LAYERS = 4096
+MAX_TYPE = 255  # of a tensor; unknown ones up to it are newer than the package `gguf`
 _SIZES = (
-    *("context_length", "block_count", "embedding_length", "attention.head_count"),
-    *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    *("context_length", "block_count", "embedding_length", "feed_forward_length", "vocab_size"),
+    *("nextn_predict_layers", "full_attention_interval", "token_shift_count", "shortconv.l_cache"),
+    *("wkv.head_size", "kda.head_dim", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size"),
+    *("ssm.group_count", "pooling_type"),
+    *(
+        f"attention.{name}"
+        for name in ("head_count", "head_count_kv", "recurrent_layers", "shared_kv_layers")
+    ),
+    *(f"attention.{name}" for name in ("key_length", "key_length_swa", "key_length_mla")),
+    *(f"attention.{name}" for name in ("value_length", "value_length_swa", "indexer.key_length")),
+    *(f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern")),
 )
 _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class GgufHeader:
-    """The metadata of a GGUF file with a valid structure. Raises ModelFileError otherwise."""
+class Tensor(NamedTuple):
+    """A tensor's description. `size` is None where its type is newer than the package `gguf`."""
+
+    name: str
+    dimensions: int
+    type_id: int
+    offset: int  # from the beginning of the data
+    size: int | None
+
+
+class SkippedArray(NamedTuple):
+    """An array that is too long to be kept."""
+
+    length: int
+
+
+class GgufFile:
+    """One GGUF file with a valid structure. Raises ModelFileError otherwise."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
-        self.tensor_count = 0
-        self.ranks = False  # it has a classification head, so it is a reranker
+        self.tensors: list[Tensor] = []
         self.header_bytes = 0  # where the tensor data begins
+        self.data_bytes = 0
         try:
             self.file_bytes = path.stat().st_size
             with path.open("rb") as file:
@@ -61,38 +90,62 @@ class GgufHeader:
         version = cursor.scalar("I")
         if version not in (2, 3):
             raise ModelFileError(f"{self.path.name} has GGUF version {version}; 2 and 3 are supported")
-        self.tensor_count, pairs = cursor.scalar("Q"), cursor.scalar("Q")
-        if self.tensor_count > MAX_TENSORS or pairs > MAX_PAIRS:
-            raise ValueError(f"it claims {self.tensor_count} tensors and {pairs} metadata entries")
+        tensor_count, pairs = cursor.scalar("Q"), cursor.scalar("Q")
+        if tensor_count > MAX_TENSORS or pairs > MAX_PAIRS:
+            raise ValueError(f"it claims {tensor_count} tensors and {pairs} metadata entries")
         for _ in range(pairs):
             key = cursor.string()
             self.metadata[key] = cursor.value(cursor.scalar("I"))
-        end_of_data = max((self._tensor_end(cursor) for _ in range(self.tensor_count)), default=0)
+        self.tensors = [_read_tensor(cursor) for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= MAX_STRING:
             raise ValueError(f"alignment {alignment!r:.20}")
+        architecture = self.metadata.get("general.architecture", "")
         for name in _SIZES:
-            value = self.metadata.get(f"{self.architecture}.{name}", 0)
+            value = self.metadata.get(f"{architecture}.{name}", 0)
             if not all(0 <= number < 2**40 for number in (value if isinstance(value, list) else [value])):
                 raise ValueError(f"its {name} is {value!r:.40}")
+        if not 0 <= self.metadata.get(f"{architecture}.block_count", 0) <= MAX_LAYERS:
+            raise ValueError(f"it claims {self.metadata[f'{architecture}.block_count']!r:.40} layers")
         self.header_bytes = cursor.offset
         data_begin = -(-cursor.offset // alignment) * alignment
-        if data_begin + end_of_data > self.file_bytes:
+        self.data_bytes = max((tensor.offset + (tensor.size or 0) for tensor in self.tensors), default=0)
+        if self.tensors and data_begin + self.data_bytes > self.file_bytes:
             raise ModelFileError(
-                f"{self.path.name} is truncated: its tensors need {data_begin + end_of_data} bytes, "
+                f"{self.path.name} is truncated: its tensors need {data_begin + self.data_bytes} bytes, "
                 f"the file has {self.file_bytes}"
             )
+        self._fill_unknown_sizes(self.file_bytes - data_begin)
 
-    def _tensor_end(self, cursor: _Cursor) -> int:
-        """Read a tensor's description; returns where its data ends, counted from the data's beginning."""
-        self.ranks |= cursor.string().startswith("cls.")
-        dimensions = cursor.scalar("I")
-        if dimensions > 8:
-            raise ValueError(f"a tensor with {dimensions} dimensions")
-        elements: int = math.prod(cursor.scalar("Q") for _ in range(dimensions))
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.scalar("I"))]
-        offset: int = cursor.scalar("Q")
-        return offset + elements // int(block) * int(block_bytes)
+    def _fill_unknown_sizes(self, end: int) -> None:
+        """A tensor of an unknown type reaches to the next one, the last to the end of the file."""
+        if all(tensor.size is not None for tensor in self.tensors):
+            return
+        self.data_bytes = end
+        follows = end
+        for place in sorted(range(len(self.tensors)), key=lambda place: -self.tensors[place].offset):
+            tensor = self.tensors[place]
+            if tensor.size is None:
+                self.tensors[place] = tensor._replace(size=follows - tensor.offset)
+            follows = tensor.offset
+
+
+class GgufHeader:
+    """The metadata and tensors of a model: of one GGUF file, or of all its parts, whichever of them is named.
+
+    Raises ModelFileError where a part is missing or has no valid structure.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.parts = [GgufFile(path)]
+        count = self.parts[0].metadata.get("split.count", 1)
+        if isinstance(count, int) and count > 1:
+            self.parts = [_read_part(part, number) for number, part in enumerate(_split_paths(path, count))]
+        first = self.parts[0]  # it has the metadata, and llama.cpp is given its name
+        self.path, self.metadata, self.header_bytes = first.path, first.metadata, first.header_bytes
+        self.file_bytes = sum(part.file_bytes for part in self.parts)
+        self.data_bytes = sum(part.data_bytes for part in self.parts)
+        self.tensors = [tensor for part in self.parts for tensor in part.tensors]
 
     @property
     def architecture(self) -> str:
@@ -105,28 +158,67 @@ class GgufHeader:
             value = max(value, default=default)
         return int(value) if isinstance(value, int | float) else default
 
+    def of_layer(self, name: str, layer: int, default: int = 0) -> int:
+        """An integer of the architecture's metadata for one layer, from a list of one for each or for all."""
+        value = self.metadata.get(f"{self.architecture}.{name}", default)
+        if isinstance(value, list):
+            value = value[layer] if layer < len(value) else default
+        return int(value) if isinstance(value, int | float) else default
+
     @property
     def context_train(self) -> int:
         return self.number("context_length", 4096)
 
-    def kv_bytes_per_cell(self, key_type: str = "f16", value_type: str = "f16") -> int:
-        """Upper estimate of K and V for one token; 0 for recurrent models and encoders."""
-        heads = self.number("attention.head_count")
-        if "bert" in self.architecture or self.architecture == "gemma-embedding":
-            return 0
-        if not heads or f"{self.architecture}.ssm.state_size" in self.metadata:
-            return 0
-        kv_heads = self.number("attention.head_count_kv", heads) or heads
-        width = self.number("embedding_length") // heads
-        key = self.number("attention.key_length", width)
-        value = self.number("attention.value_length", width)
-        row = _row_bytes(kv_heads * key, key_type) + _row_bytes(kv_heads * value, value_type)
-        return self.number("block_count") * row
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the vocabulary; 0 where the file has none."""
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        known = len(tokens) if isinstance(tokens, list) else 0
+        return self.number("vocab_size", tokens.length if isinstance(tokens, SkippedArray) else known)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it has a classification head, so is a reranker."""
+        return any(tensor.name.startswith("cls.") for tensor in self.tensors)
 
 
-def _row_bytes(elements: int, type_name: str) -> int:
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
-    return -(-elements // int(block)) * int(block_bytes)
+def _split_paths(path: Path, count: int) -> list[Path]:
+    """The files of a model in `count` parts, by the name of one. Raises ModelFileError if one is missing."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise ModelFileError(
+            f"{path.name} is one of {count} files of a model: name them …-00001-of-{count:05}.gguf and so on"
+        )
+    paths = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    for part in paths:
+        if not part.is_file():
+            raise ModelFileError(
+                f"the model has {count} files, and {part.name} is missing beside {path.name}"
+            )
+    return paths
+
+
+def _read_part(path: Path, number: int) -> GgufFile:
+    part = GgufFile(path)
+    if part.metadata.get("split.no") != number:
+        raise ModelFileError(f"{path.name} is not part {number + 1} of the model, as its name says")
+    return part
+
+
+def _read_tensor(cursor: _Cursor) -> Tensor:
+    name = cursor.string()
+    dimensions = cursor.scalar("I")
+    if dimensions > 8:
+        raise ValueError(f"a tensor with {dimensions} dimensions")
+    elements: int = math.prod(cursor.scalar("Q") for _ in range(dimensions))
+    type_id, offset = cursor.scalar("I"), cursor.scalar("Q")
+    size: int | None = None
+    if type_id in GGML_QUANT_SIZES:
+        block, block_bytes = GGML_QUANT_SIZES[type_id]
+        size = elements // int(block) * int(block_bytes)
+    elif type_id > MAX_TYPE:
+        raise ValueError(f"a tensor of type {type_id}")
+    return Tensor(name, dimensions, type_id, offset, size)
 
 
 class _Cursor:
@@ -161,14 +253,13 @@ class _Cursor:
             return self._array()
         return self.scalar(_SCALARS[kind])
 
-    def _array(self) -> list[Any] | None:
-        """A short array's values; None for a long one, which is skipped."""
+    def _array(self) -> list[Any] | SkippedArray:
         kind, count = self.scalar("I"), self.scalar("Q")
         if count > MAX_ARRAY:
             raise ValueError(f"an array of {count} elements")
         if kind in _SCALARS and count > _KEPT_ARRAY:
             self._bytes(struct.calcsize("<" + _SCALARS[kind]) * count)
-            return None
+            return SkippedArray(count)
         if kind == _ARRAY:
             raise ValueError("an array of arrays")
         if count <= _KEPT_ARRAY:
@@ -176,4 +267,4 @@ class _Cursor:
         for _ in range(count):
             length = self.scalar("Q")
             self.offset += length
-        return None
+        return SkippedArray(count)

@@ -55,7 +55,7 @@ def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
 
 def run_probe(config: EngineConfig) -> ProbeResult:
     """Load the model and decode a few tokens in a throw-away process."""
-    small = msgspec.structs.replace(config, parallel=1, ctx_size=512, max_request_tokens=0)
+    small = msgspec.structs.replace(config, parallel=1, slots=0, ctx_size=512, max_request_tokens=0)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "cllm.backend.llama.probe"],

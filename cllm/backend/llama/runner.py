@@ -206,7 +206,7 @@ class LlamaRunner(ModelRunner):
         fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
         return {
             "model": self.info.size_bytes,
-            "kv": fit.per_cell * self.limits.cells,
+            "kv": fit.kv,
             "buffers": fit.compute,
             "draft_model": fit.draft,
             "embedding_limit": fit.embedding,

@@ -165,7 +165,7 @@ class PrefixCache:
         """Seconds saved by applying a match instead of computing."""
         origin = match.origin
         if isinstance(origin, Entry):
-            cost = self._cost.restore_s(origin.size)
+            cost = self._cost.restore_s(len(origin.state))
         else:
             cost = self._transfer.copy_s(origin.num_computed)
             if isinstance(origin, SlotContent):
@@ -185,7 +185,7 @@ class PrefixCache:
             needed = len(sequence.tokens) + 1
             needed = max(needed, len(origin.tokens)) if isinstance(origin, Entry) else needed - length
             self.slots.make_room(needed, running.values(), content)
-        if content is not None and self.slots.continues(content, length):
+        if content is not None and self.slots.continues(content, length, sequence):
             return self.slots.continue_slot(content, length, sequence, running)
         return self.slots.empty_slot(sequence, running, content)
 
@@ -201,7 +201,7 @@ class PrefixCache:
         try:
             if in_place:
                 held = self._cut(sequence.seq_id, match)
-            elif (entry := origin if isinstance(origin, Entry) else self._through_ram(origin)) is not None:
+            elif (entry := origin if isinstance(origin, Entry) else self._through_ram(match)) is not None:
                 held = self._restore(sequence.seq_id, entry, match)
             elif not isinstance(origin, Entry):
                 held, copied = self._runner.copy(origin.seq_id, sequence.seq_id, match.length), True
@@ -230,15 +230,16 @@ class PrefixCache:
         checkpoint = match.checkpoint
         return self._runner.truncate(seq_id, match.length, checkpoint and checkpoint.state)
 
-    def _through_ram(self, origin: Sequence | SlotContent) -> Entry | None:
+    def _through_ram(self, match: PrefixMatch) -> Entry | None:
         """The state of a slot saved to RAM, where that is the best way to another slot."""
-        if isinstance(origin, SlotContent):
-            self.device.touch(origin)
-        if not self._transfer.copies_through_ram(origin.num_computed):
+        origin = match.origin
+        assert not isinstance(origin, Entry)
+        content = origin if isinstance(origin, SlotContent) else self._content_of(origin)
+        self.device.touch(content)
+        needs_slot = not self._cuttable and match.checkpoint is None and match.length < origin.num_computed
+        if needs_slot or not self._transfer.copies_through_ram(origin.num_computed):
             return None
-        return self._transfer.save_entry(
-            origin if isinstance(origin, SlotContent) else self._content_of(origin)
-        )
+        return self._transfer.save_entry(content)
 
     def _restore(self, seq_id: int, entry: Entry, match: PrefixMatch) -> int:
         """Restore a state and cut it; 0 if that fails. One that only finds no room now is kept."""

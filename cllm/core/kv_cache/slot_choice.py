@@ -53,9 +53,13 @@ class SlotChoice:
                 return None
         return self._move_closer(densest(empty, running), sequence, running)
 
-    def continues(self, content: SlotContent, length: int) -> bool:
-        """Whether a slot is cut and continued: what is lost so must be worth less than copying."""
-        if length == len(content.tokens):
+    def continues(self, content: SlotContent, length: int, sequence: Sequence) -> bool:
+        """Whether a slot is cut and continued: what is lost so must be worth less than copying.
+
+        A prompt that is repeated will have its answer again.
+        """
+        repeated = length == len(sequence.tokens) - 1 and not content.mostly_beyond(length)
+        if repeated or length == len(content.tokens):
             return True
         copy_s = self._transfer.copy_s(len(content.tokens))
         if not self._device.empty_slots():

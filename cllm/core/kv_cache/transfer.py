@@ -168,7 +168,10 @@ class KVTransfer:
         if state is None:
             return None
         self._last_state = (length, len(state))
-        return Entry(content.tenant, content.tokens, state, content.checkpoints, content.min_length)
+        # Of a sliding window, the state has only what the next token looks back on.
+        cuttable = self.cuttable or length <= self._runner.info.sliding_window
+        min_length = 0 if cuttable else length
+        return Entry(content.tenant, content.tokens, state, content.checkpoints, min_length)
 
     def save_entry(self, content: SlotContent) -> Entry | None:
         """Put what a slot holds into RAM, in place of what it covers there. None if it fails."""

@@ -180,6 +180,7 @@ class CompletionBody(OpenAIBody):
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int  # whose KV the prefix cache held
+    cached_from: str = ""  # its tier: device, ram or disk
 
 
 class CompletionUsage(msgspec.Struct, frozen=True):
@@ -247,9 +248,9 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     """The usage of all choices together; a prompt counts once, however many answers it got."""
     ended = [usage for usage in usages if usage is not None]
     generated = sum(usage.completion_tokens for usage in ended)
-    cached = min((usage.cached_tokens for usage in ended), default=0)
-    total = prompt_tokens + generated
-    return CompletionUsage(prompt_tokens, generated, total, PromptTokensDetails(cached))
+    least = min(ended, key=lambda usage: usage.cached_tokens, default=None)
+    details = PromptTokensDetails(least.cached_tokens, least.cached_from) if least else PromptTokensDetails(0)
+    return CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
 
 
 def make_choice(

@@ -120,6 +120,7 @@ class LlamaTimings(msgspec.Struct, frozen=True):
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
+    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
 
 
 class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -27,6 +28,8 @@ from cllm.server.protocol.base import (
 from cllm.server.protocol.completions import Name
 from cllm.text.tool_formats import Tool
 
+log = logging.getLogger(__name__)
+BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_MESSAGES = 4096
 MAX_TOOLS = 512
 MAX_BLOCKS = 4096
@@ -52,6 +55,23 @@ def join_text(content: str | list[TextBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return MESSAGE_JOINT.join(block.text for block in content)
+
+
+def join_system(content: str | list[TextBlock] | None) -> str:
+    """The text of a system prompt, each block without Claude Code's billing header.
+
+    That line is for Anthropic's accounting and differs by session. Left in front, it would change the
+    prefix of a prompt that is otherwise the same.
+    """
+    blocks = [content] if isinstance(content, str) else [block.text for block in content or ()]
+    return MESSAGE_JOINT.join(filter(None, map(_drop_billing_header, blocks)))
+
+
+def _drop_billing_header(text: str) -> str:
+    if not text.startswith(BILLING_HEADER):
+        return text
+    log.debug("dropped the line %s at the beginning of a system block", BILLING_HEADER.rstrip(":"))
+    return text.partition("\n")[2]
 
 
 class ToolUseBlock(Body):
@@ -247,13 +267,14 @@ class CountBody(NullableBody, ConstrainedBody):
 
     def _build_messages(self) -> list[dict[str, Any]]:
         builder = MessageBuilder(combine=True)
-        if system := join_text(self.system):
+        if system := join_system(self.system):
             builder.add_text("system", system)
         for message in self.messages:
-            if isinstance(message.content, str):
+            if isinstance(message, SystemMessage):
+                if system := join_system(message.content):
+                    builder.add_text(message.role, system)
+            elif isinstance(message.content, str):
                 builder.add_text(message.role, message.content)
-            elif isinstance(message, SystemMessage):
-                builder.add_text(message.role, join_text(message.content))
             else:
                 for block in message.content:
                     block.add_to(builder, message.role)

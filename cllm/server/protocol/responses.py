@@ -324,6 +324,7 @@ OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int = 0
+    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
 
 
 class OutputTokensDetails(msgspec.Struct):

@@ -79,6 +79,7 @@ def make_completion(
             predicted_n=usage.completion_tokens,
             predicted_ms=1000 * seconds,
             predicted_per_second=usage.completion_tokens / seconds if seconds > 0 else 0.0,
+            cached_from=usage.cached_from,
         ),
     )
 

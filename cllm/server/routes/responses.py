@@ -92,7 +92,7 @@ class ResponseRenderer(BlockRenderer):
             return None
         return api.ResponseUsage(
             usage.prompt_tokens,
-            api.InputTokensDetails(usage.cached_tokens),
+            api.InputTokensDetails(usage.cached_tokens, cached_from=usage.cached_from),
             usage.completion_tokens,
             api.OutputTokensDetails(self._reply.reasoning_tokens),
             usage.prompt_tokens + usage.completion_tokens,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.errors import ModelFileError
-from tests.tiny_models import make_dense, make_recurrent
+from tests.tiny_models import make_dense
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dense(tmp_path_factory.mktemp("gguf") / "dense.gguf")
 
 
-def test_a_good_file_is_read(good: Path, tmp_path: Path) -> None:
+def test_a_good_file_is_read(good: Path) -> None:
     header = GgufHeader(good)
-    assert header.architecture == "llama" and header.context_train == 4096 and header.tensor_count > 10
-    assert header.kv_bytes_per_cell() == 2 * 2 * (32 + 32) * 2 or header.kv_bytes_per_cell() > 0
-    assert GgufHeader(make_recurrent(tmp_path / "mamba.gguf")).kv_bytes_per_cell() == 0
+    assert header.architecture == "llama" and header.context_train == 4096 and len(header.tensors) > 10
+    assert header.vocabulary == 512 and header.file_bytes - 40_000 < header.data_bytes < header.file_bytes
 
 
 def refusal(path: Path) -> str:
@@ -64,3 +63,65 @@ def test_no_damage_raises_anything_else(
     path.write_bytes(data[: len(data) - cut])
     with contextlib.suppress(ModelFileError):
         GgufHeader(path)
+
+
+# Tensor types -----------------------------------------------------------------------------------------
+
+
+def with_type(data: bytes, name: bytes, type_id: int) -> bytes:
+    """The file with another type id of one tensor."""
+    place = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    (dimensions,) = struct.unpack_from("<I", data, place)
+    place += 4 + 8 * dimensions
+    return data[:place] + struct.pack("<I", type_id) + data[place + 4 :]
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "output_norm.weight", "token_embd.weight"])
+def test_a_type_that_is_not_known_reaches_to_the_next_tensor(good: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "new.gguf"
+    path.write_bytes(with_type(good.read_bytes(), name.encode(), 200))
+    known = {tensor.name: tensor.size for tensor in GgufHeader(good).tensors}
+    header = GgufHeader(path)
+    assert {tensor.name: tensor.size for tensor in header.tensors} == known
+    assert header.data_bytes == GgufHeader(good).data_bytes
+
+
+def test_a_number_that_is_no_type_is_refused(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(with_type(good.read_bytes(), b"output.weight", 1 << 20))
+    assert "corrupt" in refusal(path) and "type 1048576" in refusal(path)
+
+
+# Models in several files --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> list[Path]:
+    first = make_dense(tmp_path / "split.gguf", split_tensors=8)
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) == 3 and parts[0] == first
+    return parts
+
+
+def test_all_parts_are_counted_whichever_is_named(good: Path, split: list[Path]) -> None:
+    whole = GgufHeader(good)
+    for part in split:
+        header = GgufHeader(part)
+        assert header.path == split[0] and header.architecture == "llama" and header.vocabulary == 512
+        assert sorted(tensor.name for tensor in header.tensors) == sorted(t.name for t in whole.tensors)
+        assert header.data_bytes == whole.data_bytes
+        assert header.file_bytes == sum(file.stat().st_size for file in split)
+
+
+def test_a_part_that_is_missing_cut_or_foreign_is_named(split: list[Path]) -> None:
+    first, second, third = split
+    data = second.read_bytes()
+    second.unlink()
+    assert f"the model has 3 files, and {second.name} is missing" in refusal(first)
+    second.write_bytes(data[:-2000])
+    assert f"{second.name} is truncated" in refusal(first)
+    second.write_bytes(third.read_bytes())
+    assert f"{second.name} is not part 2" in refusal(third)
+    second.write_bytes(data)
+    renamed = first.rename(first.with_name("renamed.gguf"))
+    assert "renamed.gguf is one of 3 files" in refusal(renamed)

@@ -36,7 +36,7 @@ def read(path: Path, data: bytes) -> GgufHeader | None:
     tracemalloc.start()
     try:
         header = GgufHeader(path)
-        assert header.kv_bytes_per_cell() >= 0 and header.context_train >= 0
+        assert header.context_train >= 0 and header.vocabulary >= 0
         MemoryFit(header, EngineConfig(model=str(path)))
         return header
     except ModelFileError as error:

@@ -17,7 +17,9 @@ from bench.figures import (
     all_generating,
     decode_rate,
     first_token_growth,
+    last_turns,
     percentile,
+    recomputed_tokens,
     stall_gap,
     step_seconds,
 )
@@ -134,6 +136,38 @@ def test_time_per_token_does_not_depend_on_chunks(chunks: int, tokens_per_chunk:
     times = tuple(number * token_s * tokens_per_chunk for number in range(chunks))
     one = Completion(0, 0.0, chunks_s=times, generated_tokens=chunks * tokens_per_chunk)
     assert FIGURES["token_p50_s"].of([load(one)]) == pytest.approx(token_s)
+
+
+def turn(number: int, prompt: int, cached: int | None, total_s: float = 1.0) -> Completion:
+    """A turn of ten generated tokens."""
+    return Completion(
+        number,
+        0.0,
+        turn=number,
+        total_s=total_s,
+        generated_tokens=10,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+    )
+
+
+def test_what_a_turn_computes_again_is_what_the_one_before_had() -> None:
+    """Turn 1 has 110 tokens at its end; of turn 2, 105 are cached. Conversations are counted apart."""
+    talk = [turn(0, 100, 0), turn(1, 130, 105), turn(2, 160, 160)]
+    other = [turn(0, 500, 0), turn(1, 520, 500)]
+    assert recomputed_tokens([load(*talk, *other)]) == [5, 0, 10]
+    assert FIGURES["recomputed_tokens"].of([load(*talk, *other)]) == 5
+    assert FIGURES["recomputed_worst"].of([load(*talk, *other)]) == 10
+    assert FIGURES["computed_tokens"].of([load(*talk), load(*other)]) == ((100 + 25) + (500 + 20)) / 2
+    assert recomputed_tokens([load(turn(0, 100, None), turn(1, 130, None))]) == []
+    failed = Completion(1, 0.0, turn=1, error="died")
+    assert recomputed_tokens([load(turn(0, 100, 0), failed, turn(2, 160, 90))]) == []
+
+
+def test_the_last_turns_of_every_conversation_count() -> None:
+    talk = [turn(number, 100, 0, total_s=number) for number in range(5)]
+    assert last_turns([load(*talk, *talk)]) == [2, 3, 4] * 2
+    assert last_turns([load(*map(completion, [[1.0]] * 5))]) == []
 
 
 def test_cached_tokens_are_a_share() -> None:

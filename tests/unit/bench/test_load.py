@@ -76,7 +76,7 @@ def ask(*prompts: str, tokens: int = 8, at_s: float = 0.0) -> Session:
 def test_a_chat_sends_the_whole_history() -> None:
     server = Endless()
     load = run(server, GroupPlan("users", 1, (ask("one", "two", "three", tokens=4),)))
-    assert load.errors == () and len(load.completions) == 3
+    assert load.errors == () and [each.turn for each in load.completions] == [0, 1, 2]
     assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
     said = [[message["content"] for message in body["messages"]] for _, body in server.asked]
     assert said == [["one"], ["one", " a0 a1", "two"], ["one", " a0 a1", "two", " a0 a1", "three"]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bench.workloads import Definition, Group, built_in, find, make_plan, read_file
 from bench.workloads.definition import ORDER, clients_of
 from bench.workloads.plan import make_fill
-from bench.workloads.text import words
+from bench.workloads.text import TEXTS, prose
 from cllm.errors import SetupError
 
 LENGTHS = st.integers(1, 60) | st.tuples(st.integers(1, 30), st.integers(30, 60))
@@ -38,7 +38,9 @@ def test_a_round_is_the_same_again_and_of_no_use_to_another(name: str) -> None:
             assert common_words(ours, theirs) <= 3
 
 
-@pytest.mark.parametrize("name", ["distinct", "single", "stall", "stale", "contended", "long", "sweep"])
+@pytest.mark.parametrize(
+    "name", ["distinct", "single", "chat", "agent", "agents", "stall", "stale", "contended", "long", "sweep"]
+)
 def test_prompts_of_a_round_share_no_beginning(name: str) -> None:
     found = prompts(built_in()[name], 1)
     assert all(common_words(*pair) <= 3 for pair in itertools.combinations(found, 2))
@@ -57,6 +59,8 @@ def test_the_built_in_workloads_are_those_of_the_table() -> None:
         "single": [(6, 1, 1)],
         "shared": [(24, 8, 1)],
         "chat": [(16, 16, 3)],
+        "agent": [(1, 1, 10)],
+        "agents": [(12, 12, 5)],
         "stall": [(6, 6, 1), (1, 1, 1)],
         "stale": [(10, 1, 1)],
         "contended": [(16, 8, 1)],
@@ -72,7 +76,7 @@ def test_every_request_fits_into_its_server(name: str) -> None:
     for group in definition.groups:
         lengths = [group.prompt_tokens, group.output_tokens]
         turn = sum(length if isinstance(length, int) else length[1] for length in lengths)
-        longest = group.shared_prefix_tokens + group.turns * turn
+        longest = group.shared_prefix_tokens + group.prefix_tokens + group.turns * turn
         assert longest <= definition.ctx_size / definition.parallel
     assert len(make_fill(definition).groups[0].sessions) == definition.fill
 
@@ -84,6 +88,24 @@ def test_shared_questions_follow_one_text() -> None:
     assert {prompt.partition("\n\n")[0] for prompt in found} == {text}
     questions = [prompt.partition("\n\n")[2] for prompt in found]
     assert len(set(questions)) == 24 and {len(question.split()) for question in questions} == {16}
+
+
+def test_each_agent_begins_with_a_text_of_its_own() -> None:
+    (group,) = make_plan(built_in()["agents"], 1, tokens_per_word=1.2).groups
+    for session in group.sessions:
+        text, _, question = session.turns[0].prompt.partition("\n\n")
+        assert (len(text.split()), len(question.split())) == (1250, 100)
+        assert [len(turn.prompt.split()) for turn in session.turns[1:]] == [100] * 4
+    assert len({session.turns[0].prompt for session in group.sessions}) == 12
+
+
+def test_a_workload_is_greedy_or_sampled_as_asked() -> None:
+    definition = built_in()["agents"]
+    temperatures = {group.temperature for group in definition.at_temperature(0.8).groups}
+    assert temperatures == {0.8} and {group.temperature for group in definition.groups} == {0.0}
+    (planned,) = make_plan(definition.at_temperature(0.8), 1).groups
+    assert {turn.temperature for session in planned.sessions for turn in session.turns} == {0.8}
+    assert prompts(definition.at_temperature(0.8), 1) == prompts(definition, 1)
 
 
 def test_a_sweep_has_two_requests_for_every_client() -> None:
@@ -127,9 +149,20 @@ def test_open_loop_arrivals_come_at_the_rate(rate: float, count: int) -> None:
     assert abs(mean - 1) < 6 / (count - 1) ** 0.5
 
 
-def test_words_are_as_many_as_asked_for() -> None:
-    assert len(words("a", 1200).split()) == 1200
-    assert words("a", 5) == words("a", 5) != words("b", 5)
+@pytest.mark.parametrize("kind", TEXTS)
+def test_words_are_as_many_as_asked_for(kind: str) -> None:
+    text = TEXTS[kind]
+    for count in (1, 2, 3, 4, 1200, 40_000):
+        assert len(text("a", count).split()) == count
+    assert text("a", 5) == text("a", 5) != text("b", 5)
+
+
+def test_prose_is_continuous() -> None:
+    """Where a text has come to its source's end it goes on at its beginning: a second time round is equal."""
+    text = prose("a", 70_000).split()[3:]
+    around = next(size for size in range(1000, len(text)) if text[:50] == text[size : size + 50])
+    assert text[: len(text) - around] == text[around:]
+    assert sum(word.endswith(".") for word in text) > len(text) / 50
 
 
 FILE = """

@@ -96,7 +96,7 @@ def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parallel", "0"], "configuration: parallel is 0: expected `int` >= 1"),
+        (["--parallel", "-1"], "configuration: parallel is -1: expected `int` >= 0"),
         (["--cache-type-k", "nope"], "configuration: cache_type_k is 'nope': expected `str` matching"),
         (["--max-timeout-s", "nan"], "configuration: max_timeout_s is nan: expected a finite number"),
         (["--max-timeout-s", "inf"], "configuration: max_timeout_s is inf: expected a finite number"),

@@ -44,7 +44,7 @@ def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
     talk = Talk()
     assert talk.ask(SYSTEM) == 0
     assert talk.ask(SYSTEM) == len(SYSTEM) - 1
-    assert talk.total("prefix_hits") == talk.total("prefix_saves") == 1
+    assert talk.total("prefix_hits") == 1
     assert talk.total("prefix_tokens") == len(SYSTEM) - 1
 
 
@@ -56,9 +56,10 @@ def test_a_growing_history_is_computed_once_and_held_once() -> None:
         history += tuple(b"and another question, number %d, that is asked as an afterthought" % turn)
         answer = expected_text(history, 20, ends=False).encode()
         assert talk.ask(history, 20) == known
-        known = len(history) + len(answer) - 1  # the last token of an answer is told, not computed
+        known = len(history) + len(answer) - 1  # the last token of an answer is sent, not computed
         history += tuple(answer)
-    assert len(talk.host_cache.entries) == 1, "a longer state covers the shorter"
+        assert talk.usage(f"r{turn}").cached_from == ("device" if turn else "")
+    assert len(talk.prefix_cache.device.entries) == 1 and not talk.host_cache.entries, "it is held once"
 
 
 def test_a_history_that_changed_is_used_up_to_the_change() -> None:
@@ -71,13 +72,14 @@ def test_different_questions_share_the_common_part_from_either() -> None:
     talk = Talk()
     for letter in b"abc":
         assert talk.ask(SYSTEM + (letter,) * 100) == (0 if letter == ord("a") else len(SYSTEM))
-    assert len(talk.host_cache.entries) == 3
+    assert len(talk.prefix_cache.device.entries) == 3
 
 
-def test_what_brings_little_new_is_not_kept() -> None:
+def test_what_brings_little_new_is_not_offloaded() -> None:
     talk = Talk()
     for letter in b"abcdef":
         talk.ask(SYSTEM + (letter,) * 20)
+        talk.offload()
     assert len(talk.host_cache.entries) == 1 and talk.total("prefix_saves") == 1
 
 
@@ -121,20 +123,31 @@ def test_the_byte_budget_holds_and_the_oldest_are_evicted() -> None:
     talk.host_cache.cached_limit = talk.host_cache.limit = 4000  # bytes: two or three prompts of 150 tokens
     for letter in b"abcde" * 2:
         assert talk.ask((letter,) * 150) == 0, "five take turns where there is room for fewer"
-        assert talk.stats[-1].prefix_bytes == talk.host_cache.cached_bytes <= 4000
-    assert talk.total("prefix_evictions") > 5
-    assert talk.ask((ord("e"),) * 150) == 149
+        talk.offload()
+        assert talk.host_cache.cached_bytes <= 4000
+    assert talk.host_cache.evictions > 5
+    assert talk.ask((ord("e"),) * 150) == 149 and talk.usage("r10").cached_from == "ram"
 
 
 @pytest.mark.parametrize("trimmable", [True, False])
-def test_memory_that_cannot_be_cut_serves_only_whole_prefixes(trimmable: bool) -> None:
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_memory_that_cannot_be_cut_is_put_back_to_a_checkpoint(trimmable: bool, offloaded: bool) -> None:
     talk = Talk(FakeRunner(sequences=2, cells=8192, batch_tokens=64, trimmable=trimmable))
+
+    def ask_again(prompt: Tokens[int], count: int) -> tuple[int, str]:
+        if offloaded:
+            talk.offload()
+        cached = talk.ask(prompt, count)
+        return cached, talk.usage(f"r{len(talk.requests) - 1}").cached_from
+
     answer = tuple(expected_text(SYSTEM, 30, ends=False).encode())
     assert talk.ask(SYSTEM, 30) == 0
-    assert talk.ask(SYSTEM, 30) == (len(SYSTEM) - 1 if trimmable else 0)
+    tier = "ram" if offloaded else "device"
+    put_back = tier + ("" if trimmable else "+checkpoint")
+    assert ask_again(SYSTEM, 30) == (len(SYSTEM) - 1, put_back)
     turn = SYSTEM + answer + tuple(b"and then?")
-    assert talk.ask(turn, 80) == len(SYSTEM) + 29
-    assert talk.ask(turn, 80) == (len(turn) - 1 if trimmable else len(SYSTEM) + 29)
+    assert ask_again(turn, 80) == (len(SYSTEM) + 29, tier)
+    assert ask_again(turn, 80) == (len(turn) - 1, put_back)
 
 
 def test_a_cancelled_request_stores_what_it_has_computed() -> None:
@@ -206,6 +219,7 @@ def test_a_load_is_served_through_ram_where_that_is_quicker_than_copying_kv_stre
 ) -> None:
     talk = Talk(FakeRunner(sequences=4, cells=cells, batch_tokens=64))
     talk.ask(tuple(b"so that it is known how large a state is" * 3))
+    talk.prefix_cache.clear()
     calls: list[str] = []
 
     def listen(_: int, name: str) -> None:
@@ -273,6 +287,7 @@ def test_the_cheapest_state_that_covers_the_prefix_is_restored() -> None:
     talk.fake.restore = restore  # type: ignore[method-assign]
     talk.ask(SYSTEM + (1,) * 1500, 1)
     talk.ask(SYSTEM + (2,) * 100, 1)
+    talk.offload()
     restored.clear()
     assert talk.ask(SYSTEM + (3,) * 10, 1) == len(SYSTEM)
     assert restored == [len(SYSTEM) + 100]
@@ -283,6 +298,7 @@ def test_a_state_that_finds_no_room_now_is_kept(unified: bool, monkeypatch: pyte
     """As where the free cells of a unified KV do not lie together."""
     talk = Talk(FakeRunner(sequences=4, cells=8192, batch_tokens=64, unified=unified))
     talk.ask(SYSTEM)
+    talk.offload()
     (entry,) = talk.host_cache.entries
     neighbour = talk.send(b"neighbour" * 10, 400)
     talk.step(3)
@@ -292,6 +308,7 @@ def test_a_state_that_finds_no_room_now_is_kept(unified: bool, monkeypatch: pyte
         while talk.answers[refused].finish_reason is None:
             talk.step()
     assert talk.usage(refused).cached_tokens == 0 and entry in talk.host_cache.entries
+    talk.prefix_cache.clear_slots()
     again = talk.send(SYSTEM, 1)
     talk.finish()
     assert talk.usage(again).cached_tokens == len(SYSTEM) - 1
@@ -301,6 +318,7 @@ def test_a_state_that_finds_no_room_now_is_kept(unified: bool, monkeypatch: pyte
 def test_a_state_that_is_refused_by_an_empty_memory_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk()
     talk.ask(SYSTEM)
+    talk.offload()
     (entry,) = talk.host_cache.entries
     monkeypatch.setattr(talk.fake, "restore", lambda seq_id, state: False)
     assert talk.ask(SYSTEM) == 0 and entry not in talk.host_cache.entries
@@ -310,12 +328,19 @@ def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
     talk = Talk()
     cost = talk.scheduler.budget.cost
     talk.ask(SYSTEM)
+    talk.offload()
     for _ in range(20):
         cost.observe_shape(StepShape(1, 100, 0, 0.0), 1e-4)  # a microsecond a token
         cost.observe_transfer(1000, 1.0, restore=True)
-    assert talk.ask(SYSTEM) == 0
+    for _ in range(3):
+        assert talk.ask(SYSTEM) == 0
+        talk.prefix_cache.clear_slots()
     # It is not given up for good: now and then the default is believed again.
-    assert any(talk.ask(SYSTEM) for _ in range(10))
+    found = []
+    for _ in range(10):
+        found.append(talk.ask(SYSTEM))
+        talk.prefix_cache.clear_slots()
+    assert any(found)
 
 
 def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
@@ -324,10 +349,11 @@ def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
     for _ in range(9):
         cost.observe_transfer(1000, 0.01, restore=False)
         cost.observe_transfer(1000, 1e-9, restore=True)
-    talk.send(tuple(b"z" * 20), 200)
-    assert talk.send(SYSTEM, 1)
-    talk.finish()
-    assert talk.total("prefix_saves") == 1, "the one that ended last, when nobody waited"
+    talk.ask(SYSTEM, 1)
+    slots = talk.prefix_cache.slots
+    assert slots.evict_one(others=True) and not talk.host_cache.entries
+    talk.ask(SYSTEM, 1)
+    assert slots.evict_one(others=False) and talk.host_cache.entries, "none waited"
 
 
 def test_preempted_requests_evict_prefixes() -> None:
@@ -336,6 +362,7 @@ def test_preempted_requests_evict_prefixes() -> None:
     talk.host_cache.cached_limit = talk.host_cache.swap_limit = talk.host_cache.limit = 1500
     for letter in b"ab":
         talk.ask((letter,) * 100, 1)
+    talk.offload()
     assert talk.host_cache.cached_bytes > 900
     names = [talk.send(tuple(b"%c" % letter * 70), 150) for letter in b"xyz"]
     while not talk.scheduler.idle:
@@ -352,6 +379,7 @@ def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) ->
     talk = Talk()
     system = b"you are a helpful assistant who answers in short and clear sentences."[:common]
     assert talk.ask(system + b"0" * 70) == 0
+    talk.offload()
     assert talk.ask(system + b"1" * 70) == taken
     assert talk.ask(system + b"2" * 5) == taken
 
@@ -371,4 +399,4 @@ def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
 
     prefixes._gain_s = counted  # type: ignore[method-assign]
     assert talk.ask(system + b"new") == len(system)
-    assert prefix.MAX_CANDIDATES <= len(asked) <= prefix.MAX_CANDIDATES + 2
+    assert prefix.MAX_CANDIDATES <= len(asked) <= prefix.MAX_CANDIDATES + 2 + talk.scheduler.pool.size

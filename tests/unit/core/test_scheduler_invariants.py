@@ -137,6 +137,16 @@ def test_identical_requests_cost_exactly_the_same_from_first_to_last() -> None:
     assert len(set(usages)) == 1
 
 
+def test_identical_requests_cost_exactly_the_same_from_the_second_on_where_they_are_kept() -> None:
+    driver = StepDriver(FakeRunner(sequences=4), cache_mb=1)
+    usages = []
+    for _ in range(300):
+        name = driver.add(b"the same prompt, which is longer", 16, ignore_eos=True)
+        driver.run()
+        usages.append(driver.answers[name].usage)
+    assert len(set(usages[1:])) == 1 and usages[1].cached_tokens == 31
+
+
 def test_identical_prompts_that_arrive_together_are_computed_once() -> None:
     runner = FakeRunner(sequences=4, cells=4096, batch_tokens=64)
     driver = StepDriver(runner)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -9,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cllm.deprecated import METRICS
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.metrics import EngineMetrics, PlainHistogram
+from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
 from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.types import Request
+from cllm.types import FinishReason, Request, RequestOutput, Usage
 from cllm.workers.messages import StepStats
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
@@ -59,3 +63,30 @@ def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> Non
     assert new.metrics.registry.get_sample_value("cllm_queue_tokens") == 3
     old.stop()
     new.stop()
+
+
+def ended(cached: int, source: str) -> tuple[Any, RequestOutput, float]:
+    """A request that has ended: its state, its last output, and when that was."""
+    state = SimpleNamespace(arrived=1.0, dispatched=1.5, first_token=2.0)
+    usage = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=cached, cached_from=source)
+    return state, RequestOutput(request_id="r1", finish_reason=FinishReason.STOP, usage=usage), 3.0
+
+
+def test_cached_tokens_are_counted_by_their_source() -> None:
+    metrics = EngineMetrics()
+    for cached, source in ((80, "device"), (70, "ram"), (5, "device"), (40, "ram+checkpoint"), (0, "")):
+        metrics.ended(*ended(cached, source))
+
+    def counted(source: str) -> float | None:
+        return metrics.registry.get_sample_value("cllm_cached_tokens_total", {"source": source})
+
+    assert [counted(source) for source in ("device", "ram", "ram+checkpoint")] == [85, 70, 40]
+    assert counted("") is None
+
+
+@pytest.mark.parametrize(
+    ("cached", "source", "said"),
+    [(0, "", "90 prompt tokens (0 cached), "), (80, "disk", "90 prompt tokens (80 cached from disk), ")],
+)
+def test_the_end_of_a_request_says_what_was_cached(cached: int, source: str, said: str) -> None:
+    assert said in describe_end(*ended(cached, source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter
 
 from cllm.chat.reply import ParsedOutput
+from cllm.server.protocol.messages import MessagesBody
 from cllm.server.routes.messages import MessageRenderer
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason
@@ -143,3 +145,47 @@ def test_a_failure_is_told_and_ends_the_stream(code: str, kind: str) -> None:
     *_, last = rendered([step(ContentText("a")), failed(code, "it broke")])
     assert last == {"type": "error", "error": {"type": kind, "message": "it broke"}}
     assert json.dumps(last)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.f3a; cc_entrypoint=cli; cch=00000;"
+
+
+def system_text(system: Any, *messages: dict[str, Any]) -> str:
+    """All system texts of a conversation, as the template gets them."""
+    asked = [{"role": "user", "content": BILLING}, *messages]
+    body = MessagesBody.model_validate({"max_tokens": 1, "system": system, "messages": asked})
+    rendered = body.conversation().messages
+    assert any(message["content"] == BILLING for message in rendered), "a user may write what they want"
+    return "|".join(message["content"] for message in rendered if message["role"] == "system")
+
+
+def block(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("system", "left"),
+    [
+        (BILLING, ""),
+        (f"{BILLING}\nBe brief.", "Be brief."),
+        ([block(BILLING), block("You are an agent."), block("Be brief.")], "You are an agent.\nBe brief."),
+        ([block("You are an agent."), block(f"{BILLING}\nBe brief.")], "You are an agent.\nBe brief."),
+        (f"Be brief.\n{BILLING}", f"Be brief.\n{BILLING}"),
+        (f" {BILLING}", f" {BILLING}"),
+        ("x-anthropic-billing-headers are lines.", "x-anthropic-billing-headers are lines."),
+    ],
+    ids=["alone", "first line", "first block", "later block", "later line", "blank before", "other word"],
+)
+def test_the_billing_header_of_claude_code_is_dropped(system: Any, left: str) -> None:
+    assert system_text(system) == left
+
+
+def test_a_system_message_in_mid_conversation_has_no_billing_header_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    header = {"role": "system", "content": BILLING}
+    reminder = {"role": "system", "content": [block(f"{BILLING}\nTasks are open.")]}
+    assert system_text("Be brief.", header, reminder) == "Be brief.|Tasks are open."
+    assert caplog.text.count("dropped the line x-anthropic-billing-header") == 2
+    assert "cc_version" not in caplog.text

@@ -1,0 +1,139 @@
+"""The soak commands of the KV cache, in small, and the rules they judge by."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from cllm.config import EngineConfig
+from cllm.types import Usage
+from tests.driver.server import environment
+from tests.soak.answers import Answer, compare
+from tests.soak.conversations import (
+    EXACT,
+    OFF,
+    Part,
+    Pass,
+    Turn,
+    change_history,
+    find_faults,
+    run_conversations,
+)
+from tests.soak.density import run_density
+from tests.soak.restart import run_restart
+from tests.soak.second_turns import run_second_turns
+from tests.soak.soak import run_soak
+
+COMMAND = (sys.executable, "-m", "cllm")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def answer(text: str, cached: int = 0, source: str = "", gap: float = 1.0) -> Answer:
+    tokens = tuple(text.encode())
+    return Answer(tokens, (gap,) * len(text), "length", text, 9, cached, source)
+
+
+def turn(*contents: str, change: str = "continued", said: str = "abcd") -> Turn:
+    roles = ("system", *("user", "assistant") * len(contents))
+    parts = tuple(Part(role, content) for role, content in zip(roles, contents, strict=False))
+    return Turn(parts, change, answer(said))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("continued", [("s1 q1 a1 q2 abcd new")]),
+        ("left", ["s1 q1 a1 q2 abcd new"]),
+        ("regenerated", ["s1 q1 a1 q2"]),
+        ("edited", ["s1 new", "s1 q1 a1 new"]),
+        ("cut", ["s1 q2 abcd new"]),
+        ("stripped", ["s1 q1 a1 q2 bcd new", "s1 q1 a1 q2 cd new"]),
+    ],
+)
+def test_histories_change_in_these_ways(change: str, expected: list[str]) -> None:
+    written = [turn("s1", "q1"), turn("s1", "q1", "a1", "q2")]
+    found = {
+        " ".join(str(part.content) for part in change_history(written, change, Part("user", "new"), draw))
+        for draw in map(random.Random, range(20))
+    }
+    assert found == set(expected)
+
+
+def test_a_cut_of_a_short_history_drops_the_system_prompt() -> None:
+    history = change_history([turn("s1", "q1")], "cut", Part("user", "new"), random.Random(1))
+    assert [part.content for part in history] == ["q1", "abcd", "new"]
+
+
+def judge(*answers: Answer, off: Answer | None = None, need: str = "") -> list[str]:
+    """The faults of one turn, asked with the cache on and perhaps with it off."""
+    script = [turn("s", "q")]
+    alone = [each.answer for each in script]
+    passes = [Pass("", [each], compare(alone, [each]), 1.0) for each in (*answers, *([off] if off else []))]
+    return find_faults([script], passes, need)
+
+
+def test_a_difference_counts_unless_the_control_has_it_too() -> None:
+    assert judge(answer("abcd", 5, "ram")) == []
+    assert "1 differences" in judge(answer("abXd", 5))[0]
+    assert judge(answer("abXd", 5), off=answer("aXcd")) == []
+    assert "1 differences" in judge(answer("abXd", 5), off=answer("abcd"))[0]
+    assert judge(answer("abcd")) == ["FAIL: nothing was cached: this proves nothing"]
+    assert judge(answer("abcd", 5, "device"), need="ram") == ["FAIL: nothing came from ram"]
+    assert judge(answer("abcd", 5, "ram+checkpoint"), need="checkpoint") == []
+    assert "though the cache was off" in judge(answer("abcd", 5), off=answer("abcd", 3))[0]
+
+
+def test_conversations_say_the_same_with_the_cache(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert OFF == {"cache_prompt": False}
+    code = run_conversations(tiny_model, count=4, at_once=4, flags=EXACT, command=COMMAND, logs=tmp_path)
+    assert code == 0, capsys.readouterr().out
+    assert "4 of 4" in capsys.readouterr().out
+
+
+@pytest.mark.skipif("cached_from" not in Usage.__struct_fields__, reason="there is no device tier")
+def test_second_turns_compute_only_what_is_new(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_second_turns(tiny_model, 4, 200, command=COMMAND, logs=tmp_path)
+    out = capsys.readouterr().out
+    assert code == 0, out
+
+
+def test_batches_stay_dense(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pays is measured, and this machine may be busy: with gaps everywhere it would be five and more."""
+    monkeypatch.setattr("tests.soak.density.MAX_UBATCHES", 2.0)
+    assert run_density(conversations=30) == 0, capsys.readouterr().out
+    assert "30 conversations, 16 slots: pass" in capsys.readouterr().out
+
+
+def test_evictions_leave_nothing_behind(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory needs thousands of requests to settle; here it may grow."""
+    monkeypatch.setattr("tests.soak.soak.MAX_GROWTH", 1.2)
+    monkeypatch.setattr("tests.soak.soak.SETTLE_S", 0.0)
+    code = run_soak(tiny_model, 120, evictions=True, command=COMMAND, logs=tmp_path)
+    assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.skipif("cache_disk_mb" not in EngineConfig.__struct_fields__, reason="there is no disk tier")
+def test_a_prefix_outlives_a_restart(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So small a prefix is not much faster from disk; that it is cached is what counts."""
+    monkeypatch.setattr("tests.soak.restart.MAX_RATIO", 1000.0)
+    monkeypatch.setattr("tests.soak.restart.SETTLE_S", 0.5)
+    assert run_restart(tiny_model, 1, 1500, command=COMMAND, logs=tmp_path) == 0
+    line = capsys.readouterr().out.splitlines()[2]
+    cached, _, prompt = line.split("|")[-2].split()
+    assert int(cached) > int(prompt) / 2

@@ -1,0 +1,102 @@
+"""`python -m tests.soak.second_turns`: users with one system prompt, each in a slot of its own.
+
+All ask at once, then all ask again. A second turn computes only its own new tokens: the question, and the
+last token of the answer, which was sampled but never computed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+from bench.command import conclude, make_parser, run_command, serving
+from bench.peers import ServerSettings
+from bench.report import Table
+from bench.workloads.text import prose
+from tests.soak.answers import Answer, Client
+
+OUTPUT_TOKENS = 32
+QUESTION_TOKENS = (20, 60)
+MAX_AGAIN = 1  # the last token of an answer
+CELLS = 1024  # of one user
+
+
+def run_second_turns(
+    model: Path | None,
+    users: int = 16,
+    system_tokens: int = 500,
+    flags: Sequence[str] = (),
+    out: Path | None = None,
+    command: Sequence[str] | None = None,
+    logs: Path | None = None,
+) -> int:
+    """Ask both turns, print a table; 0 if no second turn computed anything again. Raises SetupError."""
+    settings = ServerSettings(model=model, parallel=users, ctx_size=CELLS * users)
+    with serving("second_turns", settings, command, logs, ("--no-tune", *flags)) as server:
+        client = Client(server.address)
+        system = _tokens(client, "system", system_tokens)
+        first = [system + _question(client, f"first {user}") for user in range(users)]
+        first_answers = _ask_all(client, first)
+        said: list[tuple[int, ...]] = [tuple(map(int, map(str, each.tokens))) for each in first_answers]
+        new = [_question(client, f"second {user}") for user in range(users)]
+        second = [old + words + more for old, words, more in zip(first, said, new, strict=True)]
+        second_answers = _ask_all(client, second)
+    again = [answer.computed_tokens - len(more) for answer, more in zip(second_answers, new, strict=True)]
+    late = [user for user, count in enumerate(again) if count > MAX_AGAIN]
+    fault = f"FAIL: {len(late)} of {users} second turns computed more than their own new tokens"
+    text = f"{_table(first_answers, second_answers, again).markdown()}\n\n{fault if late else 'pass'}"
+    return conclude("second_turns", text, {"again": again}, out, failed=bool(late))
+
+
+def _tokens(client: Client, name: str, count: int) -> tuple[int, ...]:
+    """Exactly so many tokens of prose: a word has one at least."""
+    return client.tokenize(prose(name, count))[:count]
+
+
+def _question(client: Client, name: str) -> tuple[int, ...]:
+    return _tokens(client, name, random.Random(name).randint(*QUESTION_TOKENS))
+
+
+def _ask_all(client: Client, prompts: Sequence[tuple[int, ...]]) -> list[Answer]:
+    """All at once, in an order of their own; the answers in the order of the prompts."""
+    order = list(range(len(prompts)))
+    random.Random(len(prompts[0])).shuffle(order)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = {user: pool.submit(client.complete, prompts[user], OUTPUT_TOKENS) for user in order}
+    return [asked[user].result() for user in range(len(prompts))]
+
+
+def _table(first: Sequence[Answer], second: Sequence[Answer], again: Sequence[int]) -> Table:
+    def line(what: str, counts: Sequence[int]) -> tuple[str, ...]:
+        return (what, *(f"{each:g}" for each in (sum(counts), min(counts), median(counts), max(counts))))
+
+    sources = sorted({answer.cached_from or "unknown" for answer in second if answer.cached_tokens})
+    rows = [
+        line("first turns: prompt tokens", [answer.prompt_tokens for answer in first]),
+        line("first turns: computed", [answer.computed_tokens for answer in first]),
+        line("second turns: prompt tokens", [answer.prompt_tokens for answer in second]),
+        line("second turns: computed", [answer.computed_tokens for answer in second]),
+        line("second turns: beyond the new ones", again),
+        ("second turns: cached from", ", ".join(sources) or "–", "", "", ""),
+    ]
+    return Table((f"{len(first)} users", "all", "least", "median", "most"), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser(
+        "tests.soak.second_turns",
+        __doc__,
+        *("--model", "--out", "--logs", "--command"),
+        users=(16, "users, and slots"),
+        system_tokens=(500, "tokens of the system prompt"),
+    )
+    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
+    return run_command(parser, arguments, run_second_turns)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
