@@ -18,9 +18,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from cllm.core.kv_cache.cache_file import STALL_LIMIT_S, Work, get_file_size, get_reason
+from cllm.core.kv_cache.cache_file import Candidate, Moved, get_file_size, get_reason
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, OtherFile, Scan, remove
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation, run_slices
+from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Work, run_slices
 from cllm.core.kv_cache.host_cache import MIB, Entry
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Match, PrefixTier
 from cllm.core.step_cost import TILE
@@ -29,18 +29,9 @@ from cllm.errors import CllmError, NotFound
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64 * MIB  # bytes that wait to be written, and that are being read; or one entry
+RETRY_S = 60.0  # after a failure
 QUIET_S = 2.0  # nothing is written before the engine has been idle for this long
 MIN_NEW_SHARE = 8  # a prefix that grows is written again when one part in so many of it is new
-
-
-class Candidate(NamedTuple):
-    """A cached prefix of another tier that could be written to disk."""
-
-    tenant: str
-    tokens: Sequence[int]
-    size: int  # of its state, predicted
-    save_s: float  # how long `save` will hold up the owner thread, predicted
-    save: Callable[[], Entry | None]
 
 
 class Loading(NamedTuple):
@@ -85,7 +76,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._read_byte_s = self._write_byte_s = 0.0  # measured
         self._late: Future[Any] | None = None  # a load that took too long
         self._queue: deque[Entry] = deque()  # to be written, the first of them now
-        self._work: Work | None = None  # of the first
+        self._work: Work[Moved] | None = None  # of the first
         self._slice: Future[Any] | None = None  # of that
         self._write_s = 0.0  # of its slices so far
         self._retry_at = 0.0
@@ -311,7 +302,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
             self._end_write()
             self._fail(error)
 
-    def _begin_write(self, entry: Entry) -> Work:
+    def _begin_write(self, entry: Entry) -> Work[Moved]:
         size = get_file_size(entry)
         self._make_room(size)
         self.bytes += size
@@ -350,10 +341,10 @@ class DiskKVCache(PrefixTier[DiskEntry]):
     def _fail(self, error: Exception) -> None:
         self.failures += 1
         self._queue.clear()
-        self._retry_at = time.monotonic() + STALL_LIMIT_S
+        self._retry_at = time.monotonic() + RETRY_S
         if not self._said:
             reason = error if isinstance(error, CllmError) else type(error).__name__
-            log.warning("disk cache: %s; it is tried again every %.0f s", reason, STALL_LIMIT_S)
+            log.warning("disk cache: %s; it is tried again every %.0f s", reason, RETRY_S)
         self._said = True
 
 

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file, disk_cache
-from cllm.core.kv_cache.cache_file import get_file_size
-from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.cache_file import Candidate, get_file_size
+from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry
 from cllm.core.kv_cache.disk_thread import DiskThread, Operation
 from cllm.core.kv_cache.host_cache import Entry
@@ -379,7 +379,7 @@ def test_a_folder_that_takes_no_more_is_said_once_and_tried_again(
         for _ in range(3):
             tier._retry_at = 0.0
             tier.write(make(words(2)), make(words(3)))
-        assert tier.idle((), LONG_AGO) == pytest.approx(cache_file.STALL_LIMIT_S, abs=5)
+        assert tier.idle((), LONG_AGO) == pytest.approx(disk_cache.RETRY_S, abs=5)
         assert tier.fetch(words(1)) is not None, "what is there can be read"
     assert len(caplog.records) == 1 and os.strerror(code).lower() in caplog.text
     assert "secret" not in caplog.text and tier.failures == 3

@@ -106,7 +106,7 @@ def test_a_prefix_comes_back_after_a_restart(start: Start, cache_mb: int) -> Non
     end(driver)
     driver = start(cache_mb=cache_mb)
     assert source(driver, serve(driver)) == (199, "disk")
-    assert source(driver, serve(driver)) == (199, "device")
+    assert source(driver, serve(driver)) in [(199, "device"), (199, "ram")]
     longer = serve(driver, (*PROMPT, *words(2, 50)))
     assert source(driver, longer)[0] == 200 and driver.core.disk.loads == 1
     assert driver.stats[-1].disk_bytes > 0 and sum(stats.disk_loads for stats in driver.stats) == 1
