@@ -83,6 +83,6 @@ class DeviceKVCache(PrefixTier[SlotContent]):
     def empty_slots(self) -> list[int]:
         return sorted(self._pool.free_ids - self._by_slot.keys())
 
-    def least_recent(self, keep: SlotContent | None = None) -> SlotContent | None:
+    def next_victim(self, keep: SlotContent | None = None) -> SlotContent | None:
         """The content to be evicted next, other than `keep`."""
         return next((content for content in self.entries if content is not keep), None)

@@ -63,7 +63,7 @@ class SlotChoice:
             return True
         copy_s = self._transfer.copy_s(len(content.tokens))
         if not self._device.empty_slots():
-            victim = self._device.least_recent(keep=content)
+            victim = self._device.next_victim(keep=content)
             if victim is None:
                 return True
             copy_s += self._transfer.loss_s(victim)
@@ -71,7 +71,7 @@ class SlotChoice:
 
     def evict_one(self, keep: SlotContent | None = None, *, others: bool = True) -> bool:
         """Empty the least recently used slot, offloaded if that pays; False if all free slots are empty."""
-        victim = self._device.least_recent(keep)
+        victim = self._device.next_victim(keep)
         if victim is None:
             return False
         self._transfer.offload(victim, others=others)

@@ -143,7 +143,7 @@ def test_identical_requests_cost_exactly_the_same_from_the_second_on_where_they_
     for _ in range(300):
         name = driver.add(b"the same prompt, which is longer", 16, ignore_eos=True)
         driver.run()
-        usages.append(driver.answers[name].usage)
+        usages.append(driver.usage(name))
     assert len(set(usages[1:])) == 1 and usages[1].cached_tokens == 31
 
 

@@ -1,0 +1,112 @@
+"""A runner that answers with the text its prompt holds, and a server of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
+from cllm.config import EngineConfig, ServerConfig
+from cllm.testing.fake_runner import END_TOKEN, TURN, FakeRunner, FakeVocabulary
+from cllm.types import SamplingParams
+
+# Roles and tools as text, then TURN. Its words on tool calls name their format, as published templates do.
+CHAT_TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }}, to be used as <tool_call>{...}</tool_call>\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}<|x|>"
+)
+BEGIN, END, FAIL = "\x02", "\x03", "\x04"
+
+
+def say(text: str, *, fails: bool = False) -> str:
+    """A prompt, or a part of one, that makes `ScriptedRunner` answer `text` and then, with `fails`, fail."""
+    return f"{BEGIN}{text}{FAIL if fails else ''}{END}"
+
+
+def find_script(memory: Sequence[int]) -> tuple[bytes, bool] | None:
+    """What is left to say of the last script in a sequence's tokens, and whether it fails after that."""
+    turns = [index for index, token in enumerate(memory) if token == TURN]
+    plain = bytes(token if token < 256 else 0 for token in memory)
+    begin = plain.rfind(BEGIN.encode(), 0, turns[-1] if turns else len(plain))
+    end = plain.find(END.encode(), begin)
+    if begin < 0 or end < 0:
+        return None
+    answer = turns[-1] + 1 if turns else end + 1
+    text = plain[begin + 1 : end]
+    return text.removesuffix(FAIL.encode())[len(memory) - answer :], text.endswith(FAIL.encode())
+
+
+class ScriptedRunner(FakeRunner):
+    """A `FakeRunner` that answers with the text its prompt holds (`say`)."""
+
+    def _decode(self, batch: Batch) -> StepResult:
+        for row in batch.rows:
+            if row.outputs and find_script([*self.memory[row.seq_id], *row.tokens]) == (b"", True):
+                return StepResult(StepStatus.BAD_BATCH, code=-1)
+        return super()._decode(batch)
+
+    def _next_token(self, memory: Sequence[int], params: SamplingParams) -> int:
+        script = find_script(memory)
+        if script is None:
+            return super()._next_token(memory, params)
+        return script[0][0] if script[0] else END_TOKEN
+
+
+def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> ModelRunner:
+    """The engine worker's runner. The configuration's `model` is the time a step takes, in milliseconds."""
+    progress(1.0)
+    return ScriptedRunner(
+        sequences=config.parallel or 8,
+        cells=config.ctx_size or 8192,
+        batch_tokens=config.batch_tokens,
+        unified=config.unified_kv,
+        step_s=float(config.model) / 1000,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _run_worker(arguments: list[str]) -> int:
+    from cllm.workers.engine_worker import main as run_worker
+    from cllm.workers.tokenizer import TokenizerWorker, answer_tasks
+
+    tokenizer = TokenizerWorker(FakeVocabulary(), CHAT_TEMPLATE)
+    return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
+
+
+def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
+    """Serve `ScriptedRunner` over HTTP until a signal ends it."""
+    from cllm.cli.serve import _new_event_loop
+    from cllm.frontend.engine_client import EngineClient
+    from cllm.logs import configure_logging
+    from cllm.server.serve import bind, serve
+    from cllm.workers.executor import ProcessExecutor
+
+    configure_logging(server.log_level)
+    executor = ProcessExecutor(config, log_level=server.log_level, module="cllm.testing")
+    engine = EngineClient(executor, queue_size=server.queue_size)
+
+    announce = partial(print, "cllm serves fake (a script) at", flush=True)
+    with contextlib.closing(bind(server)) as listener, asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        runner.run(serve(engine, server, listener, announce))
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] != ["serve"]:
+        return _run_worker(arguments)
+    parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
+    defaults = {"port": 0, "parallel": 8, "ctx-size": 8192, "step-ms": 0.0, "queue-size": 1024}
+    for name, default in ({"host": "127.0.0.1", "log-level": "warning"} | defaults).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+    options = vars(parser.parse_args(arguments[1:]))
+    engine = EngineConfig(
+        model=str(options.pop("step_ms")),
+        parallel=options.pop("parallel"),
+        ctx_size=options.pop("ctx_size"),
+        batch_tokens=512,
+        draft_tokens=0,
+    )
+    serve_scripted(engine, ServerConfig(**options, drain_s=1.0))
+    return 0
