@@ -345,7 +345,7 @@ def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[
     used = config.prefix_cache and runner.info.generates
     limit = (config.cache_disk_mb or 0) * MIB if used else 0
     folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
-    return DiskKVCache(folder, limit, wake, max_save_s=config.target_itl_ms * MILLISECOND)
+    return DiskKVCache(folder, limit, wake)
 
 
 class StepInterrupt:

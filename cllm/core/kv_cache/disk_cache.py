@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 64 * MIB  # bytes that wait to be written, and that are being read; or one entry
 RETRY_S = 60.0  # after a failure
 QUIET_S = 2.0  # nothing is written before the engine has been idle for this long
+MAX_SAVE_SHARE = 0.1  # a save may take so much of the time that the engine has been idle
 MIN_NEW_SHARE = 8  # a prefix that grows is written again when one part in so many of it is new
 
 
@@ -57,18 +58,15 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         folder: CacheFolder,
         limit: int,
         wake: Callable[[], None] = lambda: None,
-        *,
-        max_save_s: float = QUIET_S,
         disk: DiskThread | None = None,
     ) -> None:
-        """`wake` is called when the disk has answered; `max_save_s` bounds what a request may wait for."""
+        """`wake` is called when the disk has answered."""
         super().__init__()
         self.limit = limit
         self.bytes = 0  # of all files, other models' included
         self.loads = self.writes = self.evictions = self.failures = 0  # in all
         self._folder = folder
         self._wake = wake
-        self._max_save_s = max_save_s
         self._disk = disk or DiskThread("disk-cache")
         self._others: deque[OtherFile] = deque()  # oldest first
         self._loading: dict[DiskEntry, Future[Entry | None]] = {}
@@ -239,14 +237,26 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         if wait_s > 0:
             return wait_s
         if not self._queue:
-            for candidate in self._choose(candidates, MIN_NEW_SHARE):
-                if candidate.save_s <= self._max_save_s and (entry := candidate.save()) is not None:
-                    self.put(entry)
-                    break
-        if not self._queue:
-            return None
+            later_s = self._save_one(candidates, idle_s)
+            if not self._queue:
+                return later_s
         self._advance()
         return None if self._slice is not None else 0.0
+
+    def _save_one(self, candidates: Iterable[Candidate], idle_s: float) -> float | None:
+        """Queue the first candidate whose saving is unlikely to hold up the next request.
+
+        None where there is none, or in how many seconds one will be.
+        """
+        later_s = []
+        for candidate in self._choose(candidates, MIN_NEW_SHARE):
+            quiet_s = candidate.save_s / MAX_SAVE_SHARE
+            if quiet_s > idle_s:
+                later_s.append(quiet_s - idle_s)
+            elif (entry := candidate.save()) is not None:
+                self.put(entry)
+                break
+        return min(later_s, default=None)
 
     def close(self, candidates: Iterable[Candidate] = (), within_s: float = QUIET_S) -> None:
         """Write what is queued, then candidates, as far as the time allows; nothing half-written is left."""

@@ -62,7 +62,7 @@ class DiskLoader:
         found = (
             match
             for match in disk.matches(tenant, sequence.tokens[:-1], known + MIN_COPY_TOKENS)
-            if len(match.value.tokens) <= max_tokens
+            if len(match.value.tokens) <= max_tokens and match.value.size <= self._host.limit
         )
         best = max(found, key=self._gain_s, default=None)
         if best is None or self._gain_s(best) <= gain_s:
@@ -86,6 +86,8 @@ class DiskLoader:
         entries = [weakref.ref(entry) for entry in reversed(self._host.entries)]
         for content in filter(None, (known() for known in contents)):
             size = self._transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
+            if size > self._host.limit:  # what a state in RAM may take, if only for a moment
+                continue
             save = partial(self._save, device, content)
             yield Candidate(content.tenant, content.tokens, size, self._cost.save_s(size), save)
         for known in entries:
