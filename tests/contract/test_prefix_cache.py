@@ -9,6 +9,7 @@ from cllm.types import Request
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.driver.kinds import DENSE, HYBRIDS, LAYOUTS, Kind, Opened
 from tests.driver.same_text import Reference
+from tests.tiny_models import TURN_START
 
 every_layout = pytest.mark.parametrize("kind", (*LAYOUTS, *HYBRIDS), ids=lambda kind: kind.label)
 
@@ -53,6 +54,26 @@ def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, referen
         reference.check(kind, history, 40, answer, endless=True)
         known = len(history) + 39
         history += answer.tokens
+
+
+@every_layout
+@pytest.mark.parametrize("offloaded", [False, True], ids=["in place", "from RAM"])
+def test_thoughts_that_are_stripped_from_history_cost_the_last_turn_at_most(
+    kind: Kind, offloaded: bool, opened: Opened, reference: Reference
+) -> None:
+    driver = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).freeze_cost()
+    history: Tokens = SYSTEM
+    unchanged = 0  # up to the answer that is repeated without its thoughts
+    for turn in range(4):
+        opening = (*history, TURN_START, *words(turn, 40))
+        prompt = (*opening, TURN_START, *words(99, 3))
+        found = cached(driver, ask(f"turn {turn}", prompt, 90, ignore_eos=True))
+        assert len(prompt) - found <= 1.1 * (len(prompt) - unchanged)
+        answer = driver.answers[f"turn {turn}"]
+        reference.check(kind, prompt, 90, answer, endless=True)
+        history, unchanged = (*prompt, *answer.tokens[70:]), len(opening)
+        if offloaded:
+            driver.offload()
 
 
 @every_layout

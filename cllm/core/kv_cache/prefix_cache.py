@@ -87,7 +87,7 @@ class PrefixCache:
         self.loader.take(sequence)
         best = self._find_now(sequence, running)
         if best is None or best.ready:
-            known, gain_s = (best.length, self._gain_s(best)) if best is not None else (0, 0.0)
+            known, gain_s = (best.length, self._gain_s(best, sequence)) if best is not None else (0, 0.0)
             self.loader.look(sequence, self._tenant(sequence), known, gain_s, self._room(running))
         return best
 
@@ -103,7 +103,7 @@ class PrefixCache:
             return cached  # waiting pays only if the source is ahead of what can be had at once, and goes far
         # As good as each other before anything was measured: only in unified KV a copy is free.
         favourite = shared if self._unified else cached
-        return max(shared, cached, key=lambda match: (self._gain_s(match), match is favourite))
+        return max(shared, cached, key=lambda match: (self._gain_s(match, sequence), match is favourite))
 
     def _best_source(self, sequence: Sequence, running: tuple[Sequence, ...]) -> PrefixMatch | None:
         opening = sequence.tokens[:MIN_COPY_TOKENS]
@@ -144,8 +144,8 @@ class PrefixCache:
             if (cut := match.value.longest_cut(match.length)).length >= MIN_RESTORE_TOKENS
             and (isinstance(match.value, SlotContent) or len(match.value.tokens) <= room)
         )
-        best = max(known, key=lambda match: (self._gain_s(match), match.length), default=None)
-        if best is not None and self._gain_s(best) < 0:
+        best = max(known, key=lambda match: (self._gain_s(match, sequence), match.length), default=None)
+        if best is not None and self._gain_s(best, sequence) < 0:
             self._cost.doubt_transfers()
             return None
         return best
@@ -162,7 +162,7 @@ class PrefixCache:
         states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
         return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
 
-    def _gain_s(self, match: PrefixMatch) -> float:
+    def _gain_s(self, match: PrefixMatch, sequence: Sequence) -> float:
         """Seconds saved by applying a match instead of computing."""
         origin = match.origin
         if isinstance(origin, Entry):
@@ -170,7 +170,7 @@ class PrefixCache:
         else:
             cost = self._transfer.copy_s(origin.num_computed)
             if isinstance(origin, SlotContent):
-                cost = min(cost, self._transfer.loss_s(origin, match.length))
+                cost = min(cost, self.slots.loss_s(origin, match.length, sequence))
         return match.length * self._transfer.token_s - cost
 
     # Slots -----------------------------------------------------------------------------------------

@@ -54,12 +54,8 @@ class SlotChoice:
         return self._move_closer(densest(empty, running), sequence, running)
 
     def continues(self, content: SlotContent, length: int, sequence: Sequence) -> bool:
-        """Whether a slot is cut and continued: what is lost so must be worth less than copying.
-
-        A prompt that is repeated will have its answer again.
-        """
-        repeated = length == len(sequence.tokens) - 1 and not content.mostly_beyond(length)
-        if repeated or length == len(content.tokens):
+        """Whether a slot is cut and continued: what is lost so must be worth less than copying."""
+        if not self.loss_s(content, length, sequence):
             return True
         copy_s = self._transfer.copy_s(len(content.tokens))
         if not self._device.empty_slots():
@@ -67,7 +63,12 @@ class SlotChoice:
             if victim is None:
                 return True
             copy_s += self._transfer.loss_s(victim)
-        return self._transfer.loss_s(content, length) <= copy_s
+        return self.loss_s(content, length, sequence) <= copy_s
+
+    def loss_s(self, content: SlotContent, length: int, sequence: Sequence) -> float:
+        """Seconds lost by cutting a slot for a sequence; none for the same prompt: it is answered anew."""
+        repeated = length == len(sequence.tokens) - 1 and not content.mostly_beyond(length)
+        return 0.0 if repeated else self._transfer.loss_s(content, length)
 
     def evict_one(self, keep: SlotContent | None = None, *, others: bool = True) -> bool:
         """Empty the least recently used slot, offloaded if that pays; False if all free slots are empty."""

@@ -10,6 +10,7 @@ import pytest
 from cllm.backend.base import KVState, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.sequence import Sequence
 from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason
@@ -393,9 +394,9 @@ def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
     prefixes = talk.scheduler.prefix_cache
     gain = prefixes._gain_s
 
-    def counted(match: prefix.PrefixMatch) -> float:
+    def counted(match: prefix.PrefixMatch, sequence: Sequence) -> float:
         asked.append(match)
-        return gain(match)
+        return gain(match, sequence)
 
     prefixes._gain_s = counted  # type: ignore[method-assign]
     assert talk.ask(system + b"new") == len(system)
