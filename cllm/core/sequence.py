@@ -264,8 +264,8 @@ class SlotLease:
         self.request_id = request_id
         self.leased_at = time.monotonic()
 
-    def release(self, *, keep: bool = False) -> None:
-        """Give the slot back, cleared unless its content is to be kept. Raises IntegrityError if repeated."""
+    def release(self, *, keep: int = 0) -> None:
+        """Give the slot back, with the cells to keep or cleared. Raises IntegrityError if repeated."""
         self._pool._release(self, keep)
 
 
@@ -343,7 +343,7 @@ class SlotPool:
         log.debug("cleared KV of seq %d (%d cells)", seq_id, cells)
         return True
 
-    def _release(self, lease: SlotLease, keep: bool) -> None:
+    def _release(self, lease: SlotLease, keep: int) -> None:
         seq_id = lease.seq_id
         if self._held.get(seq_id) is not lease:
             raise IntegrityError(f"slot {seq_id} was released twice for request {lease.request_id}")
@@ -351,3 +351,4 @@ class SlotPool:
         self.released_total += 1
         if keep or self.clear(seq_id):
             self._free.add(seq_id)
+        log.debug("released seq %d of request %s: %d cells kept", seq_id, lease.request_id, keep)

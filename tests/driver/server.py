@@ -282,21 +282,3 @@ def stream_text(events: list[Any]) -> str:
     """The pieces of a finished stream, joined; every event but the last is a token."""
     assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True], events[-3:]
     return "".join(event["token"] for event in events)
-
-
-class SlotLog:
-    """The slot leases in a log, replayed: a slot is never leased while it is held."""
-
-    def __init__(self, log_text: str) -> None:
-        self.leases: list[tuple[int, str]] = []
-        self.held: dict[int, str] = {}
-        self.cleared = 0
-        line = re.compile(r"leased seq (\d+) for request (\w+)|cleared KV of seq (\d+) \((\d+) cells\)")
-        for leased, request, cleared, _ in line.findall(log_text):
-            if leased:
-                assert int(leased) not in self.held, f"seq {leased} was leased to {request} while held"
-                self.held[int(leased)] = request
-                self.leases.append((int(leased), request))
-            else:
-                self.held.pop(int(cleared))  # KeyError: cleared while it was not held
-                self.cleared += 1

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, SlotLog, cpu_s, stream_text, wait_for
+from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, cpu_s, stream_text, wait_for
+from tests.driver.slot_log import SlotLog
 from tests.tiny_models import make_dense
 
 LONG = 4000  # tokens: seconds on the tiny model
@@ -64,14 +65,14 @@ def in_its_step(server: Server, computed_before_s: float) -> bool:
 @pytest.mark.failure_mode("disconnect-while-queued")
 def test_disconnect_while_queued_computes_nothing(one: Server) -> None:
     wait_for(one.idle)
-    leases = len(SlotLog(one.log_text).leases)
+    leases = len(SlotLog(one.log_text.splitlines()).slots)
     with ExitStack() as stack:
         filled(one, stack)
         with one.connect({"prompt": "going away", "max_tokens": LONG}):
             wait_for(lambda: places(one).count("queued") == 1)
         wait_for(lambda: places(one).count("queued") == 0)
     wait_for(one.idle)
-    assert len(SlotLog(one.log_text).leases) <= leases + 3
+    assert len(SlotLog(one.log_text.splitlines()).slots) <= leases + 3
 
 
 @pytest.mark.failure_mode("disconnect-in-prefill")
@@ -180,7 +181,7 @@ def test_queue_full_is_429_with_retry_after_by_count_and_by_tokens(one: Server) 
 @pytest.mark.failure_mode("deadline-passed")
 def test_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server) -> None:
     wait_for(one.idle)
-    leases = len(SlotLog(one.log_text).leases)
+    leases = len(SlotLog(one.log_text.splitlines()).slots)
     with ExitStack() as stack:
         filled(one, stack)
         bodies: list[tuple[str, dict[str, Any]]] = [
@@ -195,7 +196,7 @@ def test_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server
             assert int(answer.headers["x-queue-position"]) >= 1
         assert one.metrics()["cllm_deadlines_exceeded_total{place=queued}"] == 3
     wait_for(one.idle)
-    assert len(SlotLog(one.log_text).leases) <= leases + 3
+    assert len(SlotLog(one.log_text.splitlines()).slots) <= leases + 3
 
 
 @pytest.mark.failure_mode("deadline-passed")

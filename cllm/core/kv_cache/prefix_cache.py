@@ -192,8 +192,11 @@ class PrefixCache:
 
     # Applying --------------------------------------------------------------------------------------
 
-    def apply_match(self, sequence: Sequence, match: PrefixMatch) -> None:
-        """Fill the sequence's own slot with its prefix: it is empty, or the one that holds it."""
+    def apply_match(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Fill the sequence's own slot with its prefix: it is empty, or the one that holds it.
+
+        Returns how many cells were cut off.
+        """
         assert match.ready
         first_start = sequence.decoded_tokens == 0
         origin = match.origin
@@ -226,6 +229,7 @@ class PrefixCache:
         sequence.loaded = None
         self.hits += held > 0
         self.hit_tokens += held
+        return len(origin.tokens) - held if in_place else 0
 
     def _cut(self, seq_id: int, match: PrefixMatch) -> int:
         checkpoint = match.checkpoint

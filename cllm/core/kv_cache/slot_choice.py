@@ -147,7 +147,9 @@ class SlotChoice:
         except Exception:
             log.exception("what slot %d is to hold could not be restored", content.seq_id)
             restored = False
-        if not restored:
+        if restored:
+            log.debug("moved %d cells to seq %d", len(content.tokens), content.seq_id)
+        else:
             self._device.clear(content)
 
 

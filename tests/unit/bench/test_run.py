@@ -15,7 +15,7 @@ from bench.load import generate_load
 from bench.report import Spread, Table
 from bench.wire import Address, CllmApi
 from bench.workloads import BenchRequest, single_requests
-from tests.soak.seeds import Drift, LeaseLog, drift_ratio, raw_ratio
+from tests.soak.seeds import Drift, drift_ratio, raw_ratio
 
 TOKENS = 10
 PLAN = single_requests("w", [BenchRequest("p", TOKENS)])
@@ -86,20 +86,6 @@ def test_a_stream_is_read_right_wherever_the_packets_are_cut(kind: str, seed: in
 def test_what_went_wrong_is_an_error_and_not_a_figure(raw: bytes, words: str) -> None:
     load = load_from([raw])
     assert len(load.errors) == 1 and words in load.errors[0]
-
-
-def test_the_log_audit_finds_a_shared_id_a_missing_clear_and_a_bad_position() -> None:
-    good = [
-        "leased seq 0 for request a",
-        "cleared KV of seq 0 (4 cells)",
-        "leased seq 0 for request b",
-        "cleared KV of seq 0 (4 cells)",
-    ]
-    assert not LeaseLog.read(good).faults(["a", "b"])
-    assert LeaseLog.read([good[0], good[2]]).faults(["a", "b"])
-    assert LeaseLog.read(good[:3]).faults(["a", "b"])
-    assert LeaseLog.read(good).faults(["a", "b", "never seen"])
-    assert LeaseLog.read([*good, "inconsistent position in seq 1"]).faults(["a", "b"])
 
 
 def test_drift_divides_the_machines_own_pace_out() -> None:

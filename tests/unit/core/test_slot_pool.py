@@ -70,6 +70,7 @@ def test_the_log_shows_lease_and_clear(caplog: pytest.LogCaptureFixture) -> None
     assert [record.message for record in caplog.records] == [
         "leased seq 0 for request r1",
         "cleared KV of seq 0 (41 cells)",
+        "released seq 0 of request r1: 0 cells kept",
     ]
 
 
