@@ -119,8 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_rollback: Annotated[
         int,
         _rare(
-            "Draft tokens that a hybrid model can take back, if its architecture can; its states take as many "
-            "times more memory.",
+            "Draft tokens that a hybrid model can take back, if its architecture can; each takes memory for "
+            "one more state a slot.",
             0,
             64,
         ),
