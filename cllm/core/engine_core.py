@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.core.embedding import EmbeddingScheduler
-from cllm.core.kv_cache.cache_file import STALL_LIMIT_S, CacheFileJobs
+from cllm.core.kv_cache.cache_file_jobs import STALL_LIMIT_S, CacheFileJobs
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
@@ -87,9 +87,8 @@ class EngineCore:
                 share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
-        self.cache_files = CacheFileJobs(
-            runner, self.scheduler.prefix_cache.host, config.state_dir, emit, wake
-        )
+        cache = self.scheduler.prefix_cache
+        self.cache_files = CacheFileJobs(runner, cache.host, cache.candidates, config.state_dir, emit, wake)
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
@@ -346,7 +345,7 @@ def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[
     used = config.prefix_cache and runner.info.generates
     limit = (config.cache_disk_mb or 0) * MIB if used else 0
     folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
-    return DiskKVCache(folder, limit, wake, max_save_s=config.target_itl_ms * MILLISECOND)
+    return DiskKVCache(folder, limit, wake)
 
 
 class StepInterrupt:

@@ -52,7 +52,7 @@ class Scheduler:
         self.runner = runner
         self.budget = budget
         self.pool = SlotPool(runner)
-        self._running: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}  # by slot
         self._waiting: list[Sequence] = []  # oldest first; preempted ones go back to their old place
         self._live: dict[str, Sequence] = {}  # waiting or running, by request id
         self._arrived = 0
@@ -111,31 +111,31 @@ class Scheduler:
         self._preparation.close_unused()
         self.transfer.begin_step()
         self._admit_waiting()
-        self.prefix_cache.slots.shed(self._running.values())
+        self.prefix_cache.slots.shed(self.running.values())
         self._check_positions()
-        counts = self.budget.schedule_tokens(self._running.values(), self._urgency)
+        counts = self.budget.schedule_tokens(self.running.values(), self._urgency)
         masks = self._build_masks(counts)
         limits = self.runner.limits
-        left_out = [each for each in self._running.values() if each.id not in counts]
+        left_out = [each for each in self.running.values() if each.id not in counts]
         drafts = self._spec_decode.draft(
-            [each for each in self._running.values() if each.id in counts or each.pending > 1],
+            [each for each in self.running.values() if each.id in counts or each.pending > 1],
             self.budget.cost,
-            room=limits.batch_tokens - len(self._running),
+            room=limits.batch_tokens - len(self.running),
             max_step_s=self.budget.max_step_s,
         )
         rows = [
             sequence.row(counts[sequence.id], drafts.get(seq_id, ()), masks.get(sequence.id))
-            for seq_id, sequence in sorted(self._running.items())
+            for seq_id, sequence in sorted(self.running.items())
             if sequence.id in counts
         ]
         if not rows:
             return None
         padding: tuple[int, ...] = ()
         # Unified KV has no gaps; recurrent states must not be moved about.
-        if not limits.unified and not self.runner.info.recurrent:
-            unused = self.pool.free_ids
-            if left_out:
-                unused = unused.union(each.seq_id for each in left_out)
+        gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
+        if gaps and not limits.unified and not self.runner.info.recurrent:
+            unused = dict.fromkeys(self.pool.free_ids, 0) | self.prefix_cache.device.lengths
+            unused.update((each.seq_id, each.num_computed) for each in left_out)
             padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
         batch = Batch(tuple(rows), padding=padding)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
@@ -148,7 +148,7 @@ class Scheduler:
         """
         sampling = [
             (sequence, sequence.constraint)
-            for sequence in self._running.values()
+            for sequence in self.running.values()
             if sequence.constraint is not None and counts.get(sequence.id, 0) == sequence.pending
         ]
         masks: dict[str, TokenMask] = {}
@@ -171,15 +171,15 @@ class Scheduler:
             case StepStatus.DONE:
                 self.budget.cost.observe(batch, result)
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
-                    self._process_row(self._running[row.seq_id], row, outcome, result.ubatches)
+                    self._process_row(self.running[row.seq_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:
-                if not reject_drafts(batch, self._running) and not self.prefix_cache.slots.evict_one():
+                if not reject_drafts(batch, self.running) and not self.prefix_cache.slots.evict_one():
                     self._preempt()
             case StepStatus.BAD_BATCH:
                 # The batch was bisected: what is left is the culprit.
                 error = BadBatch(f"llama.cpp refused this request's tokens (code {result.code})")
                 for row in batch.rows:
-                    self._fail(self._running[row.seq_id], error)
+                    self._fail(self.running[row.seq_id], error)
             case StepStatus.ABORTED | StepStatus.FAILED:
                 self._rollback_step(batch)
 
@@ -188,7 +188,7 @@ class Scheduler:
         rows = (
             row
             for row in batch.rows
-            if (sequence := self._running.get(row.seq_id)) is not None
+            if (sequence := self.running.get(row.seq_id)) is not None
             and sequence.num_computed == row.position
             and sequence.sampler is row.sampler
         )
@@ -200,21 +200,21 @@ class Scheduler:
         """Start waiting sequences, oldest first, while there are slots and cells for them."""
         if len(self.pool.retired) == self.pool.size:
             raise EngineDied("no slot can be used any more")
-        if self._kv_full and self._running:
+        if self._kv_full and self.running:
             return
         self._kv_full = False
         self._awaited.clear()
         limits = self.runner.limits
         for sequence in tuple(self._waiting):
-            if not self.pool.free_count or len(self._running) >= (limits.parallel or limits.sequences):
+            if not self.pool.free_count or len(self.running) >= (limits.parallel or limits.sequences):
                 return
-            if limits.unified and self._running:  # a sequence must not preempt another at once
-                held = sum(len(other.tokens) for other in self._running.values())
+            if limits.unified and self.running:  # a sequence must not preempt another at once
+                held = sum(len(other.tokens) for other in self.running.values())
                 if held + len(sequence.tokens) >= limits.cells:
                     return
             if not sequence.startable:
                 continue
-            match = self.prefix_cache.find(sequence, self._running.values())
+            match = self.prefix_cache.find(sequence, self.running.values())
             if sequence.loading is not None:
                 continue
             if match is not None and isinstance(match.origin, Sequence) and not match.ready:
@@ -226,14 +226,14 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, match: PrefixMatch | None) -> None:
         """Give a waiting sequence its slot and what KV there is for it already."""
-        slot = self.prefix_cache.choose_slot(sequence, match, self._running)
+        slot = self.prefix_cache.choose_slot(sequence, match, self.running)
         if slot is None:
             return  # the last free ones could not be cleared
         lease = sequence.lease = self.pool.lease(sequence.id, slot)
         assert lease is not None
         self._waiting.remove(sequence)
         sequence.move_to(State.RUNNING)
-        self._running[lease.seq_id] = sequence
+        self.running[lease.seq_id] = sequence
         try:
             if sequence.preparing is not None:
                 preparing, sequence.preparing = sequence.preparing, None
@@ -257,7 +257,7 @@ class Scheduler:
 
     def _check_positions(self) -> None:
         """Positions are derived: a sequence that disagrees with the KV memory fails alone."""
-        for sequence in list(self._running.values()):
+        for sequence in list(self.running.values()):
             try:
                 position = self.runner.next_position(sequence.seq_id)
             except Exception as error:
@@ -280,7 +280,7 @@ class Scheduler:
         sequence.ubatches += ubatches
         sequence.sample_s = sequence.mask_s + outcome.sample_s
         if sequence.stops and sequence.num_computed >= sequence.stops[0]:
-            self.prefix_cache.checkpoint(sequence, self._running.values())
+            self.prefix_cache.checkpoint(sequence, self.running.values())
         if row.outputs > 1:
             drafted, rejected = row.outputs - 1, row.outputs - len(outcome.tokens)
             if sequence.drafts is not None:
@@ -331,12 +331,12 @@ class Scheduler:
         that broke off no state is certain, so all running sequences are recomputed.
         """
         if self.runner.info.recurrent:
-            lengths = dict.fromkeys(self._running, 0)
+            lengths = dict.fromkeys(self.running, 0)
             self.prefix_cache.clear_slots()
         else:
             lengths = {row.seq_id: row.position for row in batch.rows}
         for seq_id, length in lengths.items():
-            sequence = self._running[seq_id]
+            sequence = self.running[seq_id]
             try:
                 sequence.cut_to(self.runner.truncate(seq_id, length))
             except Exception as error:
@@ -344,8 +344,8 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done."""
-        sequence = min(self._running.values(), key=lambda one: (one.request.priority, -one.arrival))
-        if len(self._running) == 1:
+        sequence = min(self.running.values(), key=lambda one: (one.request.priority, -one.arrival))
+        if len(self.running) == 1:
             self._finish(sequence, FinishReason.LENGTH, text=sequence.detokenizer.finish())
             return
         self.transfer.swap_out(sequence)
@@ -391,7 +391,7 @@ class Scheduler:
         content = self.prefix_cache.keep(sequence) if keep else None
         lease, sequence.lease = sequence.lease, None
         assert lease is not None
-        del self._running[lease.seq_id]
+        del self.running[lease.seq_id]
         lease.release(keep=sequence.num_computed if content is not None else 0)
         if content is not None:
             self.prefix_cache.insert(content)
@@ -405,17 +405,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """False when a step would compute nothing: none runs, and those waiting cannot start yet."""
-        return bool(self._running) or any(sequence.startable for sequence in self._waiting)
+        return bool(self.running) or any(sequence.startable for sequence in self._waiting)
 
     @property
     def loading_s(self) -> float | None:
         """How long until a sequence waits no longer for the disk; None if none does."""
         return min((one.loading.left_s for one in self._waiting if one.loading is not None), default=None)
-
-    @property
-    def running(self) -> Mapping[int, Sequence]:
-        """By slot."""
-        return self._running
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -425,8 +420,8 @@ class Scheduler:
     @property
     def cells_used(self) -> int:
         if self.runner.limits.unified:
-            return count_cells(self._running.values())
-        return sum(sequence.num_computed for sequence in self._running.values())
+            return count_cells(self.running.values())
+        return sum(sequence.num_computed for sequence in self.running.values())
 
     @property
     def draft_bytes(self) -> int:

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty
 from typing import Any, Self
 
 import numpy as np
@@ -184,6 +185,7 @@ class StepDriver:
     def finish(self, max_steps: int = 20_000) -> dict[str, Answer]:
         """Step until every request is answered; then nothing is left. An engine that dies raises."""
         for _ in range(max_steps):
+            self._wait_for_disk()
             self.step()
             if self.core.idle:
                 break
@@ -195,6 +197,16 @@ class StepDriver:
         """Evict what free slots hold, to RAM where that pays: as other requests would, and nothing waits."""
         while self.prefix_cache.slots.evict_one(others=False):
             self.check_invariants()
+
+    def _wait_for_disk(self) -> None:
+        """Sleep while every request waits for its prefix to be read, as the loop does."""
+        if not self.core.has_work and (limit_s := self.scheduler.loading_s) is not None:
+            with suppress(Empty):
+                self.core.inbox.get(timeout=limit_s)
+
+    def close_disk(self) -> None:
+        """Write what is cached to disk, as at the end of the loop."""
+        self.core.disk.close(self.prefix_cache.candidates())
 
     # Answers ----------------------------------------------------------------------------------------
 

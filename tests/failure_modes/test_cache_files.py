@@ -74,6 +74,25 @@ def test_a_saved_state_that_is_corrupt(start: StartServer, tiny_model: Path, tmp
 
 
 @pytest.mark.failure_mode("corrupt-cache-file")
+def test_a_damaged_file_of_the_disk_cache(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+    """It is a miss, said in one line; the answer is the same."""
+    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(tmp_path), "--cache-disk-mb", "64")
+    server = start(*arguments)
+    text = server.generate(PROMPT, 16)["text"]
+    server.stop()
+    (path,) = tmp_path.glob("kv/*/*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-100] + bytes(100))
+    path.with_name("0" * 32 + ".kv").write_bytes(data)
+    server = start(*arguments)
+    assert server.generate(PROMPT, 16)["text"] == text
+    assert server.log_text.count("WARNING") == 2
+    assert "1 files are damaged" in server.log_text and "does not match its checksum" in server.log_text
+    unharmed(server)
+    server.stop()
+
+
+@pytest.mark.failure_mode("corrupt-cache-file")
 def test_without_a_cache_folder_the_refusal_says_how(tiny: Server) -> None:
     assert "--state-dir" in refusal(save(tiny), 403)
     assert "--state-dir" in refusal(restore(tiny), 403)
@@ -123,3 +142,21 @@ def test_disk_full(
     assert cached(server) > 64, "what is in RAM is not lost"
     unharmed(server)
     server.stop()
+
+
+@pytest.mark.failure_mode("disk-full")
+def test_a_disk_cache_without_space(
+    start: StartServer, tiny_model: Path, small_disk: tuple[Path, str]
+) -> None:
+    """The exit is a clean one, nothing is left on the disk."""
+    folder, limit = small_disk
+    arguments = (str(tiny_model), "--threads", "1", "--cache-dir", str(folder), "--cache-disk-mb", "64")
+    if limit:
+        server = start(*arguments, program=(limit + SERVE[0], *SERVE[1:]), CLLM_LOG_LEVEL="error")
+    else:
+        server = start(*arguments)
+    server.generate(PROMPT, 16)
+    assert cached(server) > 64
+    server.stop()
+    assert [path for path in folder.rglob("*") if not path.is_dir()] == []
+    assert limit or server.log_text.count("no space left") == 1

