@@ -144,6 +144,24 @@ def test_others_run_while_one_waits_for_the_disk(start: Start, gate: DiskGate) -
     assert source(driver, waiting) == (199, "disk")
 
 
+def test_no_more_is_read_at_a_time_than_there_are_free_slots(start: Start, gate: DiskGate) -> None:
+    prompts = [words(number, 100) for number in range(6)]
+    driver = start()
+    for prompt in prompts:
+        serve(driver, prompt)
+    driver.close_disk()
+    driver = start()
+    serve(driver, words(9, 100))
+    gate.close()
+    names = [driver.add(prompt, 8, ignore_eos=True) for prompt in prompts]
+    driver.step(3)
+    waiting = [sequence for sequence in driver.scheduler._waiting if sequence.loading is not None]
+    assert len(waiting) == driver.runner.limits.sequences == len(driver.scheduler._waiting) - 2
+    gate.open()
+    finish(driver)
+    assert all(source(driver, name) == (99, "disk") for name in names)
+
+
 def test_a_disk_that_is_slower_than_computing_is_not_waited_for(
     start: Start, gate: DiskGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
