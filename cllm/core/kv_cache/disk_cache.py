@@ -282,6 +282,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         for saved in reversed([entry for entry in self.entries if entry not in before]):
             self.touch(saved)  # the first of them was used last
         last = self._disk.submit(lambda: None)
+        self._disk.close()
         self.limit = 0
         wait([last], max(0.0, within_s - self._disk.busy_s))  # not for a disk that does not answer
 

@@ -240,6 +240,10 @@ def test_the_loop_writes_behind_while_idle_and_at_its_end(
         driver.core.post(Stop())
         loop.join(LIMIT_S)
     assert not loop.is_alive() and len(list(tmp_path.glob("kv/*/*"))) == 2
+    disk_thread = driver.core.disk._disk._thread
+    assert disk_thread is not None
+    disk_thread.join(LIMIT_S)
+    assert not disk_thread.is_alive()
 
 
 def test_clearing_the_cache_is_reported_when_the_files_are_gone(
