@@ -50,6 +50,9 @@ conversations: .venv/ready ## text with the KV cache on is the text with it off;
 second-turns: .venv/ready ## 16 users with one system prompt: second turns compute only their own new tokens
 	.venv/bin/python -m tests.soak.second_turns $(ARGS)
 
+stripped: .venv/ready ## thoughts stripped from history, on each kind of memory: what the next turn computes again
+	.venv/bin/python -m tests.soak.stripped $(ARGS)
+
 density: .venv/ready ## 200 conversations on 16 slots: ubatches of a decode-only step
 	.venv/bin/python -m tests.soak.density $(ARGS)
 
@@ -105,4 +108,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns density restart pressure oversized stopped neighbours waiting schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas features exits doctor firsttoken clean

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -61,10 +62,12 @@ def doctor_command(
             f"{header.path.name}: {header.architecture}, {len(header.tensors)} tensors, "
             f"trained for {header.context_train} tokens",
         )
+        table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
-        healthy = fit.fits and _probe(config, table)
-        record = _tuned(config, table)
+        ready = msgspec.structs.replace(config, parallel=fit.parallel, ctx_size=fit.cells)
+        healthy = fit.fits and _probe(ready, table)
+        record = _tuned(config, ready, table)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
@@ -74,9 +77,9 @@ def doctor_command(
     raise typer.Exit(0 if healthy else 1)
 
 
-def _tuned(config: EngineConfig, table: Table) -> TuneRecord | None:
+def _tuned(asked: EngineConfig, ready: EngineConfig, table: Table) -> TuneRecord | None:
     """Add the tuned settings of this configuration, or else of this model under another load."""
-    tuning = Tuning(config, config, frozenset({"threads"}))
+    tuning = Tuning(asked, ready, frozenset({"threads"}))
     record = tuning.record or tuning.memory.find_similar(tuning.fingerprint)
     if record is None:
         table.add_row("tuned", "not yet: `cllm tune` does it, and so does the first `cllm serve`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from itertools import pairwise
 from operator import attrgetter
@@ -205,27 +205,31 @@ def divide(room: int, wanted: List[int], offset: int = 0) -> list[int]:
 
 
 def choose_padding(
-    rows: List[Row], unused: Collection[int], cost: StepCostModel, max_tokens: int
+    rows: List[Row], unused: Mapping[int, int], cost: StepCostModel, max_tokens: int
 ) -> tuple[int, ...]:
     """Padding rows: unused slots between the rows' ids that are worth a token each. Rows ascend by id.
 
     With split KV, llama.cpp computes a run of consecutive ids at once, so a gap costs another pass over the
-    weights. An unused slot in the gap can be given a token that is discarded, which costs a row.
+    weights. An unused slot in the gap (`unused`: cells by slot) can be given a token that is discarded, which
+    costs a row; and every row of a run looks at as many cells as the longest has.
     """
     ids = [row.seq_id for row in rows]
-    if ids[-1] - ids[0] + 1 == len(ids) or (step := cost.step) is None:
+    if (step := cost.step) is None:
         return ()
     room = max_tokens - sum(len(row.tokens) for row in rows)
     padded = list(rows)
     padding: list[int] = []
     ubatches = count_ubatches(padded, max_tokens, unified=False)
+    widest = max(row.position for row in rows)
     for before, after in pairwise(ids):
         gap = range(before + 1, after)
         if not gap or len(gap) > room or not all(seq_id in unused for seq_id in gap):
             continue
         tried = [*padded, *(Row(seq_id, 0, (0,), 0, None) for seq_id in gap)]
         ubatches_then = count_ubatches(tried, max_tokens, unified=False)
-        if (ubatches - ubatches_then) * step.ubatch > len(gap) * step.row:
+        wider = max(0, max(unused[seq_id] for seq_id in gap) - widest)
+        padding_s = len(gap) * step.row + len(tried) * wider * step.attended
+        if (ubatches - ubatches_then) * step.ubatch > padding_s:
             padded, ubatches = tried, ubatches_then
             padding += gap
             room -= len(gap)

@@ -132,10 +132,10 @@ class Scheduler:
             return None
         padding: tuple[int, ...] = ()
         # Unified KV has no gaps; recurrent states must not be moved about.
-        if not limits.unified and not self.runner.info.recurrent:
-            unused = self.pool.free_ids
-            if left_out:
-                unused = unused.union(each.seq_id for each in left_out)
+        gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
+        if gaps and not limits.unified and not self.runner.info.recurrent:
+            unused = dict.fromkeys(self.pool.free_ids, 0) | self.prefix_cache.device.lengths
+            unused.update((each.seq_id, each.num_computed) for each in left_out)
             padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
         batch = Batch(tuple(rows), padding=padding)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"

@@ -13,7 +13,10 @@ from cllm.backend.llama.layers import Layers
 from cllm.backend.llama.memory import MemoryFit, embedded_model, prepare
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
+from tests.driver.engine import words
+from tests.driver.runner import feed
 from tests.driver.server import StartServer, find_workers
+from tests.tiny_models import make_dense
 
 MIB = 1 << 20
 _BUFFER = re.compile(r"(\S+)\s+(KV|RS|model) buffer size = +([\d.]+) MiB")
@@ -22,6 +25,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "unified": {"unified_kv": True},
     "noflash": {"flash_attention": False},
     "q8_0": {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+    "slots": {"slots": 20, "batch_tokens": 128},
 }
 KINDS = (
     "dense",
@@ -74,6 +78,28 @@ def test_repacked_weights_of_a_real_model(caplog: pytest.LogCaptureFixture) -> N
     assert fit.kv == pytest.approx(sizes["KV"], rel=0.01)
 
 
+def test_a_model_in_several_files_is_loaded_by_the_name_of_any(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    make_dense(tmp_path / "split.gguf", split_tensors=8)
+    last = sorted(tmp_path.glob("split-*.gguf"))[-1]
+    answers = []
+    for model in (last, models["dense"]):
+        config = prepare(EngineConfig(model=str(model), parallel=1, ctx_size=512, threads=1))
+        runner = LlamaRunner(config)
+        answers.append(feed(runner, 0, words(0, 40), logprobs=4))
+        runner.close()
+    assert answers[0] == answers[1] is not None
+
+
+def test_the_first_message_of_a_coding_agent_is_accepted_by_default(tmp_path: Path) -> None:
+    model = make_dense(tmp_path / "long.gguf", context=131072)
+    config = prepare(EngineConfig(model=str(model), threads=1))
+    runner = LlamaRunner(config)
+    assert runner.limits.request_tokens > 16_000 and runner.limits.sequences == config.parallel > 1
+    runner.close()
+
+
 def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
@@ -83,7 +109,7 @@ def resident(pid: int) -> int:
 
 def test_the_sum_is_what_the_processes_hold(start: StartServer) -> None:
     server = start("--parallel", "4", "--ctx-size", "8192", "--threads", "1", "--no-tune")
-    server.generate("Once upon a time, " * 40, 8)
+    server.generate("Once upon a time, ", 8)
     pid = server.process.pid
     real = sum(map(resident, (pid, *find_workers(pid, "engine"), *find_workers(pid, "tokenizer"))))
     config = prepare(EngineConfig(parallel=4, ctx_size=8192))

@@ -21,8 +21,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model, with defaults but for one thread: on a busy machine two wait for each other."""
-    with Server(tmp_path_factory.mktemp("embedded") / "log", "--threads", "1") as server:
+    """The embedded model. One thread: on a busy machine two wait for each other."""
+    arguments = ("--parallel", "8", "--ctx-size", "32768", "--threads", "1")
+    with Server(tmp_path_factory.mktemp("embedded") / "log", *arguments) as server:
         yield server
 
 

@@ -7,7 +7,8 @@ Then the same prompts are asked again, many at once, with the cache on; with `--
 
 Where the tokens part, the two likeliest of that step must be as good as even when computed alone. Any other
 difference fails, or with `--control` any more than the control has. Flags after `--` go to the server and
-force a tier: `-- --cache-ram-mb 0`. `--need ram` fails unless that tier was used.
+force a tier: `-- --cache-ram-mb 0`. With `--restart` the server is stopped and started before the pass that
+counts, so that prefixes come from disk. `--need ram` fails unless that tier was used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +42,8 @@ SYSTEMS, OPENINGS = 8, 3  # so many conversations begin alike
 SYSTEM_WORDS, MESSAGE_WORDS = (10, 120), (4, 30)
 CHANGES = ("continued", "continued", "regenerated", "edited", "cut", "stripped", "left")
 OFF: dict[str, Any] = {"cache_prompt": False}
+DISK = ("--cache-disk-mb", "1024", "--cache-dir")
+SETTLE_S = 3.0  # idle, before a restart: states are written behind
 
 Content = str | tuple[int, ...]
 
@@ -176,6 +180,7 @@ def run_conversations(
     at_once: int = 16,
     tie: float = TIE,
     control: bool = False,
+    restart: bool = False,
     need: str = "",
     flags: Sequence[str] = (),
     out: Path | None = None,
@@ -187,20 +192,31 @@ def run_conversations(
         if kind:
             model, flags = make_all(Path(folder))[kind], (*EXACT, *flags)
         settings = ServerSettings(model=model, parallel=at_once, ctx_size=CELLS * at_once)
-        with serving("conversations", settings, command, logs, ("--no-tune", *flags)) as server:
+        disk = (*DISK, folder) if restart else ()
+        start = partial(serving, "conversations", settings, command, logs, ("--no-tune", *disk, *flags))
+        load = partial(_ask_all, at_once=at_once, tie=tie)
+        on = f"cache on, {at_once} at once"
+        with start() as server:
             client = Client(server.address)
-            started = time.monotonic()
             scripts = [Writer(client).write(number) for number in range(count)]
-            print(f"alone: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-            passes = [_ask_all(client, scripts, f"cache on, {at_once} at once", at_once, tie)]
+            passes = [load(client, scripts, on)]
             if control:
-                name = f"cache off, {at_once} at once"
-                passes.append(_ask_all(client, scripts, name, at_once, tie, **OFF))
-            failures = client.call("GET", "/debug/kv")["counters"]["integrity_failures"]
+                passes.append(load(client, scripts, f"cache off, {at_once} at once", **OFF))
+            failures = _count_failures(client)
+            time.sleep(SETTLE_S if restart else 0)
+        if restart:
+            with start() as server:
+                client = Client(server.address)
+                passes[0] = load(client, scripts, f"{on}, after a restart")
+                failures += _count_failures(client)
     faults = find_faults(scripts, passes, need) + (["FAIL: an integrity check failed"] if failures else [])
     text = "\n".join([_table(scripts, passes).markdown(), "", *(faults or ["pass"])])
     data = {each.name: {**each.verdict._asdict(), "cached_from": each.cached_from} for each in passes}
     return conclude("conversations", text, data, out, failed=bool(faults))
+
+
+def _count_failures(client: Client) -> int:
+    return int(client.call("GET", "/debug/kv")["counters"]["integrity_failures"])
 
 
 def _ask_all(
@@ -279,6 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kind", default="", help="a tiny model of the tests instead, exact: dense, sliding …"
     )
     parser.add_argument("--control", action="store_true", help="also with the cache off, under the same load")
+    parser.add_argument(
+        "--restart", action="store_true", help="restart before the pass that counts: from disk"
+    )
     parser.add_argument("--need", default="", help="fail unless this tier was used: device, ram, disk …")
     parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
     return run_command(parser, arguments, run_conversations)

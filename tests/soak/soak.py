@@ -8,6 +8,7 @@ tiers of the KV cache hold, and the integrity check must never have fired. Flags
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +32,14 @@ MAX_GROWTH = 1.02
 SETTLE_S = 1.0
 SHORT = Group(prompt_tokens=(1, 40), output_tokens=(1, 16), clients=CLIENTS)
 TALKS = Group(prompt_tokens=(1, 20), output_tokens=(1, 16), prefix_tokens=20, turns=4, clients=CLIENTS)
-SMALL_CACHE = ("--cache-ram-mb", "2")  # some forty conversations
-EVICTIONS = "cllm_prefix_evictions_total"
+SMALL_CACHE = (
+    "--cache-ram-mb",
+    "2",
+    "--cache-disk-mb",
+    "4",
+    "--cache-dir",
+)  # some forty conversations, eighty
+EVICTIONS = ("cllm_slot_evictions_total", "cllm_prefix_evictions_total")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +67,13 @@ def run_soak(
 
     Raises SetupError if the server does not start, or ends.
     """
-    group, flags = (TALKS, (*SMALL_CACHE, *flags)) if evictions else (SHORT, flags)
+    group = TALKS if evictions else SHORT
     group = msgspec.structs.replace(group, count=max(1, requests // TENTHS // group.turns))
     settings = ServerSettings(model=tiny, ctx_size=8192)
-    with serving("soak", settings, command, logs, flags) as server:
-        samples = [_tenth(server, number, group) for number in range(TENTHS)]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = (*SMALL_CACHE, folder, *flags) if evictions else flags
+        with serving("soak", settings, command, logs, flags) as server:
+            samples = [_tenth(server, number, group) for number in range(TENTHS)]
     faults = find_faults(samples)
     if evictions and not samples[-1].evictions > samples[0].evictions:
         faults.append("FAIL: nothing was evicted: this proves nothing")
@@ -107,7 +116,7 @@ def _tenth(server: RunningPeer, number: int, group: Group) -> Sample:
         load.wall_s,
         load.errors,
         footprint.measure(server.pid),
-        counters[EVICTIONS],
+        sum(counters[name] for name in EVICTIONS),
         counters["cllm_integrity_failures"],
     )
 

@@ -6,6 +6,7 @@ here counts as one with full attention in all layers: its estimate may be too la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -72,15 +73,16 @@ class Layers:
                 layer = layer._replace(keys=keys, values=values, slides=slides[index])
             layers.append(layer)
         self.layers: Sequence[Layer] = layers
+        self._counts = Counter(layers)  # most are alike
 
     @property
     def keeps_cells(self) -> bool:
         """Whether a longer text takes more memory."""
-        return any(layer.keys for layer in self.layers)
+        return any(layer.keys for layer in self._counts)
 
     def state_bytes(self, slots: int, rollback: int = 0) -> int:
         """Recurrent states of so many slots, each with so many states to roll back to."""
-        return sum(layer.state for layer in self.layers) * slots * (1 + rollback)
+        return sum(count * layer.state for layer, count in self._counts.items()) * slots * (1 + rollback)
 
     def kv_bytes(
         self,
@@ -95,13 +97,13 @@ class Layers:
         """K and V of so many slots with such a share each: in a KV stream each, or in one pool."""
         streams, length = (1, share * slots) if unified else (slots, share)
         window = request_share(min(length, self.window * (slots if unified else 1) + batch_tokens), 1)
-        widest = max((layer.values for layer in self.layers), default=0)
+        widest = max((layer.values for layer in self._counts), default=0)
         total = 0
-        for layer in self.layers:
+        for layer, count in self._counts.items():
             if layer.keys:
                 values = widest if layer.values and not flash else layer.values  # V is transposed then
                 cell = _row_bytes(layer.keys, types[0]) + _row_bytes(values, types[1])
-                total += cell * streams * (window if layer.slides else request_share(length, 1))
+                total += count * cell * streams * (window if layer.slides else request_share(length, 1))
         return total
 
     def _cell(self, index: int, slides: bool) -> tuple[int, int]:

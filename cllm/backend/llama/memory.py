@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from bisect import bisect_left as bisect
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import msgspec
 from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share
+from cllm.backend.llama.devices import gpu_memory, supports_gpu
 from cllm.backend.llama.draft_model import SLOTS
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.layers import Layers
@@ -116,10 +118,10 @@ class MemoryFit:
     def __init__(self, header: GgufHeader, config: EngineConfig) -> None:
         self._header, self._config, self._layers = header, config, Layers(header)
         self._draft = GgufHeader(Path(config.draft_model)) if config.draft_model else None
-        self.available = available_memory()
+        self.on_gpu = config.gpu_layers != 0 and supports_gpu()
         self.model = header.data_bytes
         # The mapped pages of repacked weights are not used again: the system can drop them.
-        self.repacked = repacked_bytes(header) if config.extra_buffers else 0
+        self.repacked = repacked_bytes(header) if config.extra_buffers and not self.on_gpu else 0
         self.parallel, self.share = self._choose()
         self.slots = max(config.slots, self.parallel)
         self.cells = config.ctx_size or self.parallel * self.share  # of the requests; other slots add theirs
@@ -135,7 +137,17 @@ class MemoryFit:
         compiling = 2 * (header.vocabulary * GRAMMAR_TABLE_PER_TOKEN + GRAMMAR_SCRATCH)
         self.grammars = compiling + GRAMMAR_CACHE_BYTES
         self.states = max(config.cache_ram_mb, config.swap_space_mb) * _MIB
-        self.total = self.needed + self.embedding + self.grammars + self.states  # everything at its largest
+        # Everything in the host's memory, at its largest.
+        held = RUNTIME if self.on_gpu else self.needed + self.embedding
+        self.total = held + self.grammars + self.states
+
+    @cached_property
+    def available(self) -> int | None:
+        """Bytes available for what is needed; None where they are unknown, as with layers on both sides."""
+        layers = self._config.gpu_layers
+        if not self.on_gpu or (free := gpu_memory()) is None:
+            return available_memory()
+        return free if layers < 0 or layers > self._header.number("block_count") else None
 
     def _choose(self) -> tuple[int, int]:
         """Requests at a time and cells of each: fewer requests before less context, see `AGENT_SHARE`."""
@@ -203,6 +215,8 @@ class MemoryFit:
         # Flash attention needs the mask only (f16), otherwise there are scores for each head (f32).
         scores = 2 if config.flash_attention else 4 * (1 + header.number("attention.head_count"))
         tables = header.vocabulary * (VOCABULARY_BYTES + 2 * 4 * outputs)
+        if self.on_gpu:  # there every page is taken
+            tables = header.vocabulary * 4 * batch
         return RUNTIME + tables + batch * (4 * widths + scores * (cells if self._layers.keeps_cells else 0))
 
     @property
@@ -213,6 +227,7 @@ class MemoryFit:
     def describe(self) -> str:
         """The sum, in MiB."""
         available = "unknown" if self.available is None else _mib(self.available)
+        available += " on the GPU" if self.on_gpu else ""
         draft = f"+ draft model {_mib(self.draft)} " if self.draft else ""
         return (
             f"model {_mib(self.model)} + KV {_mib(self.kv)} ({self.share} cells for each of {self.slots}) "
@@ -286,9 +301,10 @@ def prepare(config: EngineConfig) -> EngineConfig:
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {hint}")
     log.info("context: %s; memory: %s", fit.describe_context(), fit.describe())
     config = msgspec.structs.replace(config, parallel=fit.parallel, ctx_size=fit.cells)
-    if fit.available is None or fit.total <= fit.available:
+    host = available_memory()
+    if host is None or fit.total <= host:
         return config
-    limit_mb = max(0, fit.available - (fit.total - fit.states)) // _MIB
+    limit_mb = max(0, host - (fit.total - fit.states)) // _MIB
     log.warning(
         "memory is tight (%s; %s): %d MiB instead of %d for the prefix cache and preempted requests",
         *(fit.describe(), fit.describe_rest(), limit_mb, fit.states // _MIB),

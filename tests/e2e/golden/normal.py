@@ -95,7 +95,12 @@ def _plain(value: Any, names: dict[str, str], key: str = "") -> Any:
     if key in _COUNTERS:
         assert isinstance(value, int), f"{key}: {value!r}"
         return 0
+    if key == "cached_from":
+        assert isinstance(value, str), f"{key}: {value!r}"
+        return ""
     if isinstance(value, dict):
+        if cached := value.get("cache_read_input_tokens"):  # Anthropic's input tokens are those not cached
+            value = {**value, "input_tokens": value["input_tokens"] + cached}
         return {inner: _plain(item, names, inner) for inner, item in value.items()}
     if isinstance(value, list):
         return [_plain(item, names) for item in value]

@@ -37,7 +37,7 @@ def read(path: Path, data: bytes) -> GgufHeader | None:
     try:
         header = GgufHeader(path)
         assert header.context_train >= 0 and header.vocabulary >= 0
-        MemoryFit(header, EngineConfig(model=str(path)))
+        MemoryFit(header, EngineConfig(model=str(path), gpu_layers=0))
         return header
     except ModelFileError as error:
         assert "\n" not in str(error)

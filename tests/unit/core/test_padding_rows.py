@@ -38,15 +38,21 @@ def rows(lengths: dict[int, int]) -> list[Row]:
 )
 def test_hand_worked_cases(lengths: dict[int, int], cost: StepCost | None, padding: tuple[int, ...]) -> None:
     empty = set(range(32)) - set(lengths)
-    assert choose_padding(rows(lengths), empty, known(cost), 128) == padding
+    assert choose_padding(rows(lengths), dict.fromkeys(empty, 0), known(cost), 128) == padding
 
 
 def test_a_slot_that_is_not_empty_is_no_padding() -> None:
-    assert choose_padding(rows({0: 1, 2: 1, 4: 1}), {3}, known(EXPENSIVE_PASS), 128) == (3,)
+    assert choose_padding(rows({0: 1, 2: 1, 4: 1}), {3: 0}, known(EXPENSIVE_PASS), 128) == (3,)
+
+
+def test_a_slot_that_holds_much_is_no_padding_for_short_rows() -> None:
+    cost = known(StepCost(1.0, 0.0, 0.1, 0.001))
+    assert choose_padding(rows({0: 1, 2: 1}), {1: 100}, cost, 128) == (1,)
+    assert choose_padding(rows({0: 1, 2: 1}), {1: 1000}, cost, 128) == ()
 
 
 def test_a_full_batch_has_no_room_for_padding() -> None:
-    assert choose_padding(rows({0: 1, 2: 127}), {1}, known(EXPENSIVE_PASS), 128) == ()
+    assert choose_padding(rows({0: 1, 2: 127}), {1: 0}, known(EXPENSIVE_PASS), 128) == ()
 
 
 @given(
@@ -60,7 +66,7 @@ def test_filling_never_costs_more_than_it_saves(
 ) -> None:
     cost = StepCost(ubatch, 0.0, row, 0.0)
     empty = set(range(13)) - set(lengths) - busy
-    padding = choose_padding(rows(lengths), empty, known(cost), 64)
+    padding = choose_padding(rows(lengths), dict.fromkeys(empty, 0), known(cost), 64)
     assert set(padding) <= empty and list(padding) == sorted(padding)
     assert all(min(lengths) < filler < max(lengths) for filler in padding)
     assert sum(lengths.values()) + len(padding) <= 64 or not padding
