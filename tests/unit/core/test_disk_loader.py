@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cllm.core.kv_cache.disk_thread import DiskThread, Operation
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.testing import FakeRunner
 from cllm.workers.messages import ClearCache, Report, StateFileDone, Stop, Wake
 from tests.driver.engine import StepDriver, Tokens, ask, words
+from tests.profiles import examples
 
 PROMPT = words(1, 200)
 LIMIT_S = 30.0
@@ -61,8 +64,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.1)
 
     def start_one(*, trimmable: bool = True, cache_mb: int = 1, **settings: Any) -> StepDriver:
-        settings = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
-        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **settings).freeze_cost()
+        fields = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
+        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **fields).freeze_cost()
 
     return start_one
 
@@ -268,3 +271,52 @@ def test_clearing_the_cache_is_reported_when_the_files_are_gone(
     assert isinstance(done, StateFileDone) and done.call_id == 7 and done.entries >= 1
     assert list(tmp_path.glob("kv/*/*")) == []
     del driver.core._emit
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", "step", "idle", "restart", "crash", "damage", "clear"]),
+        st.integers(0, 2),
+        st.integers(70, 130),
+    ),
+    max_size=30,
+)
+
+
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60)
+)
+@given(actions=ACTIONS, trimmable=st.booleans(), cache_mb=st.integers(0, 1))
+def test_texts_are_right_whatever_happens_to_the_disk(
+    tmp_path_factory: pytest.TempPathFactory,
+    start: Start,
+    actions: list[tuple[str, int, int]],
+    trimmable: bool,
+    cache_mb: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("cache")
+    options = {"cache_dir": str(folder), "trimmable": trimmable, "cache_mb": cache_mb}
+    driver = start(**options)
+    for action, number, length in actions:
+        if action == "ask":
+            tenant = f"tenant {number % 2}"
+            driver.add((*words(number, length), length), 8, tenant=tenant, ignore_eos=True)
+        elif action == "step":
+            driver.step(number + 1)
+        elif action == "damage":
+            for path in list(folder.glob("kv/*/*.kv"))[number:]:
+                path.write_bytes(path.read_bytes()[:length])
+        else:
+            finish(driver)
+            if action == "idle":
+                for _ in range(2 * length):
+                    driver.core.disk.idle(driver.prefix_cache.candidates(), LIMIT_S)
+            elif action == "clear":
+                driver.core._handle(ClearCache(1))
+            else:
+                if action == "restart":
+                    driver.close_disk()
+                driver = start(**options)
+    finish(driver)
+    driver.close_disk()
+    assert not list(folder.glob("kv/*/.*")), "nothing half-written is left"
