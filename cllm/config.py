@@ -116,6 +116,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
 
     draft_tokens: Annotated[int, _option("Draft tokens of a sequence, if they pay. 0: off.", 0, 64)] = 8
+    draft_rollback: Annotated[
+        int,
+        _rare(
+            "Draft tokens that a hybrid model can take back, if its architecture can; each takes memory for "
+            "one more state a slot.",
+            0,
+            64,
+        ),
+    ] = 0
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
     ] = ""

@@ -291,6 +291,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     sequence_cells: int  # of one sequence
     request_tokens: int  # of one request, prompt and answer
     batch_tokens: int  # of one forward
+    rollback_tokens: int = 0  # of the last step, that memory which cannot be cut takes back
     unified: bool = False  # one pool of KV cells, or one KV stream per sequence
     embed: EmbedLimits = EmbedLimits()
 

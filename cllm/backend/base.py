@@ -169,6 +169,10 @@ class ModelRunner(Protocol):
         whole and must be recomputed.
         """
 
+    def settle(self, seq_id: int) -> bool:
+        """Make a sequence that was cut fit to be left alone while others are computed. False: it is lost."""
+        return True
+
     def copy(self, source: int, target: int, length: int) -> int:
         """Give the empty `target` the first `length` tokens of `source`; returns what it usably holds.
 

@@ -71,6 +71,8 @@ class EngineCore:
         target_s = config.target_itl_ms * MILLISECOND
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
+        if limits.rollback_tokens:
+            draft_tokens = min(draft_tokens, limits.rollback_tokens)
         self.disk = _open_disk_cache(runner, config, wake)
         self.scheduler = Scheduler(
             runner,

@@ -73,7 +73,7 @@ class Scheduler:
         self._preparation = preparation
         self._masks = MaskBuilder(runner.vocabulary.size)
         # A rejected draft is removed from memory, which not every memory can.
-        can_cut = not (runner.info.recurrent or runner.info.sliding_window)
+        can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
         self.integrity_failures = 0
 

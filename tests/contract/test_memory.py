@@ -83,13 +83,15 @@ def test_a_model_in_several_files_is_loaded_by_the_name_of_any(
 ) -> None:
     make_dense(tmp_path / "split.gguf", split_tensors=8)
     last = sorted(tmp_path.glob("split-*.gguf"))[-1]
-    answers = []
+    answers, names = [], []
     for model in (last, models["dense"]):
         config = prepare(EngineConfig(model=str(model), parallel=1, ctx_size=512, threads=1))
         runner = LlamaRunner(config)
         answers.append(feed(runner, 0, words(0, 40), logprobs=4))
+        names.append(runner.info.name)
         runner.close()
     assert answers[0] == answers[1] is not None
+    assert names == ["split", "dense"]
 
 
 def test_the_first_message_of_a_coding_agent_is_accepted_by_default(tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ class StepDriver:
         settings = {"prefix_cache": cache_mb > 0, **settings}
         config = EngineConfig(threads=1, swap_space_mb=swap_space_mb, cache_ram_mb=cache_mb, **settings)
         room = max(0, runner.limits.batch_tokens - runner.limits.sequences)
+        room = min(room, runner.limits.rollback_tokens or room)
         drafts = new_drafter and eager_drafts(new_drafter, min(config.draft_tokens, room))
         self.core = EngineCore(
             self.runner, config, self._take, cost=cost, spec_decode=drafts, preparation=prepare_at_once

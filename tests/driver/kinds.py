@@ -89,6 +89,7 @@ def open_runner(
             batch_tokens=batch_tokens,
             flash_attention=kind.flash,
             unified_kv=kind.unified,
+            draft_rollback=4 if kind.model in ("hybrid-rollback", "hybrid-delta") else 0,
             # Without flash attention the contracts are exact. Some CPUs (ARM) multiply f16 cells in f16.
             cache_type_k="f16" if kind.flash else "f32",
             cache_type_v="f16" if kind.flash else "f32",

@@ -94,6 +94,9 @@ class CheckedRunner(ModelRunner):
     def min_length(self, seq_id: int) -> int:
         return self.inner.min_length(seq_id)
 
+    def settle(self, seq_id: int) -> bool:
+        return self.inner.settle(seq_id)
+
     def checkpoint(self, seq_id: int) -> KVState | None:
         return self.inner.checkpoint(seq_id)
 

@@ -79,6 +79,7 @@ class LlamaContext(Owned):
         params.type_k = int(GGMLQuantizationType[config.cache_type_k.upper()])
         params.type_v = int(GGMLQuantizationType[config.cache_type_v.upper()])
         params.swa_full = False
+        params.n_rs_seq = config.draft_rollback if model.recurrent else 0
         params.no_perf = True
         pointer = api.llama_init_from_model(model.pointer, params)
         if not pointer:
@@ -99,6 +100,9 @@ class LlamaContext(Owned):
         self.sequence_cells = int(api.llama_n_ctx_seq(pointer))
         self.batch_tokens = int(api.llama_n_batch(pointer))
         self.ubatch_tokens = int(api.llama_n_ubatch(pointer))
+        self.rollback_tokens = int(api.llama_n_rs_seq(pointer))  # 0 where the architecture cannot
+        self._snapshots: dict[int, int] = {}  # by id: tokens of its last decode that can be taken back
+        self._unsettled: set[int] = set()  # ids that were rolled back, until they are decoded again
         self._copying: set[int] = set()  # ids whose cells are copied only at the next decode
         self._vocabulary_size = model.vocabulary.size
         self._logits_at = (0, 0)  # address and number of outputs of
@@ -119,6 +123,12 @@ class LlamaContext(Owned):
         if code != -1:  # a batch that was refused at once has not carried out the copies
             self._copying.clear()
         return code
+
+    def expect(self, rows: Sequence[Row]) -> None:
+        """These rows are decoded next: of each, all tokens but the first can be taken back then."""
+        for row in rows if self.rollback_tokens else ():
+            self._snapshots[row.seq_id] = min(len(row.tokens) - 1, self.rollback_tokens)
+            self._unsettled.discard(row.seq_id)
 
     def logits(self, outputs: int) -> npt.NDArray[np.float32]:
         """The last decode's outputs in batch order. A view that is good until the next native call only."""
@@ -159,7 +169,11 @@ class LlamaContext(Owned):
         held = self.next_position(seq_id)
         if length >= held:
             return held
-        usable = length > 0 and (checkpoint is not None or length >= self.min_length(seq_id))
+        shortest = self.min_length(seq_id)
+        if self._snapshots.pop(seq_id, 0) >= held - length:
+            shortest = length
+            self._unsettled.add(seq_id)
+        usable = length > 0 and (checkpoint is not None or length >= shortest)
         if usable and checkpoint is not None:  # before the cut, which it allows
             usable = self._set_state(seq_id, checkpoint, PARTIAL)
         if (
@@ -170,6 +184,17 @@ class LlamaContext(Owned):
             return length
         self.remove(seq_id)
         return 0
+
+    def settle(self, seq_id: int) -> bool:
+        """See `ModelRunner.settle`: a rolled back state lies in a snapshot until the next decode of its id.
+
+        Decodes of others may move it about inside the memory, but not its snapshots.
+        """
+        if seq_id not in self._unsettled:
+            return True
+        self._unsettled.discard(seq_id)
+        state = self._get_state(seq_id, PARTIAL)
+        return state is not None and self._set_state(seq_id, state, PARTIAL)
 
     def min_length(self, seq_id: int) -> int:
         """See `ModelRunner.min_length`: what the next token would look back on must still be there.
@@ -219,6 +244,7 @@ class LlamaContext(Owned):
     def _set_state(self, seq_id: int, state: KVState, flags: int) -> bool:
         if seq_id in self._copying:
             return False
+        self._snapshots.pop(seq_id, None)
         size = len(state)
         if self.api.llama_state_seq_set_data_ext(self.pointer, _address(state), size, seq_id, flags) == size:
             return True

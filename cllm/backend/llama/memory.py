@@ -198,7 +198,7 @@ class MemoryFit:
         kv = self._layers.kv_bytes(
             share, slots, types=types, batch_tokens=batch, unified=config.unified_kv, flash=flash
         )
-        kv += self._layers.state_bytes(slots)
+        kv += self._layers.state_bytes(slots, self._config.draft_rollback)
         draft = 0
         if self._draft is not None:
             cells = config.max_request_tokens or share

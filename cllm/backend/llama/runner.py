@@ -118,6 +118,7 @@ class LlamaRunner(ModelRunner):
             request_tokens=request_tokens,
             batch_tokens=context.batch_tokens,
             unified=context.unified,
+            rollback_tokens=context.rollback_tokens,
             embed=embed_limits(self._model, config, request_tokens, generates=context.generates),
         )
 
@@ -132,6 +133,7 @@ class LlamaRunner(ModelRunner):
             padding = (Row(seq_id, position, (0,), 0, None) for seq_id, position in self._padding.items())
             self._rows = tuple(sorted((*batch.rows, *padding), key=lambda row: row.seq_id))
         self._batch.fill(self._rows)
+        self._context.expect(self._rows)
         self._submitted_at = time.perf_counter()
         self._code = self._context.decode(self._batch.struct)
 
@@ -186,6 +188,9 @@ class LlamaRunner(ModelRunner):
 
     def checkpoint(self, seq_id: int) -> KVState | None:
         return self._context.checkpoint(seq_id)
+
+    def settle(self, seq_id: int) -> bool:
+        return self._context.settle(seq_id)
 
     def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         return self._context.truncate(seq_id, length, checkpoint)

@@ -269,6 +269,8 @@ class PrefixCache:
         if not self._keeps or not sequence.request.reuse or sequence.num_computed < MIN_RESTORE_TOKENS:
             return None
         try:
+            if not self._runner.settle(sequence.seq_id):
+                return None
             if self._runner.next_position(sequence.seq_id) != sequence.num_computed:
                 return None
             self._transfer.observe_slot(sequence.seq_id, sequence.num_computed)
