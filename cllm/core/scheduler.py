@@ -205,17 +205,20 @@ class Scheduler:
         self._kv_full = False
         self._awaited.clear()
         limits = self.runner.limits
+        loading = 0  # their slots are kept free: what is read is needed at once
         for sequence in tuple(self._waiting):
-            if not self.pool.free_count or len(self.running) >= (limits.parallel or limits.sequences):
+            free = min(self.pool.free_count, (limits.parallel or limits.sequences) - len(self.running))
+            if free <= loading:
                 return
             if limits.unified and self.running:  # a sequence must not preempt another at once
                 held = sum(len(other.tokens) for other in self.running.values())
                 if held + len(sequence.tokens) >= limits.cells:
                     return
-            if not sequence.startable:
-                continue
-            match = self.prefix_cache.find(sequence, self.running.values())
-            if sequence.loading is not None:
+            match = None
+            if startable := sequence.startable:
+                match = self.prefix_cache.find(sequence, self.running.values())
+            loading += sequence.loading is not None
+            if not startable or sequence.loading is not None:
                 continue
             if match is not None and isinstance(match.origin, Sequence) and not match.ready:
                 # The shared prefix is being computed: wait for it, then copy.

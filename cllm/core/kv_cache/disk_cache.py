@@ -77,6 +77,8 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._work: Work[Moved] | None = None  # of the first
         self._slice: Future[Any] | None = None  # of that
         self._write_s = 0.0  # of its slices so far
+        self._refreshing: Future[list[DiskEntry]] | None = None
+        self._refreshed_at = time.monotonic()
         self._retry_at = 0.0
         self._said = False  # that it cannot be written
         self.scanning: Future[Scan] | None = self._submit(folder.scan) if limit else None
@@ -149,6 +151,9 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         while not self._unusable.empty():
             self.drop(self._unusable.get())
         self._loading = {entry: load for entry, load in self._loading.items() if not load.done()}
+        if self.limit and self._refreshing is not None and self._refreshing.done():
+            self._take_refreshed(self._refreshing)
+            self._refreshing = None
         if not self.limit or self.scanning is None or not self.scanning.done():
             return
         scanning, self.scanning = self.scanning, None
@@ -182,6 +187,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         """Remove everything of this model, of all tenants; the result comes when the files are gone."""
         self._end_write()
         self._queue.clear()
+        self._refreshing = None
         self.entries.clear()
         self._indexes.clear()
         self._others.clear()
@@ -239,9 +245,29 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         if not self._queue:
             later_s = self._save_one(candidates, idle_s)
             if not self._queue:
+                self._refresh(idle_s)
                 return later_s
         self._advance()
         return None if self._slice is not None else 0.0
+
+    def _refresh(self, idle_s: float) -> None:
+        """Once a pause, look for what other servers of this model have written."""
+        now = time.monotonic()
+        if now - self._refreshed_at > idle_s:
+            self._refreshed_at = now
+            self._refreshing = self._submit(partial(self._folder.find_new, self._known_paths()))
+
+    def _take_refreshed(self, refreshing: Future[list[DiskEntry]]) -> None:
+        known = self._known_paths()
+        for entry in refreshing.result() if refreshing.exception() is None else ():
+            if entry.path not in known:
+                self.insert(entry)
+                self.bytes += entry.size
+        self._make_room(0)
+
+    def _known_paths(self) -> set[Path]:
+        known = {entry.path for entry in self.entries} | {other.path for other in self._others}
+        return known | {self._folder.get_path(entry) for entry in self._queue}
 
     def _save_one(self, candidates: Iterable[Candidate], idle_s: float) -> float | None:
         """Queue the first candidate whose saving is unlikely to hold up the next request.
@@ -282,6 +308,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         for saved in reversed([entry for entry in self.entries if entry not in before]):
             self.touch(saved)  # the first of them was used last
         last = self._disk.submit(lambda: None)
+        self._disk.close()
         self.limit = 0
         wait([last], max(0.0, within_s - self._disk.busy_s))  # not for a disk that does not answer
 

@@ -13,7 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +108,17 @@ class CacheFolder:
                 else:
                     found.others.append(OtherFile(status.st_mtime, status.st_size, path))
                     found = found._replace(ignored=found.ignored + ours)
+        return found
+
+    def find_new(self, known: Set[Path]) -> list[DiskEntry]:
+        """What other servers of this model have written: the entries of files that are not known."""
+        found = []
+        for path in _list(self._folder):
+            if path.suffix == SUFFIX and path not in known:
+                with contextlib.suppress(OSError):  # it is gone again
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and (entry := self._find(path, status)) is not None:
+                        found.append(entry)
         return found
 
     def _find(self, path: Path, status: os.stat_result) -> DiskEntry | None:

@@ -28,7 +28,7 @@ class DiskThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._operations: SimpleQueue[tuple[Operation, Future[Any]]] = SimpleQueue()
+        self._operations: SimpleQueue[tuple[Operation, Future[Any]] | None] = SimpleQueue()  # None: end
         self._thread: threading.Thread | None = None
         self._began_at: float | None = None  # of the operation that runs
 
@@ -46,16 +46,21 @@ class DiskThread:
             self._thread.start()
         return future
 
+    def close(self) -> None:
+        """Let the thread end when it has done what it was given; nothing is submitted any more."""
+        if self._thread is not None:
+            self._operations.put(None)
+
     def _run(self) -> None:
-        while True:
-            operation, future = self._operations.get()
+        while (item := self._operations.get()) is not None:
+            operation, future = item
             self._began_at = time.monotonic()
             try:
                 future.set_result(operation())
             except BaseException as error:
                 future.set_exception(error)
             self._began_at = None
-            del operation, future  # their result may be a large state
+            del item, operation, future  # their result may be a large state
 
 
 def run_slices(slices: Slices[Result]) -> Generator[Operation, Any, Result]:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from cllm import deprecated
 from cllm.cli import main, serve
 from cllm.config import Config, EngineConfig, ServerConfig
+from cllm.errors import SetupError
 
 MAX_HELP_LINES = 110
 
@@ -135,11 +136,17 @@ def test_a_wrong_line_of_the_file_is_named(settings: list[Config], tmp_path: Pat
     ],
 )
 def test_with_keys_prompts_go_to_disk_only_when_asked_for(
-    settings: list[Config], arguments: list[str], size: int
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], size: int
 ) -> None:
-    result = CliRunner().invoke(main.app, ["serve", *arguments])
-    assert result.exit_code == 0, result.output
-    assert settings[0].with_disk_cache().engine.cache_disk_mb == size
+    sizes: list[int | None] = []
+
+    def prepare(*, asked: EngineConfig, **_: object) -> None:
+        sizes.append(asked.cache_disk_mb)
+        raise SetupError("that is enough")
+
+    monkeypatch.setattr(serve, "Preparation", prepare)
+    CliRunner().invoke(main.app, ["serve", "--port", "0", *arguments], env={"CLLM_CACHE_DISK_MB": None})
+    assert sizes == [size]
     assert EngineConfig().cache_disk_mb is None, "off in the Python API"
 
 

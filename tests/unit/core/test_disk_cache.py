@@ -501,6 +501,23 @@ def test_leftovers_of_a_crash_are_removed_and_writes_of_others_are_not(tmp_path:
     assert Tier(tmp_path).fetch(words(1)) is not None
 
 
+def test_what_another_server_has_written_is_found_in_the_next_pause(tmp_path: Path) -> None:
+    size = get_file_size(make(words(1)))
+    tier, other = Tier(tmp_path, 2 * size), Tier(tmp_path, 2 * size)
+    tier.write(make(words(1)))
+    other.write(make(words(1)), make(words(2)))
+    assert tier.fetch(words(2)) is None
+    tier._refreshed_at -= 2 * LONG_AGO
+    tier.write()
+    assert tier.fetch(words(2)) is not None and len(tier.entries) == 2
+    assert tier.bytes == used(tmp_path) == 2 * size
+    other.write(make(words(3)))
+    tier._refreshed_at -= 2 * LONG_AGO
+    tier.write()
+    assert tier.bytes <= tier.limit and used(tmp_path) <= 2 * size
+    assert tier.fetch(words(3)) is not None
+
+
 def test_a_file_that_another_server_has_removed_is_a_miss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -553,6 +570,7 @@ def test_two_servers_on_one_folder(
         elif action == "slice":
             tier.idle((), LONG_AGO)
         elif action == "write":
+            tier._refreshed_at -= 2 * LONG_AGO
             tier.write()
         elif action in ("restart", "hang"):
             if action == "restart":

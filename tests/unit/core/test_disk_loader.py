@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cllm.core.kv_cache.disk_thread import DiskThread, Operation
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.testing import FakeRunner
 from cllm.workers.messages import ClearCache, Report, StateFileDone, Stop, Wake
 from tests.driver.engine import StepDriver, Tokens, ask, words
+from tests.profiles import examples
 
 PROMPT = words(1, 200)
 LIMIT_S = 30.0
@@ -61,8 +64,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(KVTransfer, "DEFAULT_TOKEN_S", 0.1)
 
     def start_one(*, trimmable: bool = True, cache_mb: int = 1, **settings: Any) -> StepDriver:
-        settings = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
-        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **settings).freeze_cost()
+        fields = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
+        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **fields).freeze_cost()
 
     return start_one
 
@@ -71,6 +74,15 @@ def finish(driver: StepDriver) -> None:
     driver.finish()
     for name in driver.requests:
         driver.check_answer(name)
+
+
+def write_behind(driver: StepDriver) -> None:
+    """Be idle until everything is written."""
+    disk = driver.core.disk
+    deadline = time.monotonic() + LIMIT_S
+    while disk.idle(driver.prefix_cache.candidates(), LIMIT_S) is not None or disk._queue or disk.scanning:
+        assert time.monotonic() < deadline
+        wait([operation for operation in (disk._slice, disk.scanning) if operation is not None], LIMIT_S)
 
 
 def serve(driver: StepDriver, prompt: Tokens = PROMPT, **fields: Any) -> str:
@@ -142,6 +154,24 @@ def test_others_run_while_one_waits_for_the_disk(start: Start, gate: DiskGate) -
     gate.open()
     finish(driver)
     assert source(driver, waiting) == (199, "disk")
+
+
+def test_no_more_is_read_at_a_time_than_there_are_free_slots(start: Start, gate: DiskGate) -> None:
+    prompts = [words(number, 100) for number in range(6)]
+    driver = start()
+    for prompt in prompts:
+        serve(driver, prompt)
+    driver.close_disk()
+    driver = start()
+    serve(driver, words(9, 100))
+    gate.close()
+    names = [driver.add(prompt, 8, ignore_eos=True) for prompt in prompts]
+    driver.step(3)
+    waiting = [sequence for sequence in driver.scheduler._waiting if sequence.loading is not None]
+    assert len(waiting) == driver.runner.limits.sequences == len(driver.scheduler._waiting) - 2
+    gate.open()
+    finish(driver)
+    assert all(source(driver, name) == (99, "disk") for name in names)
 
 
 def test_a_disk_that_is_slower_than_computing_is_not_waited_for(
@@ -222,6 +252,10 @@ def test_the_loop_writes_behind_while_idle_and_at_its_end(
         driver.core.post(Stop())
         loop.join(LIMIT_S)
     assert not loop.is_alive() and len(list(tmp_path.glob("kv/*/*"))) == 2
+    disk_thread = driver.core.disk._disk._thread
+    assert disk_thread is not None
+    disk_thread.join(LIMIT_S)
+    assert not disk_thread.is_alive()
 
 
 def test_clearing_the_cache_is_reported_when_the_files_are_gone(
@@ -246,3 +280,49 @@ def test_clearing_the_cache_is_reported_when_the_files_are_gone(
     assert isinstance(done, StateFileDone) and done.call_id == 7 and done.entries >= 1
     assert list(tmp_path.glob("kv/*/*")) == []
     del driver.core._emit
+
+
+RARE = st.sampled_from(["step", "idle", "crash", "damage", "clear"])
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["ask", "restart"]) | RARE, st.integers(0, 1), st.integers(70, 130)),
+    min_size=8,
+    max_size=30,
+)
+
+
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60)
+)
+@given(actions=ACTIONS, trimmable=st.booleans(), cache_mb=st.integers(0, 1))
+def test_texts_are_right_whatever_happens_to_the_disk(
+    tmp_path_factory: pytest.TempPathFactory,
+    start: Start,
+    actions: list[tuple[str, int, int]],
+    trimmable: bool,
+    cache_mb: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("cache")
+    options = {"cache_dir": str(folder), "trimmable": trimmable, "cache_mb": cache_mb}
+    driver = start(**options)
+    for action, number, length in actions:
+        if action == "ask":
+            tenant = "rare" if length > 120 else ""
+            driver.add((*words(number, length), length), 8, tenant=tenant, ignore_eos=True)
+        elif action == "step":
+            driver.step(number + 1)
+        elif action == "damage":
+            for path in list(folder.glob("kv/*/*.kv"))[number:]:
+                path.write_bytes(path.read_bytes()[:length])
+        else:
+            finish(driver)
+            if action == "idle":
+                write_behind(driver)
+            elif action == "clear":
+                driver.core._handle(ClearCache(1))
+            else:
+                if action == "restart":
+                    driver.close_disk()
+                driver = start(**options)
+    finish(driver)
+    driver.close_disk()
+    assert not list(folder.glob("kv/*/.*")), "nothing half-written is left"
