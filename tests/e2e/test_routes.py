@@ -115,13 +115,32 @@ def test_debug_requests_and_debug_kv_while_it_runs(tiny: Server) -> None:
     assert (entry["id"], entry["place"], entry["max_tokens"]) == (request_id, "engine", LONG)
     assert entry["generated_tokens"] > 0 and entry["age_s"] >= 0
     assert set(lease) == {"seq_id", "request_id", "tokens", "position", "state", "age_s"}
-    assert (lease["seq_id"], lease["request_id"], lease["state"]) == (0, request_id, "running")
+    assert (lease["request_id"], lease["state"]) == (request_id, "running")
     assert lease["position"] in (lease["tokens"] - 1, lease["tokens"])
     assert kv["cells"]["used"] == lease["position"] > 0
-    assert kv["sequences"] == {"total": 8, "leased": 1, "free": 7}
+    assert kv["sequences"] == {"total": 8, "leased": 1, "free": 7, "cached": kv["sequences"]["cached"]}
+    assert set(kv["cells"]) == {"total", "used", "cached"}
     counters = {"leased_total", "released_total", "cleared_cells_total", "integrity_failures"}
     assert set(kv) == {"sequences", "cells", "leases", "counters"} and set(kv["counters"]) == counters
     wait_for(tiny.idle)
+
+
+def test_what_is_in_use_is_apart_from_what_is_cached_and_can_be_cleared(tiny: Server) -> None:
+    tiny.post("/admin/cache/clear", {})
+    prompt = "a prompt that is long enough to be kept " * 4
+    first = tiny.generate(prompt, 8)["usage"]
+    kv = tiny.kv()
+    assert kv["cells"]["used"] == 0 and kv["cells"]["cached"] == first["cells"]
+    assert (kv["sequences"]["leased"], kv["sequences"]["cached"]) == (0, 1)
+    metrics = tiny.metrics()
+    assert (metrics["cllm_kv_cells_used"], metrics["cllm_kv_cells_cached"]) == (0, first["cells"])
+    again = tiny.generate(prompt, 8)["usage"]
+    assert (again["cached_tokens"], again["cached_from"]) == (again["prompt_tokens"] - 1, "device")
+    assert tiny.generate(prompt, 8, cache_prompt=False)["usage"]["cached_tokens"] == 0
+    cleared = tiny.post("/admin/cache/clear", {}).json()
+    assert cleared == {"prefixes": 1, "tokens": again["cells"]} and tiny.kv()["cells"]["cached"] == 0
+    assert tiny.generate(prompt, 8, cache_prompt=False)["usage"]["cached_tokens"] == 0
+    assert tiny.kv()["cells"]["cached"] == 0, "it leaves nothing behind"
 
 
 def test_health_and_ready(tiny: Server) -> None:
