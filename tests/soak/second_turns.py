@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +26,34 @@ MAX_AGAIN = 1  # the last token of an answer
 CELLS = 1024  # of one user
 
 
+@dataclass(frozen=True, slots=True)
+class Talks:
+    """Both turns of every user, and how many tokens a second turn computed beyond its new ones."""
+
+    first: list[Answer]
+    second: list[Answer]
+    again: list[int]
+
+    @property
+    def faults(self) -> list[str]:
+        late = sum(count > MAX_AGAIN for count in self.again)
+        return (
+            [f"FAIL: {late} of {len(self.again)} second turns computed more than their own"] if late else []
+        )
+
+
+def talk(client: Client, users: int, system_tokens: int) -> Talks:
+    """All first turns at once, then all second turns."""
+    system = _tokens(client, "system", system_tokens)
+    first = [system + _question(client, f"first {user}") for user in range(users)]
+    answers = _ask_all(client, first)
+    said = [tuple(token for token in each.tokens if isinstance(token, int)) for each in answers]
+    new = [_question(client, f"second {user}") for user in range(users)]
+    second = _ask_all(client, [sum(parts, ()) for parts in zip(first, said, new, strict=True)])
+    again = [answer.computed_tokens - len(more) for answer, more in zip(second, new, strict=True)]
+    return Talks(answers, second, again)
+
+
 def run_second_turns(
     model: Path | None,
     users: int = 16,
@@ -37,19 +66,9 @@ def run_second_turns(
     """Ask both turns, print a table; 0 if no second turn computed anything again. Raises SetupError."""
     settings = ServerSettings(model=model, parallel=users, ctx_size=CELLS * users)
     with serving("second_turns", settings, command, logs, ("--no-tune", *flags)) as server:
-        client = Client(server.address)
-        system = _tokens(client, "system", system_tokens)
-        first = [system + _question(client, f"first {user}") for user in range(users)]
-        first_answers = _ask_all(client, first)
-        said: list[tuple[int, ...]] = [tuple(map(int, map(str, each.tokens))) for each in first_answers]
-        new = [_question(client, f"second {user}") for user in range(users)]
-        second = [old + words + more for old, words, more in zip(first, said, new, strict=True)]
-        second_answers = _ask_all(client, second)
-    again = [answer.computed_tokens - len(more) for answer, more in zip(second_answers, new, strict=True)]
-    late = [user for user, count in enumerate(again) if count > MAX_AGAIN]
-    fault = f"FAIL: {len(late)} of {users} second turns computed more than their own new tokens"
-    text = f"{_table(first_answers, second_answers, again).markdown()}\n\n{fault if late else 'pass'}"
-    return conclude("second_turns", text, {"again": again}, out, failed=bool(late))
+        talks = talk(Client(server.address), users, system_tokens)
+    text = "\n".join([_table(talks).markdown(), "", *(talks.faults or ["pass"])])
+    return conclude("second_turns", text, {"again": talks.again}, out, failed=bool(talks.faults))
 
 
 def _tokens(client: Client, name: str, count: int) -> tuple[int, ...]:
@@ -70,7 +89,9 @@ def _ask_all(client: Client, prompts: Sequence[tuple[int, ...]]) -> list[Answer]
     return [asked[user].result() for user in range(len(prompts))]
 
 
-def _table(first: Sequence[Answer], second: Sequence[Answer], again: Sequence[int]) -> Table:
+def _table(talks: Talks) -> Table:
+    first, second, again = talks.first, talks.second, talks.again
+
     def line(what: str, counts: Sequence[int]) -> tuple[str, ...]:
         return (what, *(f"{each:g}" for each in (sum(counts), min(counts), median(counts), max(counts))))
 

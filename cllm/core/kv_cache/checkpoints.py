@@ -12,7 +12,7 @@ from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.core.step_cost import TILE
 
 MAX_CHECKPOINTS = 8  # of a sequence
-SPACING = 16 * TILE  # tokens without a message boundary
+SPACING = MAX_CHECKPOINTS * TILE  # tokens without a message boundary
 
 
 def plan_stops(tokens: Sequence[int], begin: int, is_control: Callable[[int], bool]) -> list[int]:
