@@ -130,6 +130,7 @@ class FakeRunner(ModelRunner):
         self,
         *,
         sequences: int = 4,
+        parallel: int = 0,
         cells: int = 4096,
         batch_tokens: int = 64,
         request_tokens: int = 0,
@@ -144,6 +145,7 @@ class FakeRunner(ModelRunner):
     ) -> None:
         self.limits = Limits(
             sequences=sequences,
+            parallel=parallel,
             cells=cells,
             sequence_cells=cells if unified else cells // sequences,
             request_tokens=request_tokens or (cells if unified else cells // sequences),

@@ -1,0 +1,151 @@
+"""Which slot a sequence gets: what is continued, copied, evicted and moved for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cllm.core.kv_cache.slot_choice import count_runs, densest
+from cllm.core.step_cost import StepCost, StepCostModel
+from cllm.testing import FakeRunner, expected_text
+from tests.driver.engine import StepDriver, words
+
+SYSTEM = words(1, 200)
+
+
+class Slots(StepDriver):
+    """Eight slots, four running at a time, costs that do not change."""
+
+    def __init__(self, *, sequences: int = 8, step: StepCost | None = None, **settings: Any) -> None:
+        cost = StepCostModel(known=step, frozen=True) if step is not None else None
+        runner = FakeRunner(sequences=sequences, cells=sequences * 1024, batch_tokens=64)
+        super().__init__(runner, cache_mb=16, cost=cost, **settings)
+
+    def ask(self, prompt: tuple[int, ...], count: int = 8) -> str:
+        name = self.add(prompt, count, ignore_eos=True)
+        self.finish()
+        assert self.text(name) == expected_text(prompt, count, ends=False)
+        return name
+
+    def held(self) -> dict[int, int]:
+        return dict(self.prefix_cache.device.lengths)
+
+
+def test_a_conversation_goes_on_in_its_slot_and_another_leaves_it_alone() -> None:
+    slots = Slots()
+    first = SYSTEM + words(2, 100)
+    slots.ask(first)
+    assert slots.held() == {0: 307}
+    other = slots.ask(SYSTEM + words(3, 100))
+    assert slots.usage(other).cached_tokens == 200 and slots.held() == {0: 307, 1: 307}
+    longer = first + tuple(expected_text(first, 8, ends=False).encode()) + words(4, 20)
+    again = slots.ask(longer)
+    assert slots.usage(again).cached_tokens == 307 and slots.held() == {0: 335, 1: 307}
+
+
+def test_where_no_slot_is_empty_the_one_used_longest_ago_is_evicted_to_ram() -> None:
+    slots = Slots(sequences=2)
+    prompts = [words(seed, 150) for seed in range(3)]
+    for prompt in prompts:
+        slots.ask(prompt)
+    assert len(slots.held()) == 2 and len(slots.host_cache.entries) == 1
+    assert slots.prefix_cache.device.evictions == 1
+    assert slots.usage(slots.ask(prompts[0])).cached_from == "ram"
+    assert slots.usage(slots.ask(prompts[2])).cached_from == "device"
+
+
+def test_a_branch_of_a_long_conversation_is_cut_rather_than_another_conversation_evicted() -> None:
+    slots = Slots(sequences=2)
+    slots.host_cache.cached_limit = slots.host_cache.limit = 0  # what is evicted is lost
+    long, other = words(5, 400), words(6, 400)
+    slots.ask(long)
+    slots.ask(other)
+    branch = slots.ask(long + words(7, 10))
+    assert slots.usage(branch).cached_tokens == 400
+    assert slots.prefix_cache.device.evictions == 0 and sorted(slots.held().values()) == [407, 417]
+
+
+def test_a_request_without_reuse_leaves_an_empty_slot() -> None:
+    slots = Slots()
+    slots.add(SYSTEM, 8, reuse=False)
+    slots.finish()
+    assert slots.held() == {}
+
+
+def test_what_one_covers_is_not_held_beside_it() -> None:
+    slots = Slots()
+    names = [slots.add(SYSTEM, 8, ignore_eos=True) for _ in range(3)]
+    slots.finish()
+    assert len({slots.text(name) for name in names}) == 1 and len(slots.held()) == 1
+
+
+def test_more_slots_than_run_at_a_time_are_cache() -> None:
+    runner = FakeRunner(sequences=8, parallel=2, cells=8192, batch_tokens=64)
+    driver = StepDriver(runner, cache_mb=16)
+    for seed in range(6):
+        driver.add(words(seed, 100), 8, ignore_eos=True)
+    while not driver.core.idle:
+        driver.step()
+        assert len(driver.scheduler.running) <= 2
+    assert len(driver.prefix_cache.device.lengths) == 6
+
+
+def next_turn(seed: int) -> tuple[int, ...]:
+    """A conversation goes on: it begins with all that its slot holds."""
+    prompt = words(seed, 100)
+    return prompt + tuple(expected_text(prompt, 8, ends=False).encode()) + words(20 + seed, 20)
+
+
+EXPENSIVE_PASS = StepCost(1.0, 1e-3, 1e-3, 0.0)
+CHEAP_PASS = StepCost(1e-9, 1e-3, 1e-3, 0.0)
+
+
+@pytest.mark.parametrize(("step", "moves"), [(EXPENSIVE_PASS, True), (CHEAP_PASS, False)])
+def test_a_slot_chosen_by_content_is_moved_next_to_the_running_ones_where_gaps_cost_more(
+    step: StepCost, moves: bool
+) -> None:
+    slots = Slots(step=step)
+    for seed in range(8):
+        slots.ask(words(seed, 100))
+    running = slots.add(next_turn(0), 300, ignore_eos=True)
+    slots.step(3)
+    (first,) = slots.scheduler.running
+    far = slots.add(next_turn(7), 100, ignore_eos=True)
+    slots.step(2)
+    ids = sorted(slots.scheduler.running)
+    assert first in ids and len(ids) == 2
+    assert (count_runs(ids) == 1) == moves
+    slots.finish()
+    for name, prompt in ((running, next_turn(0)), (far, next_turn(7))):
+        assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
+        assert slots.usage(name).cached_tokens == 107
+    assert len(slots.held()) == 8, "nothing was lost"
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "truncate"])
+def test_a_move_that_fails_costs_a_recompute_at_most(call: str) -> None:
+    for number in range(1, 6):
+        slots = Slots(step=EXPENSIVE_PASS)
+        for seed in range(8):
+            slots.ask(words(seed, 100))
+        slots.add(next_turn(0), 60, ignore_eos=True)
+        slots.step(3)
+        seen = 0
+
+        def fail(_: int, name: str, number: int = number) -> Exception | None:
+            nonlocal seen
+            seen += name == call
+            return RuntimeError("native") if name == call and seen == number else None
+
+        slots.fake.fail = fail
+        slots.add(next_turn(7), 20, ignore_eos=True)
+        slots.run()
+        slots.check_end()
+
+
+def test_runs_and_the_densest_id() -> None:
+    assert count_runs([]) == 0 and count_runs([0, 1, 2]) == 1 and count_runs([0, 2, 3, 7]) == 3
+    assert densest({0, 5, 9}, {6, 7}) == 5
+    assert densest({0, 9}, set()) == 0
+    assert densest({3, 8}, {2, 4}) == 3
