@@ -25,8 +25,8 @@ from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
-from cllm.errors import EngineDied, IntegrityError
-from cllm.types import RequestOutput, SlotInfo, Snapshot
+from cllm.errors import EngineDied, IntegrityError, StorageFailed
+from cllm.types import Failure, RequestOutput, SlotInfo, Snapshot
 from cllm.workers.messages import (
     Cancel,
     ClearCache,
@@ -232,23 +232,32 @@ class EngineCore:
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when to stop."""
         try:
+            self._report_cleared()
             if self.idle and self.cache_files.idle:
                 self._check_idle()
                 idle_s = time.monotonic() - self._computed_at
                 again_s = self.disk.idle(self.scheduler.prefix_cache.candidates(), idle_s)
-                command = self.inbox.get(timeout=again_s)
+                command = self.inbox.get(timeout=STALL_LIMIT_S if self._clearing else again_s)
             elif self.has_work or self.cache_files.has_work:
                 command = self.inbox.get_nowait()
             else:  # what every request here waits for ends with Wake, unless the disk stalls
                 stall_s = self.scheduler.loading_s if self.cache_files.idle else STALL_LIMIT_S
                 command = self.inbox.get(timeout=stall_s)
             while self._handle(command):
-                while self._clearing and self._clearing[0][0].done():
-                    self._emit(self._clearing.popleft()[1])
                 command = self.inbox.get_nowait()
             return False
         except Empty:
             return True
+
+    def _report_cleared(self) -> None:
+        """Answer for the files that are gone, or for a disk that does not answer."""
+        stalled = self.disk.busy_s > STALL_LIMIT_S
+        while self._clearing and (stalled or self._clearing[0][0].done()):
+            removing, done = self._clearing.popleft()
+            if not removing.done() or removing.exception() is not None:
+                message = "the files of the disk cache could not be removed: check the disk of --cache-dir"
+                done = StateFileDone(done.call_id, failure=Failure(StorageFailed.code, message))
+            self._emit(done)
 
     def _check_idle(self) -> None:
         try:

@@ -88,6 +88,11 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         future.add_done_callback(lambda _: self._wake())
         return future
 
+    @property
+    def busy_s(self) -> float:
+        """How long the disk has not answered."""
+        return self._disk.busy_s
+
     # Finding and loading ---------------------------------------------------------------------------
 
     def matches(self, tenant: str, tokens: Sequence[int], min_length: int) -> list[Match[DiskEntry]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +279,28 @@ def test_clearing_the_cache_is_reported_when_the_files_are_gone(
     while not reports:
         assert time.monotonic() < deadline and driver.core._take_commands()
     (done,) = reports
-    assert isinstance(done, StateFileDone) and done.call_id == 7 and done.entries >= 1
+    assert (
+        isinstance(done, StateFileDone) and done.call_id == 7 and done.failure is None and done.entries >= 1
+    )
     assert list(tmp_path.glob("kv/*/*")) == []
-    del driver.core._emit
+
+
+def test_clearing_fails_where_the_disk_does_not_answer(
+    start: Start, gate: DiskGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cllm.core.engine_core.STALL_LIMIT_S", 0.05)
+    driver = start()
+    serve(driver)
+    reports: list[Report] = []
+    driver.core._emit = reports.append
+    gate.close()
+    driver.core.post(ClearCache(7))
+    deadline = time.monotonic() + LIMIT_S
+    while not reports:
+        assert time.monotonic() < deadline and driver.core._take_commands()
+    (done,) = reports
+    assert isinstance(done, StateFileDone) and done.failure is not None
+    assert done.failure.code == "storage_failed" and done.call_id == 7
 
 
 RARE = st.sampled_from(["step", "idle", "crash", "damage", "clear"])
@@ -312,7 +333,8 @@ def test_texts_are_right_whatever_happens_to_the_disk(
             driver.step(number + 1)
         elif action == "damage":
             for path in list(folder.glob("kv/*/*.kv"))[number:]:
-                path.write_bytes(path.read_bytes()[:length])
+                with suppress(FileNotFoundError):  # the disk thread removes one
+                    os.truncate(path, length)
         else:
             finish(driver)
             if action == "idle":
