@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import cllm as package
-from tests.driver.server import PATIENCE_S, Server, cllm
+from tests.driver.server import PATIENCE_S, Server, cllm, environment
 
 FILE = """
 name = "visit"
@@ -70,7 +70,7 @@ def test_an_installed_package_names_the_repository(tmp_path: Path) -> None:
     shutil.copytree(Path(package.__file__).parent, tmp_path / "cllm", ignore=shutil.ignore_patterns("__pyc*"))
     done = subprocess.run(
         [sys.executable, "-m", "cllm", "bench"],
-        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),  # not the checkout that the tests may be run from
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
