@@ -70,6 +70,7 @@ def test_an_installed_package_names_the_repository(tmp_path: Path) -> None:
     shutil.copytree(Path(package.__file__).parent, tmp_path / "cllm", ignore=shutil.ignore_patterns("__pyc*"))
     done = subprocess.run(
         [sys.executable, "-m", "cllm", "bench"],
+        cwd=tmp_path,
         env=environment(PYTHONPATH=str(tmp_path)),  # not the checkout that the tests may be run from
         capture_output=True,
         text=True,

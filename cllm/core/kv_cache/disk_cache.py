@@ -374,7 +374,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self.writes += 1
         self._said = False
         self._write_byte_s = self._write_s / size
-        saved = DiskEntry(entry, self._folder.get_path(entry), size, time.time())
+        saved = DiskEntry(entry, self._folder.get_path(entry), size, used_at=time.time())
         for other in self.covered(saved):
             if saved.longest_cut(len(other.tokens)).length == len(other.tokens):
                 self.drop(other)
