@@ -111,7 +111,7 @@ class Scheduler:
         self._preparation.close_unused()
         self.transfer.begin_step()
         self._admit_waiting()
-        self.prefix_cache.slots.shed(self.running.values())
+        self.prefix_cache.slots.tidy(self.running)
         self._check_positions()
         counts = self.budget.schedule_tokens(self.running.values(), self._urgency)
         masks = self._build_masks(counts)

@@ -298,6 +298,15 @@ class SlotPool:
         log.debug("leased seq %d for request %s", seq_id, request_id)
         return lease
 
+    def move(self, lease: SlotLease, seq_id: int) -> None:
+        """A lease goes over to a free slot, which holds the same; the old slot is free and to be cleared."""
+        self._free.remove(seq_id)
+        del self._held[lease.seq_id]
+        self._free.add(lease.seq_id)
+        log.debug("request %s moved from seq %d to seq %d", lease.request_id, lease.seq_id, seq_id)
+        lease.seq_id = seq_id
+        self._held[seq_id] = lease
+
     @property
     def leases(self) -> tuple[SlotLease, ...]:
         """Every lease now held, by ascending id."""

@@ -12,6 +12,7 @@ _LINE = re.compile(
     r"(?P<kept>\d+) cells kept, (?P<cut>\d+) cut, (?P<pending>\d+) tokens to compute"
     r"|released seq (?P<released>\d+) of request (?P<leaver>\S+): (?P<left>\d+) cells kept"
     r"|cleared KV of seq (?P<cleared>\d+) \((?P<cells>\d+) cells\)"
+    r"|request (?P<mover>\S+) moved from seq (?P<source>\d+) to seq (?P<place>\d+)"
     r"|moved (?P<moved>\d+) cells to seq (?P<target>\d+)"
 )
 _BAD_POSITION = re.compile(
@@ -46,6 +47,13 @@ class SlotLog:
             self._start(int(found["started"]), found["starter"], int(found["kept"]), int(found["cut"]))
         elif found["released"]:
             self._release(int(found["released"]), found["leaver"], int(found["left"]))
+        elif found["mover"]:
+            source, place = int(found["source"]), int(found["place"])
+            if self.held.pop(source, None) != found["mover"] or place in self.held:
+                self.problems.append(f"{found['mover']} moved from slot {source} to {place}")
+            self.held[place] = found["mover"]
+            self.cached.pop(place, None)
+            self.cached.pop(source, None)  # its cells are still there, and cleared next
         elif found["cleared"]:
             slot, cells = int(found["cleared"]), int(found["cells"])
             known = self.cached.get(slot, cells)

@@ -178,9 +178,7 @@ def test_no_timing_reads_the_wall_clock() -> None:
     }
     # Timestamps in answers and files are wall-clock time; nothing is measured or waited for with it.
     strangers = {
-        line
-        for line in lines
-        if not any(stamp in line for stamp in ("created", "completed_at", "used_at"))
+        line for line in lines if not any(stamp in line for stamp in ("created", "completed_at", "used_at"))
     }
     assert strangers == set()
 

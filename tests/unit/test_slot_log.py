@@ -26,6 +26,13 @@ def test_a_good_log_has_no_faults() -> None:
     assert faults(*GOOD[:3], *moved, *rest) == []
 
 
+def test_a_running_request_may_move() -> None:
+    moved = (GOOD[0], "moved 3 cells to seq 2", "request a moved from seq 0 to seq 2")
+    ended = ("cleared KV of seq 0 (3 cells)", "released seq 2 of request a: 7 cells kept")
+    assert SlotLog([*moved, *ended]).find_faults(["a"]) == []
+    assert SlotLog([*moved, moved[-1]]).problems
+
+
 def test_every_fault_is_found() -> None:
     assert faults(*GOOD[:1], *GOOD[3:]), "leased while it was held"
     assert faults(*GOOD[:6]), "not released"

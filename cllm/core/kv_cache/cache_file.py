@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -103,7 +104,7 @@ class CacheFileWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # 0600: it tells what users asked.
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        self._file = os.fdopen(os.open(self._temporary, flags, 0o600), "wb")
+        self._file = os.fdopen(os.open(self._temporary, flags, stat.S_IRUSR | stat.S_IWUSR), "wb")
         with contextlib.suppress(OSError):  # one without a lock was left by a crash
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._file.write(bytes(_HEAD.size + _DIGEST))

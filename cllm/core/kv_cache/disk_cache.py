@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from cllm.core.kv_cache.cache_file import Candidate, Moved, get_file_size, get_reason
 from cllm.core.kv_cache.disk_folder import CacheFolder, DiskEntry, OtherFile, Scan, remove
 from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Work, run_slices
-from cllm.core.kv_cache.host_cache import MIB, Entry
+from cllm.core.kv_cache.host_cache import MIB, MIN_NEW_SHARE, Entry
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Match, PrefixTier
 from cllm.core.step_cost import TILE
 from cllm.errors import CllmError, NotFound
@@ -32,7 +32,6 @@ MAX_IN_FLIGHT = 64 * MIB  # bytes that wait to be written, and that are being re
 RETRY_S = 60.0  # after a failure
 QUIET_S = 2.0  # nothing is written before the engine has been idle for this long
 MAX_SAVE_SHARE = 0.1  # a save may take so much of the time that the engine has been idle
-MIN_NEW_SHARE = 8  # a prefix that grows is written again when one part in so many of it is new
 
 
 class Loading(NamedTuple):

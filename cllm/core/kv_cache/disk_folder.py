@@ -28,7 +28,7 @@ from cllm.core.kv_cache.cache_file import (
 )
 from cllm.core.kv_cache.disk_thread import Slices, finish
 from cllm.core.kv_cache.host_cache import Entry
-from cllm.core.kv_cache.prefix_index import CachedPrefix, Checkpoint
+from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint
 from cllm.errors import CllmError, StateFileError, StorageFailed
 
 SUFFIX, TEMPORARY = ".kv", ".new"
@@ -172,7 +172,8 @@ def remove(path: Path) -> None:
 def get_name(prefix: CachedPrefix) -> str:
     """The name of its file: a digest of tenant and tokens."""
     tenant = prefix.tenant.encode()
-    return get_digest(len(tenant).to_bytes(4) + tenant + prefix.tokens.tobytes()).hex()[: 2 * _NAME_BYTES]
+    named = len(tenant).to_bytes(TOKEN_BYTES) + tenant
+    return get_digest(named + prefix.tokens.tobytes()).hex()[: 2 * _NAME_BYTES]
 
 
 def _list(folder: Path) -> list[Path]:
@@ -185,9 +186,9 @@ def _list(folder: Path) -> list[Path]:
 def _make_private(folder: Path) -> None:
     """Make a folder that only its owner may read. Raises StorageFailed."""
     try:
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        if folder.stat().st_mode & 0o077:
-            folder.chmod(0o700)
+        folder.mkdir(stat.S_IRWXU, parents=True, exist_ok=True)
+        if stat.S_IMODE(folder.stat().st_mode) != stat.S_IRWXU:
+            folder.chmod(stat.S_IRWXU)
     except OSError as error:
         raise StorageFailed(f"its folder cannot be made: {get_reason(error)}") from None
 

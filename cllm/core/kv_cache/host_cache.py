@@ -11,6 +11,7 @@ from cllm.backend.base import KVState
 from cllm.core.kv_cache.prefix_index import TOKEN_BYTES, CachedPrefix, Checkpoint, PrefixTier
 
 MIB = 1 << 20
+MIN_NEW_SHARE = 8  # a prefix that grew takes another's place only if one part in so many of it is new
 
 
 class Entry(CachedPrefix):

@@ -88,12 +88,17 @@ class SlotChoice:
         while count_cells([*running, *self._device.entries]) > limit and self.evict_one(keep):
             pass
 
-    def shed(self, running: Collection[Sequence]) -> None:
+    def tidy(self, running: dict[int, Sequence]) -> None:
+        """Before a step: it shall not pay for what free slots hold, nor for gaps between the running ones."""
+        if self._cost.split:
+            self._close_gap(running)
+        elif self._runner.limits.unified:
+            self._shed(running.values())
+
+    def _shed(self, running: Collection[Sequence]) -> None:
         """In unified KV every row scans the cells of free slots, too: no more of them than are in use."""
         contents = self._device.entries
-        if not contents or not running or not self._runner.limits.unified:
-            return
-        if count_cells([*running, *contents]) > 2 * count_cells(running):
+        if contents and running and count_cells([*running, *contents]) > 2 * count_cells(running):
             self.evict_one()
 
     # Gaps ------------------------------------------------------------------------------------------
@@ -104,31 +109,93 @@ class SlotChoice:
         With split KV every gap costs a ubatch, or padding rows, in each step of the answer. None if the slot
         could not be used any more.
         """
-        step = self._cost.step
-        if not self._cost.split or not running or step is None:
+        if not self._cost.split or not running:
             return slot
         target = densest(self._pool.free_ids, running)
-        ids, dense = {*running, slot}, {*running, target}
-        gap_s = (count_runs(ids) - count_runs(dense)) * step.ubatch
-        if not self._runner.info.recurrent:
-            gap_s = min(gap_s, (max(ids) - min(ids) - max(dense) + min(dense)) * step.row)
-        steps = min(sequence.token_limit - len(sequence.tokens), self.answer_tokens.value)
-        contents = [content for place in (slot, target) if (content := self._device.get(place)) is not None]
-        size = sum(self._transfer.state_bytes(len(content.tokens)) for content in contents)
-        if gap_s * steps <= self._transfer.move_s(size) or size > self._max_move_bytes:
+        saved_s = self._gap_s({*running, slot}, {*running, target}) * self._steps_left(sequence)
+        if not self._pays(saved_s, self._cells(slot) + self._cells(target)):
             return slot
         if self._exchange(slot, target):
             return target
         return slot if slot in self._pool.free_ids else None
 
+    def _close_gap(self, running: dict[int, Sequence]) -> None:
+        """Where it pays, move a running sequence into a gap that one which ended has left between the ids."""
+        ids = running.keys()
+        if count_runs(ids) < 2 or not self._pool.free_count:
+            return
+        moves = ((edge, densest(self._pool.free_ids, ids - {edge})) for edge in (min(ids), max(ids)))
+        edge, hole = min(moves, key=lambda move: count_runs((ids - {move[0]}) | {move[1]}))
+        steps = min(map(self._steps_left, running.values()))
+        saved_s = self._gap_s(ids, (ids - {edge}) | {hole}) * steps
+        if self._pays(saved_s, running[edge].num_computed + self._cells(hole)):
+            self._move_running(running, edge, hole)
+
+    def _gap_s(self, ids: Collection[int], dense: Collection[int]) -> float:
+        """Seconds a step takes longer with these ids than with those."""
+        step = self._cost.step
+        if step is None:
+            return 0.0
+        gap_s = (count_runs(ids) - count_runs(dense)) * step.ubatch
+        if self._runner.info.recurrent:
+            return gap_s
+        return min(gap_s, (max(ids) - min(ids) - max(dense) + min(dense)) * step.row)
+
+    def _steps_left(self, sequence: Sequence) -> float:
+        """How long its answer will be, judging by others."""
+        return min(sequence.token_limit - len(sequence.tokens), self.answer_tokens.value)
+
+    def _cells(self, slot: int) -> int:
+        content = self._device.get(slot)
+        return len(content.tokens) if content is not None else 0
+
+    def _pays(self, saved_s: float, cells: int) -> bool:
+        size = self._transfer.state_bytes(cells)
+        return saved_s > self._transfer.move_s(size) and size <= self._max_move_bytes
+
+    def _move_running(self, running: dict[int, Sequence], edge: int, hole: int) -> None:
+        """Exchange a running sequence and what a free slot holds. It stays where it is until it is there."""
+        sequence, content = running[edge], self._device.get(hole)
+        state = self._save(edge)
+        kept = self._save(hole) if content is not None else None
+        if state is None or (content is not None and kept is None):
+            return
+        if content is not None:
+            self._device.remove(content)
+        if not self._pool.clear(hole) or not self._restore(hole, state):
+            return
+        assert sequence.lease is not None
+        self._pool.move(sequence.lease, hole)
+        running[hole] = running.pop(edge)
+        if self._pool.clear(edge) and content is not None and kept is not None:
+            content.seq_id = edge
+            if self._restore(edge, kept):
+                self._device.insert(content)
+
+    def _save(self, seq_id: int) -> KVState | None:
+        try:
+            return self._transfer.save(seq_id)
+        except Exception:
+            log.exception("what slot %d holds could not be saved", seq_id)
+            return None
+
+    def _restore(self, seq_id: int, state: KVState) -> bool:
+        """False if it fails, and the slot is empty."""
+        try:
+            restored = self._transfer.restore(seq_id, state)
+        except Exception:
+            log.exception("what slot %d is to hold could not be restored", seq_id)
+            restored = False
+        if restored:
+            log.debug("moved %d cells to seq %d", self._runner.next_position(seq_id), seq_id)
+        else:
+            self._pool.clear(seq_id)
+        return restored
+
     def _exchange(self, first: int, second: int) -> bool:
         """Exchange what two free slots hold, by way of RAM; False if it stays where it is, or is lost."""
         contents = [content for place in (first, second) if (content := self._device.get(place)) is not None]
-        try:
-            states = [self._transfer.save(content.seq_id) for content in contents]
-        except Exception:
-            log.exception("what slots %d and %d hold could not be saved", first, second)
-            return False
+        states = [self._save(content.seq_id) for content in contents]
         if None in states:
             return False
         if not all(self._pool.clear(content.seq_id) for content in contents):
@@ -138,19 +205,9 @@ class SlotChoice:
         self._device.exchange(first, second)
         for content, state in zip(contents, states, strict=True):
             assert state is not None
-            self._put_back(content, state)
+            if not self._restore(content.seq_id, state):
+                self._device.remove(content)
         return True
-
-    def _put_back(self, content: SlotContent, state: KVState) -> None:
-        try:
-            restored = self._transfer.restore(content.seq_id, state)
-        except Exception:
-            log.exception("what slot %d is to hold could not be restored", content.seq_id)
-            restored = False
-        if restored:
-            log.debug("moved %d cells to seq %d", len(content.tokens), content.seq_id)
-        else:
-            self._device.clear(content)
 
 
 def count_runs(ids: Iterable[int]) -> int:

@@ -7,7 +7,7 @@ import time
 
 from cllm.backend.base import KVState, ModelRunner
 from cllm.core.kv_cache.device_cache import SlotContent
-from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes, get_entry_size
+from cllm.core.kv_cache.host_cache import MIN_NEW_SHARE, Entry, HostKVCache, count_bytes, get_entry_size
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import MILLISECOND, TILE
@@ -23,7 +23,6 @@ class KVTransfer:
     Both share the host cache's byte budget. What does not fit, or cannot be saved, is recomputed.
     """
 
-    MIN_NEW_SHARE = 8  # a full cache takes a state only if one part in so many of it is new
     MAX_SAVE_COST = 0.5  # of the time to compute what is new in a state
     DEFAULT_TOKEN_S = MILLISECOND  # to compute a token, until it was measured
 
@@ -131,7 +130,7 @@ class KVTransfer:
         size = get_entry_size(length, self.state_bytes(length) + count_bytes(content.checkpoints))
         if not host.could_hold(size) or not self._pays(size, new, others=others):
             return
-        crowded = size > host.room and new * self.MIN_NEW_SHARE < length
+        crowded = size > host.room and new * MIN_NEW_SHARE < length
         if (self.cuttable and host.covered(content)) or not crowded:
             self.save_entry(content)
 

@@ -144,6 +144,42 @@ def test_a_move_that_fails_costs_a_recompute_at_most(call: str) -> None:
         slots.check_end()
 
 
+@pytest.mark.parametrize(("step", "moves"), [(EXPENSIVE_PASS, True), (CHEAP_PASS, False)])
+def test_a_gap_that_one_has_left_is_closed_where_it_costs_more(step: StepCost, moves: bool) -> None:
+    slots = Slots(step=step)
+    prompts = [words(seed, 100) for seed in range(4)]
+    names = [slots.add(prompt, 10 if n == 1 else 80, ignore_eos=True) for n, prompt in enumerate(prompts)]
+    while slots.answers[names[1]].finish_reason is None:
+        slots.step()
+    slots.step(2)
+    assert sorted(slots.scheduler.running) == ([0, 1, 2] if moves else [0, 2, 3])
+    slots.finish()
+    for name, prompt in zip(names, prompts, strict=True):
+        assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
+    again = slots.ask(prompts[1])
+    assert slots.usage(again).cached_tokens == 99, "what lay in the gap was kept, too"
+
+
+@pytest.mark.parametrize("call", ["save", "restore", "truncate", "next_position"])
+def test_a_running_sequence_survives_a_move_that_fails(call: str) -> None:
+    for number in range(1, 12):
+        slots = Slots(step=EXPENSIVE_PASS)
+        for n in range(4):
+            slots.add(words(n, 100), 10 if n == 1 else 40, ignore_eos=True)
+        while slots.answers["r1"].finish_reason is None:
+            slots.step()
+        seen = 0
+
+        def fail(_: int, name: str, number: int = number) -> Exception | None:
+            nonlocal seen
+            seen += name == call
+            return RuntimeError("native") if name == call and seen == number else None
+
+        slots.fake.fail = fail
+        slots.run()
+        slots.check_end()
+
+
 def test_runs_and_the_densest_id() -> None:
     assert count_runs([]) == 0 and count_runs([0, 1, 2]) == 1 and count_runs([0, 2, 3, 7]) == 3
     assert densest({0, 5, 9}, {6, 7}) == 5
