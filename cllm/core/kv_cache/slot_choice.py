@@ -124,10 +124,9 @@ class SlotChoice:
         ids = running.keys()
         if count_runs(ids) < 2 or not self._pool.free_count:
             return
-        moves = ((edge, densest(self._pool.free_ids, ids - {edge})) for edge in (min(ids), max(ids)))
+        moves = ((edge, densest(self._pool.free_ids, ids - {edge})) for edge in (max(ids), min(ids)))
         edge, hole = min(moves, key=lambda move: count_runs((ids - {move[0]}) | {move[1]}))
-        steps = min(map(self._steps_left, running.values()))
-        saved_s = self._gap_s(ids, (ids - {edge}) | {hole}) * steps
+        saved_s = self._gap_s(ids, (ids - {edge}) | {hole}) * self._steps_left(running[edge])
         if self._pays(saved_s, running[edge].num_computed + self._cells(hole)):
             self._move_running(running, edge, hole)
 
@@ -162,14 +161,14 @@ class SlotChoice:
             return
         if content is not None:
             self._device.remove(content)
-        if not self._pool.clear(hole) or not self._restore(hole, state):
+        if not self._pool.clear(hole) or not self._restore(hole, state, sequence.num_computed):
             return
         assert sequence.lease is not None
         self._pool.move(sequence.lease, hole)
         running[hole] = running.pop(edge)
         if self._pool.clear(edge) and content is not None and kept is not None:
             content.seq_id = edge
-            if self._restore(edge, kept):
+            if self._restore(edge, kept, len(content.tokens)):
                 self._device.insert(content)
 
     def _save(self, seq_id: int) -> KVState | None:
@@ -179,7 +178,7 @@ class SlotChoice:
             log.exception("what slot %d holds could not be saved", seq_id)
             return None
 
-    def _restore(self, seq_id: int, state: KVState) -> bool:
+    def _restore(self, seq_id: int, state: KVState, cells: int) -> bool:
         """False if it fails, and the slot is empty."""
         try:
             restored = self._transfer.restore(seq_id, state)
@@ -187,7 +186,7 @@ class SlotChoice:
             log.exception("what slot %d is to hold could not be restored", seq_id)
             restored = False
         if restored:
-            log.debug("moved %d cells to seq %d", self._runner.next_position(seq_id), seq_id)
+            log.debug("moved %d cells to seq %d", cells, seq_id)
         else:
             self._pool.clear(seq_id)
         return restored
@@ -205,7 +204,7 @@ class SlotChoice:
         self._device.exchange(first, second)
         for content, state in zip(contents, states, strict=True):
             assert state is not None
-            if not self._restore(content.seq_id, state):
+            if not self._restore(content.seq_id, state, len(content.tokens)):
                 self._device.remove(content)
         return True
 
