@@ -364,7 +364,8 @@ class StepInterrupt:
 
     Only a prefill is worth it: a decode step is short, and the other rows would lose it for nothing. Nor are
     two steps in a row interrupted while other rows are in them: a client that sends and cancels all the time
-    takes at most every second step from its neighbours.
+    takes at most every second step from its neighbours. Recurrent models are left alone: a step that broke off
+    would cost all slots their states.
     """
 
     MIN_ROW_TOKENS = TILE // 2
@@ -380,7 +381,8 @@ class StepInterrupt:
     def around(self, batch: Batch, pool: SlotPool) -> Iterator[None]:
         """While a batch is computed. A batch of embeddings is not interrupted: it serves many requests."""
         members: frozenset[str | None] = frozenset()
-        if batch.kind is BatchKind.GENERATE and not (self._interrupted and len(batch.rows) > 1):
+        spared = self._runner.info.recurrent or (self._interrupted and len(batch.rows) > 1)
+        if batch.kind is BatchKind.GENERATE and not spared:
             long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
             members = frozenset(map(pool.holder, long_rows))
         self._interrupted = False

@@ -59,8 +59,9 @@ def test_a_cancel_in_mid_prefill_ends_the_step_and_the_others_say_what_they_woul
     )
     watching.leaving = {1: "leaves"}
     answers = watching.finish()
-    assert watching.results[1] is StepStatus.ABORTED
-    assert watching.results.count(StepStatus.ABORTED) == 1
+    # Of a recurrent model it would take the states of all slots along.
+    assert watching.results[1] is (StepStatus.DONE if kind.recurrent else StepStatus.ABORTED)
+    assert watching.results.count(StepStatus.ABORTED) == (not kind.recurrent)
     assert answers["leaves"].finish_reason is FinishReason.CANCELLED
     reference.check(kind, words(1, 40), 12, answers["stays"])
     reference.check(kind, words(3, 20), 12, answers["also"])
