@@ -364,8 +364,8 @@ class StepInterrupt:
 
     Only a prefill is worth it: a decode step is short, and the other rows would lose it for nothing. Nor are
     two steps in a row interrupted while other rows are in them: a client that sends and cancels all the time
-    takes at most every second step from its neighbours. Recurrent models are left alone: a step that broke off
-    would cost all slots their states.
+    takes at most every second step from its neighbours. Recurrent models are left alone: a step that breaks
+    off would cost all slots their states.
     """
 
     MIN_ROW_TOKENS = TILE // 2

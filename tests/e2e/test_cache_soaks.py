@@ -22,7 +22,6 @@ from tests.soak.conversations import (
     run_conversations,
 )
 from tests.soak.density import run_density
-from tests.soak.restart import run_restart
 from tests.soak.second_turns import talk
 from tests.soak.soak import run_soak
 
@@ -120,15 +119,3 @@ def test_evictions_leave_nothing_behind(
     monkeypatch.setattr("tests.soak.soak.SETTLE_S", 0.0)
     code = run_soak(tiny_model, 80, evictions=True, command=COMMAND, logs=tmp_path)
     assert code == 0, capsys.readouterr().out
-
-
-def test_a_prefix_outlives_a_restart(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So small a prefix is not much faster from disk; that it is cached is what counts."""
-    monkeypatch.setattr("tests.soak.restart.MAX_RATIO", 1000.0)
-    monkeypatch.setattr("tests.soak.restart.SETTLE_S", 0.3)
-    assert run_restart(tiny_model, 1, 600, command=COMMAND, logs=tmp_path) == 0
-    line = capsys.readouterr().out.splitlines()[2]
-    cached, _, prompt = line.split("|")[-2].split()
-    assert int(cached) > int(prompt) / 2
