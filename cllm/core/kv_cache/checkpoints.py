@@ -21,7 +21,8 @@ def plan_stops(tokens: Sequence[int], begin: int, is_control: Callable[[int], bo
     Chat templates open and close messages with control tokens. The last stop is before the answer's opening,
     or before the last token of a plain prompt: that one is always computed.
     """
-    boundaries = [place for place in range(begin + 1, len(tokens)) if is_control(tokens[place])]
+    controls = set(filter(is_control, set(tokens)))  # each is a native call
+    boundaries = [place for place in range(begin + 1, len(tokens)) if tokens[place] in controls]
     end = len(tokens) - 1
     if boundaries and boundaries[-1] > end - TILE:
         end = boundaries[-1]

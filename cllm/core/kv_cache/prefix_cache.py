@@ -66,7 +66,7 @@ class PrefixCache:
         self.loader = DiskLoader(disk, host, transfer, cost)
         self._keeps = keeps
         self._across_tenants = across_tenants
-        self.slots = SlotChoice(runner, pool, self.device, transfer, cost, max_move_bytes=host.limit)
+        self.slots = SlotChoice(runner, pool, self.device, transfer, cost)
         self._cuttable = transfer.cuttable
         self._unified = runner.limits.unified
         self.hits = self.hit_tokens = 0  # in all

@@ -24,14 +24,12 @@ class SlotChoice:
         device: DeviceKVCache,
         transfer: KVTransfer,
         cost: StepCostModel,
-        max_move_bytes: int,
     ) -> None:
         self._runner = runner
         self._pool = pool
         self._device = device
         self._transfer = transfer
         self._cost = cost
-        self._max_move_bytes = max_move_bytes
         self.answer_tokens = RunningMedian(TILE)  # of a request
 
     def continue_slot(
@@ -150,7 +148,7 @@ class SlotChoice:
 
     def _pays(self, saved_s: float, cells: int) -> bool:
         size = self._transfer.state_bytes(cells)
-        return saved_s > self._transfer.move_s(size) and size <= self._max_move_bytes
+        return saved_s > self._transfer.move_s(size) and self._transfer.can_move(size)
 
     def _move_running(self, running: dict[int, Sequence], edge: int, hole: int) -> None:
         """Exchange a running sequence and what a free slot holds. It stays where it is until it is there."""
@@ -169,6 +167,7 @@ class SlotChoice:
         if self._pool.clear(edge) and content is not None and kept is not None:
             content.seq_id = edge
             if self._restore(edge, kept, len(content.tokens)):
+                content.min_length = self._runner.min_length(edge)  # a state has less of a sliding window
                 self._device.insert(content)
 
     def _save(self, seq_id: int) -> KVState | None:
@@ -204,7 +203,9 @@ class SlotChoice:
         self._device.exchange(first, second)
         for content, state in zip(contents, states, strict=True):
             assert state is not None
-            if not self._restore(content.seq_id, state, len(content.tokens)):
+            if self._restore(content.seq_id, state, len(content.tokens)):
+                content.min_length = self._runner.min_length(content.seq_id)
+            else:
                 self._device.remove(content)
         return True
 

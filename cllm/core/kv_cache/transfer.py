@@ -64,6 +64,10 @@ class KVTransfer:
         """Seconds to save a state and to restore it."""
         return self._cost.save_s(size) + self._cost.restore_s(size)
 
+    def can_move(self, size: int) -> bool:
+        """Whether a state may be moved while others wait: in RAM, and within the inter-token target."""
+        return size <= self._host.limit and self.move_s(size) <= self._budget.target_s
+
     def copy_s(self, tokens: int) -> float:
         """Seconds to copy what a slot holds to another: the whole KV stream, or by way of RAM."""
         if self.copies_free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,6 +124,34 @@ def test_a_slot_chosen_by_content_is_moved_next_to_the_running_ones_where_gaps_c
     assert len(slots.held()) == 8, "nothing was lost"
 
 
+def failing(call: str, number: int) -> Callable[[int, str], Exception | None]:
+    """One native call of this name fails: the first, the second, …"""
+    calls = 0
+
+    def fail(_: int, name: str) -> Exception | None:
+        nonlocal calls
+        calls += name == call
+        return RuntimeError("native") if name == call and calls == number else None
+
+    return fail
+
+
+def test_a_move_that_would_keep_others_waiting_too_long_is_left() -> None:
+    slots = Slots(step=EXPENSIVE_PASS, target_itl_ms=1)
+    cost = slots.scheduler.budget.cost
+    cost.frozen = False
+    for _ in range(9):
+        cost.observe_transfer(1000, 0.01, restore=False)
+    cost.frozen = True
+    for n in range(4):
+        slots.add(words(n, 100), 10 if n == 1 else 80, ignore_eos=True)
+    while slots.answers["r1"].finish_reason is None:
+        slots.step()
+    slots.step(2)
+    assert sorted(slots.scheduler.running) == [0, 2, 3]
+    slots.finish()
+
+
 @pytest.mark.parametrize("call", ["save", "restore", "truncate"])
 def test_a_move_that_fails_costs_a_recompute_at_most(call: str) -> None:
     for number in range(1, 6):
@@ -131,14 +160,7 @@ def test_a_move_that_fails_costs_a_recompute_at_most(call: str) -> None:
             slots.ask(words(seed, 100))
         slots.add(next_turn(0), 60, ignore_eos=True)
         slots.step(3)
-        seen = 0
-
-        def fail(_: int, name: str, number: int = number) -> Exception | None:
-            nonlocal seen
-            seen += name == call
-            return RuntimeError("native") if name == call and seen == number else None
-
-        slots.fake.fail = fail
+        slots.fake.fail = failing(call, number)
         slots.add(next_turn(7), 20, ignore_eos=True)
         slots.run()
         slots.check_end()
@@ -168,14 +190,7 @@ def test_a_running_sequence_survives_a_move_that_fails(call: str) -> None:
             slots.add(words(n, 100), 10 if n == 1 else 40, ignore_eos=True)
         while slots.answers["r1"].finish_reason is None:
             slots.step()
-        seen = 0
-
-        def fail(_: int, name: str, number: int = number) -> Exception | None:
-            nonlocal seen
-            seen += name == call
-            return RuntimeError("native") if name == call and seen == number else None
-
-        slots.fake.fail = fail
+        slots.fake.fail = failing(call, number)
         slots.run()
         slots.check_end()
 
