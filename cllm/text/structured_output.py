@@ -28,6 +28,7 @@ MAX_LEXER_STATES = 1 << 16  # of one grammar; they are made while it is used
 STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
 TOKEN_BYTES = 16_000  # by which a token of an answer makes its grammar grow, at most; usually by none
 MAX_CHECKED = 1024  # grammars known to be valid
+_MARK = "\x02"  # a control character: no token has it together with other text
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _TOO_MANY_STATES = (
     f"the grammar needs more than {MAX_LEXER_STATES} states: use shorter repetitions, or none (maxLength)"
@@ -235,9 +236,43 @@ class _Tokenizer:
         ]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+        """Tokens that spell the text exactly, as in the middle of a longer one.
+
+        Some vocabularies put a blank before a text, some rewrite it. So it is tokenized behind a mark, too,
+        that no token has in common with other text; what spells more or less than the text is not used.
+        """
+        wanted = text if isinstance(text, bytes) else text.encode()
+        for before in ("", _MARK):
+            plain = before + wanted.decode("utf-8", "replace")
+            tokens = self._vocabulary.tokenize(plain, add_special=False, parse_special=False)
+            pieces = [self.tokens[token] for token in tokens]
+            extra = sum(map(len, pieces)) - len(wanted)
+            ends = accumulate(map(len, pieces), initial=0)
+            first = next((number for number, end in enumerate(ends) if end == extra), None)
+            if first is not None and b"".join(pieces[first:]) == wanted:
+                return tokens[first:]
+        return self._tokenize_greedily(wanted)
+
+    def _tokenize_greedily(self, wanted: bytes) -> list[int]:
+        """The longest token at each place; ends where there is none."""
+        tokens: list[int] = []
+        begin = 0
+        while begin < len(wanted):
+            longest = min(self._longest, len(wanted) - begin)
+            pieces = (wanted[begin : begin + length] for length in range(longest, 0, -1))
+            if (piece := next((piece for piece in pieces if piece in self._by_piece), None)) is None:
+                break
+            tokens.append(self._by_piece[piece])
+            begin += len(piece)
+        return tokens
+
+    @cached_property
+    def _by_piece(self) -> dict[bytes, int]:
+        return {piece: token for token, piece in enumerate(self.tokens) if piece}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.tokens))
 
 
 class MaskBuilder:
