@@ -15,7 +15,7 @@ from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.preparation import Prepared
-from cllm.core.spec_decode import DraftState
+from cllm.core.spec_decode import DraftState, common_length
 from cllm.core.token_masks import ReasoningBudget
 from cllm.errors import IntegrityError
 from cllm.text.detokenizer import IncrementalDetokenizer
@@ -49,12 +49,6 @@ class Appended(NamedTuple):
     text: str
     reason: FinishReason | None  # set when it is over
     kept: int  # how many of the sampled tokens these begin with
-
-
-def common_length(one: Tokens[int], other: Tokens[int]) -> int:
-    """The length of the common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((length for length, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
 class CellSegment:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from cllm.core.sequence import Sequence
 
 
+def common_length(one: Tokens[int], other: Tokens[int]) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((length for length, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
 class NgramIndex:
     """Where each n-gram of a text stood last: hash chains in flat arrays, some twenty bytes a token.
 
@@ -144,8 +150,8 @@ class PredictionDrafter:
         self._prediction = prediction
         self._others = others
         self._known = prompt_tokens  # of the tokens at the last call
-        self._last = 0  # where the answer was last found in the prediction
-        self._place: int | None = 0  # where it is now
+        self._place = 0  # in the prediction, as far as the answer has followed it
+        self._follows = True
         self._places: dict[tuple[int, ...], list[int]] = {}  # after each n-gram
         for end in range(self.SIZE, len(prediction)):
             self._places.setdefault(tuple(prediction[end - self.SIZE : end]), []).append(end)
@@ -155,16 +161,17 @@ class PredictionDrafter:
         return self._others.memory_bytes if isinstance(self._others, NgramDrafter) else 0
 
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
-        new, self._known = tuple(tokens[self._known :]), len(tokens)
-        if self._place is not None and self._prediction[self._place : self._place + len(new)] == new:
-            self._place += len(new)
-        else:
+        new, self._known = tokens[self._known :], len(tokens)
+        if self._follows:
+            right = common_length(new, self._prediction[self._place : self._place + len(new)])
+            self._place += right
+            self._follows = right == len(new)
+        if not self._follows:
             places = self._places.get(tuple(tokens[-self.SIZE :]), [])
-            self._place = next((place for place in places if place > self._last), None)
-        if self._place is not None:
-            self._last = self._place
-            if expected := self._prediction[self._place : self._place + max_tokens]:
-                return list(expected)
+            if found := next((place for place in places if place > self._place), 0):
+                self._place, self._follows = found, True
+        if self._follows and (expected := self._prediction[self._place : self._place + max_tokens]):
+            return list(expected)
         return self._others.propose(tokens, max_tokens) if self._others is not None else []
 
 

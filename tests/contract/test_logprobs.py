@@ -121,6 +121,7 @@ def test_prompt_logprobs_are_the_models_own(
     ]
     driver.submit(*requests)
     driver.finish()
+    driver.prefix_cache.clear()
     assert max(len(row.scored) for batch in driver.runner.batches for row in batch.rows) <= 12
     for answer, prompt in zip(driver.answers.values(), prompts, strict=True):
         assert tuple(entry.token for entry in answer.prompt_logprobs) == prompt
@@ -134,7 +135,6 @@ def test_prompt_logprobs_are_the_models_own(
 def _score_one_by_one(runner: LlamaRunner, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
     """For each token but the first: its log-probability, and that of the likeliest."""
     sampler = runner.create_sampler(SamplingParams(temperature=0))
-    runner.truncate(0, 0)
     found = []
     for place, token in enumerate(prompt[:-1]):
         row = Row(0, place, (token,), 1, sampler, logprobs=VOCABULARY)
