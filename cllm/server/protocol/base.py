@@ -228,6 +228,13 @@ class SamplingBody(_SamplingFields):
         examples=[7],
     )
 
+    min_tokens: int = Field(
+        0, ge=0, description="So many tokens come before an end token or one of `stop_token_ids`"
+    )
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] = Field(
+        [], description="Tokens that end the answer and are not part of it", examples=[[2]]
+    )
+
     def sampling(self, vocabulary_size: int) -> SamplingParams:
         """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
         biases = []

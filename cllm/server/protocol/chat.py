@@ -158,8 +158,25 @@ class ConversationBody(Body):
         )
 
 
+class Prediction(Body):
+    """What most of the answer is expected to be: a file that is edited, say."""
+
+    type: Literal["content"] = Field("content", description="Always `content`")
+    content: Text | TextParts = Field(description="The text", examples=["def add(a, b):"])
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(ConversationBody, OpenAIBody):
     """`POST /v1/chat/completions`."""
+
+    prediction: Prediction | None = Field(
+        None,
+        description="Text that most of the answer will repeat; it is generated faster then",
+        examples=[{"type": "content", "content": "def add(a, b):"}],
+    )
 
     max_tokens: int | None = Field(
         None,

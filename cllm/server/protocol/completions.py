@@ -136,7 +136,7 @@ class CompletionBody(OpenAIBody):
         examples=[" The end."],
     )
     max_tokens: int | None = Field(
-        16, ge=1, description="Maximum number of tokens to generate; null: as many as fit"
+        16, ge=0, description="Maximum number of tokens to generate; null: as many as fit; 0: none"
     )
     best_of: int | None = Field(
         None,
@@ -152,7 +152,16 @@ class CompletionBody(OpenAIBody):
         description="Log-probabilities of the sampled token and of this many most likely ones",
         examples=[2],
     )
-    echo: bool = Field(False, description="Repeat the prompt before the answer")
+    echo: bool = Field(
+        False, description="Repeat the prompt before the answer, with `logprobs` of its tokens, too"
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of the prompt's tokens, and of this many likely ones in their places",
+        examples=[1],
+    )
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -169,6 +178,17 @@ class CompletionBody(OpenAIBody):
         return self
 
     @property
+    def scores_echo(self) -> bool:
+        """Whether the tokens of the prompt are among those with log-probabilities."""
+        return self.echo and self.logprobs is not None and not self.suffix
+
+    @property
+    def scored(self) -> int:
+        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
+        wanted = (self.prompt_logprobs, self.logprobs if self.scores_echo else None)
+        return max((max(1, count) for count in wanted if count is not None), default=0)
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list: of texts, or of lists of token ids."""
         if isinstance(self.prompt, str):
@@ -183,6 +203,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_from: str = ""  # its tier: device, ram or disk
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    accepted_prediction_tokens: int  # draft tokens that came true
+    rejected_prediction_tokens: int
+
+
 class CompletionUsage(msgspec.Struct, frozen=True):
     """The tokens of a call, all choices together."""
 
@@ -190,15 +215,24 @@ class CompletionUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET  # of a prediction
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities as parallel lists, one entry a token."""
+    """Log-probabilities as parallel lists, one entry a token; the first of a prompt has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token of the prompt, or one that could have stood in its place, as vLLM has it."""
+
+    logprob: float
+    rank: int | None  # 1: the most likely; null: not among those asked for
+    decoded_token: str
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -208,6 +242,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET  # by token id
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,34 +285,62 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     generated = sum(usage.completion_tokens for usage in ended)
     least = min(ended, key=lambda usage: usage.cached_tokens, default=None)
     details = PromptTokensDetails(least.cached_tokens, least.cached_from) if least else PromptTokensDetails(0)
-    return CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
+    usage = CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
+    if not any(usage.predicted_tokens for usage in ended):
+        return usage
+    accepted = sum(usage.accepted_tokens for usage in ended)
+    rejected = sum(usage.drafted_tokens for usage in ended) - accepted
+    predicted = CompletionTokensDetails(accepted, rejected)
+    return msgspec.structs.replace(usage, completion_tokens_details=predicted)
 
 
 def make_choice(
-    index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
+    body: CompletionBody, index: int, outputs: Sequence[RequestOutput], *, echo: str = "", offset: int = 0
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
     entries = [entry for output in outputs for entry in output.logprobs]
-    return CompletionChoice(
-        index,
-        echo + "".join(output.text for output in outputs),
-        make_logprobs(entries, offset) if logprobs else None,
-        outputs[-1].finish_reason,
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
+    logprobs = None
+    if body.logprobs is not None:
+        if prompt and body.scores_echo:
+            entries, offset = prompt + entries, offset - len(echo)
+        logprobs = make_logprobs(entries, offset, max(1, body.logprobs))
+    choice = CompletionChoice(
+        index, echo + "".join(output.text for output in outputs), logprobs, outputs[-1].finish_reason
     )
+    if not prompt or body.prompt_logprobs is None:
+        return choice
+    scores = [make_prompt_logprobs(entry, body.prompt_logprobs) for entry in prompt]
+    return msgspec.structs.replace(choice, prompt_logprobs=scores)
 
 
 def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int, count: int) -> CompletionLogprobs:
+    """`count` alternatives for each token."""
     tokens = [decode_piece(entry.pieces[0]) for entry in entries]
-    top = [
-        {
-            decode_piece(piece): logprob
-            for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
-        }
-        for entry in entries
-    ]
+    top = [_make_top(entry, count) if entry.top else None for entry in entries]
+    values = [entry.logprob if entry.top else None for entry in entries]
     ends = accumulate(map(len, tokens), initial=offset)
-    return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
+    return CompletionLogprobs(tokens, values, top, list(ends)[:-1])
+
+
+def _make_top(entry: TokenLogprob, count: int) -> dict[str, float]:
+    """The likeliest tokens by their text; where several have the same (a part of a character), the first."""
+    found: dict[str, float] = {}
+    for piece, (_, logprob) in zip(entry.pieces[1 : 1 + count], entry.top[:count], strict=True):
+        found.setdefault(decode_piece(piece), logprob)
+    return found
+
+
+def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLogprob] | None:
+    """The token and the `count` likeliest in its place, by token id; None for the first of a prompt."""
+    if not entry.top:
+        return None
+    ranked = zip(entry.top, range(1, 1 + len(entry.top)), map(decode_piece, entry.pieces[1:]), strict=True)
+    found = {token: PromptLogprob(value, rank, text) for (token, value), rank, text in ranked}
+    own = found.get(entry.token, PromptLogprob(entry.logprob, None, decode_piece(entry.pieces[0])))
+    likeliest = dict(list(found.items())[:count])
+    return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}
