@@ -116,12 +116,20 @@ class StepResult(NamedTuple):
     sample_s: float = 0.0  # sampling
 
 
+class DraftCost(NamedTuple):
+    """What drafts add to a decode step of one row, in such steps: verifying at all, and each draft token."""
+
+    verify: float
+    token: float
+
+
 class ModelRunner(Protocol):
     """A model and its KV memory. The owner thread's, but for what says that it may be called from any."""
 
     info: ModelInfo
     limits: Limits
     vocabulary: Vocabulary
+    draft_cost: DraftCost | None = None  # as measured at load
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.
