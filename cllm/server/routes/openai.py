@@ -17,7 +17,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.sse import DONE, GONE, EventStream, collect, encode
+from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
@@ -87,6 +87,7 @@ async def _events(
     opening = b"data: " + _json.encode(head)[:-2] + b'{"index":'
     echoes = [echo for echo in echoes for _ in range(body.n)]
     offsets = list(map(len, echoes))
+    yield COMMENT  # there is no event before the first token
     if body.echo:
         for index, echo in enumerate(echoes):
             yield encode(_replace(head, choices=[api.CompletionChoice(index, echo)]))
