@@ -24,6 +24,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}  # variables of the chat template
     reasoning: bool = True  # False: reasoning stays in the text
     think: bool = True  # False: reasoning that the template opens is closed
+    reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
 
     @property
     def prefill(self) -> str:

@@ -17,6 +17,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
+from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_model
 from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
@@ -32,10 +33,19 @@ _CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " the
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 
 
-@router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))
+@router.get("/v1/models", **documented(ModelList(data=[LISTED_MODEL])))
 async def models(http: HttpRequest) -> Response:
     """List the models."""
-    return StructResponse(api.ModelList(data=[api.Model(loaded(get_registry(http).current)[0].name)]))
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(ModelList(data=[make_model(info, limits, http.app.state.started)]))
+
+
+@router.get("/v1/models/{name:path}", **documented(LISTED_MODEL))
+async def model(name: str, http: HttpRequest) -> Response:
+    """Describe the model that serves requests for this name."""
+    check_model(name)
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(make_model(info, limits, http.app.state.started, name))
 
 
 @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
