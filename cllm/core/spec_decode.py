@@ -247,6 +247,7 @@ class SpecDecodePolicy:
 
     NGRAM_ACCEPTANCE = 0.4  # to start with: three tokens that came true, and drafts pay for a lone sequence
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
+    MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 
     def __init__(
@@ -339,7 +340,7 @@ class SpecDecodePolicy:
         if cost.split and all(sequence.drafts is not None for sequence in sequences):
             max_padding = min(sequence.draft_room for sequence in sequences)
         max_cost = max(2.0, max_step_s / cost.plain_step_s(rows))
-        best, best_rate = DraftPlan(), float(rows)  # tokens for a plain step's time
+        best, best_rate = DraftPlan(), self.MIN_GAIN * rows  # tokens for a plain step's time
         for length in range(1, max(len(state.proposal) for state in proposals.values()) + 1):
             able = [seq_id for seq_id, state in proposals.items() if len(state.proposal) >= length]
             tokens = rows + sum(proposals[seq_id].expected(length) for seq_id in able)

@@ -20,7 +20,7 @@ from cllm.server.protocol import llama as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.generate import DecodeBody
-from cllm.server.sse import GONE, EventStream, collect, encode
+from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, get_registry, make_request
 from cllm.text.tool_formats import get_tool_format
 from cllm.types import FinishReason, RequestOutput
@@ -86,6 +86,7 @@ def make_completion(
 
 async def events(model: str, stream: TimedStream) -> AsyncIterator[bytes]:
     """The events of a stream: pieces, then the last one with the summary; or an error, and the end."""
+    yield COMMENT  # there is no event before the first token
     async for output in stream:
         if output.error is not None:
             yield encode(failure_body(ROUTE, output.error))
