@@ -139,7 +139,8 @@ def test_too_many_prompts_times_choices(tiny: Server) -> None:
 def test_max_tokens_below_one(tiny: Server) -> None:
     for route in (GENERATE, COMPLETIONS, CHAT):
         for value in ("-2", "0", "-1000000000000"):
-            field_refused(tiny, route, "max_tokens", value)
+            if (route, value) != (COMPLETIONS, "0"):  # there, nothing but the prompt is computed
+                field_refused(tiny, route, "max_tokens", value)
     field_refused(tiny, LLAMA, "n_predict", "-2")
 
 
