@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    WithJsonSchema,
     create_model,
     model_validator,
 )
@@ -122,13 +123,19 @@ SourceText = Annotated[str, AfterValidator(_source)]
 StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_source)]
 
 
-def _object(value: dict[str, Any]) -> dict[str, Any]:
+def _writable(value: Any) -> Any:
     _text(json.dumps(value, ensure_ascii=False))
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_object)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
 """Any JSON object that can be written as text."""
+JsonValue = Annotated[
+    Any,
+    AfterValidator(_writable),
+    WithJsonSchema({"type": ["object", "array", "string", "number", "boolean", "null"]}),
+]
+"""Any JSON value that can be written as text."""
 
 
 TokenId = Annotated[int, Field(ge=0)]

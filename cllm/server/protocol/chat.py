@@ -18,7 +18,7 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import Body, JsonObject, Text, ToolDescription
+from cllm.server.protocol.base import Body, JsonObject, JsonValue, Text, ToolDescription
 from cllm.server.protocol.completions import CompletionUsage, Name, OpenAIBody, PromptTokensDetails
 from cllm.text.tool_formats import Tool
 from cllm.types import FinishReason, TokenLogprob
@@ -34,9 +34,6 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,256}$", examples=["get_weather"])]
-AnyValue = Annotated[
-    Any, WithJsonSchema({"type": ["object", "array", "string", "number", "boolean", "null"]})
-]
 # In the history: as a client has it, whatever it is.
 CalledName = Annotated[Text, Field(description="The tool that was called", examples=["get_weather"])]
 CallId = Annotated[Text | None, Field(description="The id from the response", examples=["call_1"])]
@@ -60,13 +57,13 @@ TemplateOptions = Annotated[
 class ContentPart(Body):
     """A part of a message. In the history, what is no text is replaced by a note."""
 
-    type: Annotated[str, Field(max_length=64)] = Field(
+    type: Annotated[Text, Field(max_length=64)] = Field(
         description="`text`, or `refusal` and `thinking` of the assistant; else refused in the last question",
         examples=["text"],
     )
     text: Text | None = Field(None, description="The text of this part", examples=[QUESTION])
     refusal: Text | None = Field(None, description="The text of a refusal", examples=["Rather not."])
-    thinking: Text | list[Any] | None = Field(None, description="Reasoning", examples=[REASONING])
+    thinking: JsonValue = Field(None, description="Reasoning", examples=[REASONING])
 
     @model_validator(mode="after")
     def _has_text(self) -> ContentPart:
