@@ -86,6 +86,9 @@ class FakeVocabulary:
     def piece(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
+    def spelling(self, token: int) -> str:
+        return {END_TOKEN: "<|end|>", TURN: "<|x|>"}.get(token, "")
+
     def is_end(self, token: int) -> bool:
         return token == END_TOKEN
 
