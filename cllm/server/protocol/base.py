@@ -50,26 +50,36 @@ class StructResponse(Response):
 
 
 class LargeJsonRoute(APIRoute):
-    """A route whose large bodies are decoded one at a time, with a turn for other requests in between."""
+    """A route whose large bodies are decoded one at a time, with a turn for other requests in between.
+
+    Fields that a body lacks are those of the app's `defaults`.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def decode_first(request: Request) -> Response:
-            if int(request.headers.get("content-length", LARGE_BODY)) < LARGE_BODY:
-                return await handle(request)
-            return await handle(_LargeJsonRequest(request.scope, request.receive))
+            if int(request.headers.get("content-length", LARGE_BODY)) >= LARGE_BODY:
+                request = _LargeJsonRequest(request.scope, request.receive)
+            elif request.app.state.defaults:
+                request = _JsonRequest(request.scope, request.receive)
+            return await handle(request)
 
         return decode_first
 
 
-class _LargeJsonRequest(Request):
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return self.app.state.add_defaults(await super().json())
+
+
+class _LargeJsonRequest(_JsonRequest):
     async def json(self) -> Any:
         body = await self.body()
         async with self.app.state.large_bodies:
             await asyncio.sleep(0)
             try:
-                return msgspec.json.decode(body)
+                return self.app.state.add_defaults(msgspec.json.decode(body))
             except (msgspec.DecodeError, RecursionError):
                 return await super().json()  # takes more than JSON (NaN), and says what is wrong
 
@@ -233,9 +243,22 @@ def sampling_field(name: str, **options: Any) -> Any:
     return Field(**{"default": parameter.default, **bounds, **options})
 
 
-def _count_biases(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
+def get_sampling_bounds() -> dict[str, tuple[float, float]]:
+    """The least and the largest value of each sampling parameter that has both."""
+    metas = {name: hint.__metadata__[0] for name, hint in _SAMPLING.items()}
+    least = {name: meta.ge if meta.gt is None else meta.gt + 1e-6 for name, meta in metas.items()}
+    return {name: (least[name], meta.le) for name, meta in metas.items() if meta.le is not None}
+
+
+def _read_biases(value: Any) -> Any:
+    """Biases by token, also from pairs; false is the lowest one."""
+    if isinstance(value, dict | list) and len(value) > MAX_BIASES:
         raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
+    if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        # A text of digits is a token id in an object, but a text in a pair.
+        value = {f"\0{token}" if isinstance(token, str) else str(token): bias for token, bias in value}
+    if isinstance(value, dict):
+        return {token: -100 if bias is False else bias for token, bias in value.items()}
     return value
 
 
@@ -252,38 +275,91 @@ else:
 class SamplingBody(_SamplingFields):
     """The fields of `SamplingParams`, shared by every route that generates; those that differ over HTTP."""
 
+    bias_by_text: ClassVar[bool] = False  # `logit_bias` takes texts as well as token ids
+
     top_k: int = sampling_field("top_k", ge=-1, description="Keep the k most likely tokens; 0 or -1: off")
     dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = sampling_field(
         "dry_sequence_breakers", default=["\n", ":", '"', "*"]
     )
     logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_count_biases)
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_read_biases)
     ] = sampling_field("logit_bias", default={}, examples=[{"42": -100}])
     seed: int | None = sampling_field(
         "seed",
         default=None,
         ge=-(2**63),
         le=2**63 - 1,
-        description="The same seed gives the same text; none or -1: random",
+        description="The same seed gives the same text; none, -1 or 2^32 - 1: random",
         examples=[7],
     )
 
-    def sampling(self, vocabulary_size: int) -> SamplingParams:
-        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
+    samplers: Annotated[str, Field(max_length=64)] | list[Annotated[str, Field(max_length=64)]] | None = (
+        Field(
+            None,
+            max_length=64,
+            description="Only these samplers, by llama.cpp's names or letters, in cllm's own order",
+            examples=[["top_k", "temperature"]],
+        )
+    )
+
+    @property
+    def bias_texts(self) -> list[str]:
+        """The texts in `logit_bias`."""
+        return [key for key in self.logit_bias if not key.isdigit()] if self.bias_by_text else []
+
+    @staticmethod
+    def bias_text(key: str) -> str:
+        """The text of one of the `bias_texts`."""
+        return key.removeprefix("\0")
+
+    def sampling(
+        self, vocabulary_size: int, tokens: Mapping[str, Sequence[int]] | None = None
+    ) -> SamplingParams:
+        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary.
+
+        `tokens` are those of the `bias_texts`.
+        """
         biases = []
         for key, bias in self.logit_bias.items():
+            if tokens and key in tokens:
+                biases += [(token, bias) for token in tokens[key]]
+                continue
+            key = self.bias_text(key)
             if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
                 message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
                 raise InvalidRequest(message, field="logit_bias")
             biases.append((int(key), bias))
-        drawn = self.seed is None or self.seed == -1
+        drawn = self.seed in (None, -1, SEED_SPACE)
         differing = {
             "top_k": max(0, self.top_k),
             "dry_sequence_breakers": tuple(self.dry_sequence_breakers),
             "logit_bias": tuple(biases),
             "seed": secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
         }
-        return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing)
+        off = {} if self.samplers is None else get_disabled(self.samplers)
+        return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing | off)
+
+
+# llama.cpp's samplers in the order in which they are always applied: letter, names, what switches it off.
+_SAMPLERS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("e", ("penalties",), {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}),
+    ("d", ("dry",), {"dry_multiplier": 0.0}),
+    ("s", ("top_n_sigma",), {"top_n_sigma": -1.0}),
+    ("k", ("top_k",), {"top_k": 0}),
+    ("y", ("typ_p", "typical_p", "typical", "typ"), {"typical_p": 1.0}),
+    ("p", ("top_p", "nucleus"), {"top_p": 1.0}),
+    ("m", ("min_p",), {"min_p": 0.0}),
+    ("x", ("xtc",), {"xtc_probability": 0.0}),
+    ("t", ("temperature", "temp"), {"temperature": 1.0, "dynatemp_range": 0.0}),
+)
+SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
+
+
+def get_disabled(samplers: str | Sequence[str]) -> dict[str, Any]:
+    """The parameters that switch off every sampler but these."""
+    given = {name.replace("-", "_") for name in samplers}  # a text gives letters
+    off = (switch for letter, names, switch in _SAMPLERS if not given & {letter, *names})
+    return {name: value for switch in off for name, value in switch.items()}
 
 
 Grammar = Annotated[SourceText, Field(min_length=1)]
