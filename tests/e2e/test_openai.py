@@ -37,7 +37,17 @@ def client(embedded: Server) -> Iterator[openai.OpenAI]:
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
-    assert "SmolLM2" in client.models.list().data[0].id
+    model = client.models.list().data[0]
+    assert "SmolLM2" in model.id and model.created > 1_700_000_000
+    told = model.to_dict()
+    assert told["max_model_len"] == told["context_length"] == 4096
+    assert told["capabilities"] == ["completion", "chat", "tools", "embeddings"]
+    assert told["meta"]["n_ctx_train"] == 8192  # type: ignore[index]
+    assert client.models.retrieve(model.id) == model
+    other = client.models.retrieve("/org/any:latest").to_dict()
+    assert (other["id"], other["root"]) == ("/org/any:latest", model.id)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("../x")
 
 
 def test_a_completion_equals_the_native_route(client: openai.OpenAI, embedded: Server) -> None:
