@@ -80,6 +80,12 @@ waiting: .venv/ready ## 50,000 requests wait: what submitting and cancelling cos
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
 	.venv/bin/python -m tests.soak.schemas $(ARGS)
 
+vocabularies: .venv/ready-test ## every constraint on every vocabulary in llama.cpp's source: none refused, all fit
+	.venv/bin/python -m tests.soak.vocabularies $(ARGS)
+
+templates: .venv/ready-test ## 70 published chat templates × 12 shapes of conversations, against Transformers (installed for it)
+	.venv/bin/python -m tests.soak.templates $(ARGS)
+
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
 	.venv/bin/python -m tests.soak.features $(ARGS)
 
@@ -111,4 +117,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized first-bytes stopped neighbours waiting schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas vocabularies features exits doctor firsttoken clean templates first-bytes

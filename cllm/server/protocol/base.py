@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
@@ -27,6 +28,7 @@ from starlette.responses import Response
 from cllm.errors import InvalidRequest
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
+log = logging.getLogger(__name__)
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
 MAX_BIASES = 1024
@@ -378,7 +380,23 @@ class ConstrainedBody(SamplingBody):
         return next((field for field, *_ in self._constraints()), "json_schema")
 
 
-UNSUPPORTED_MEDIA = "this model accepts text only"
+def skip_tools(*known: str, default: str) -> BeforeValidator:
+    """Before a list of tools: leaves out those of a type that cannot be called here.
+
+    A missing type is the `default`.
+    """
+
+    def skip(value: Any) -> Any:
+        taken = []
+        for tool in value if isinstance(value, list) else ():
+            kind = (tool.get("type") if isinstance(tool, dict) else None) or default
+            if kind in known:
+                taken.append(tool)
+            else:
+                log.debug("skipped a tool of type %.64r: it cannot be called here", kind)
+        return taken if isinstance(value, list) else value
+
+    return BeforeValidator(skip)
 
 
 def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None = None) -> BeforeValidator:
@@ -407,7 +425,6 @@ def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None
 ToolDescription = Annotated[
     Text | None,
     Field(
-        max_length=1 << 14,
         description="What the tool does and when to call it, for the model",
         examples=["The weather in a city, now"],
     ),

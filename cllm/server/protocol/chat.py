@@ -7,19 +7,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from cllm.chat.conversation import Conversation, ToolChoice, normalize_message
+from cllm.chat.conversation import TEXT_PARTS, Conversation, ToolChoice, normalize_messages, write_arguments
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import (
-    UNSUPPORTED_MEDIA,
-    Body,
-    JsonObject,
-    Text,
-    TokenLimit,
-    ToolDescription,
-    kinds,
-)
+from cllm.server.protocol.base import Body, JsonObject, Text, TokenLimit, ToolDescription, kinds
 from cllm.server.protocol.completions import (
     CompletionUsage,
     Name,
@@ -31,7 +23,7 @@ from cllm.text.tool_formats import Tool
 from cllm.types import FinishReason, TokenLogprob
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 4096
 
 # What the bodies of the three chat APIs share: types of fields, descriptions, examples.
 QUESTION = "What is AI?"
@@ -40,7 +32,19 @@ REASONING = "The user wants to know what AI is."
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", examples=["get_weather"])]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,256}$", examples=["get_weather"])]
+AnyValue = Annotated[
+    Any, WithJsonSchema({"type": ["object", "array", "string", "number", "boolean", "null"]})
+]
+# In the history: as a client has it, whatever it is.
+CalledName = Annotated[Text, Field(description="The tool that was called", examples=["get_weather"])]
+CallId = Annotated[Text | None, Field(description="The id from the response", examples=["call_1"])]
+Arguments = Annotated[
+    Text,
+    BeforeValidator(write_arguments),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}),
+    Field(description="Its arguments, as JSON text or as an object", examples=["{}"]),
+]
 ToolMode = Annotated[
     Literal["none", "auto", "required"], BeforeValidator(lambda mode: "required" if mode == "any" else mode)
 ]
@@ -50,34 +54,53 @@ TemplateOptions = Annotated[
 ]
 
 
-class TextPart(Body):
-    type: Literal["text"] = Field(description="Always `text`: the model accepts text only")
-    text: Text = Field(description="The text of this part", examples=[QUESTION])
+class ContentPart(Body):
+    """A part of a message. In the history, what is no text is replaced by a note."""
 
+    type: Annotated[str, Field(max_length=64)] = Field(
+        description="`text`, or `refusal` and `thinking` of the assistant; else refused in the last question",
+        examples=["text"],
+    )
+    text: Text | None = Field(None, description="The text of this part", examples=[QUESTION])
+    refusal: Text | None = Field(None, description="The text of a refusal", examples=["Rather not."])
+    thinking: Text | list[Any] | None = Field(None, description="Reasoning", examples=[REASONING])
 
-TextParts = Annotated[
-    list[Annotated[TextPart, kinds("text", why={"": UNSUPPORTED_MEDIA})]], Field(max_length=MAX_MESSAGES)
-]
+    @model_validator(mode="after")
+    def _has_text(self) -> ContentPart:
+        if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
+            raise ValueError("'text' is missing")
+        return self
 
 
 class CalledFunction(Body):
-    name: FunctionName = Field(description="The tool that was called")
-    arguments: Text = Field("{}", description="Its arguments as JSON text")
+    name: CalledName
+    arguments: Arguments = "{}"
 
 
 class ToolCallBody(Body):
     """A tool call of an earlier assistant message."""
 
-    id: Name = Field(description="The id from the response", examples=["call_1"])
-    type: Literal["function"] = Field("function", description="Always `function`")
+    id: CallId = None
+    type: Name | None = Field("function", description="Always `function`")
     function: CalledFunction = Field(description="The tool and its arguments", examples=[{"name": "now"}])
 
 
+def _drop_objects(value: Any) -> Any:
+    return value if isinstance(value, str) else None
+
+
+Reasoning = Annotated[
+    Text | None,
+    BeforeValidator(_drop_objects),
+    Field(description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]),
+]
+
+
 class MessageBody(Body):
-    """One message, text only."""
+    """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The author")
-    content: Text | TextParts | None = Field(
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Text, or parts of text; the text of control tokens stays plain text",
         examples=[QUESTION, [{"type": "text", "text": QUESTION}]],
@@ -88,16 +111,17 @@ class MessageBody(Body):
         description="Tool calls of an assistant message",
         examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
     )
-    tool_call_id: Name | None = Field(None, description="The call that this answers", examples=["call_1"])
-    reasoning_content: Text | None = Field(
-        None, description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]
-    )
+    tool_call_id: Text | None = Field(None, description="The call that this answers", examples=["call_1"])
+    refusal: Text | None = Field(None, description="In the place of the content", examples=["Rather not."])
+    reasoning_content: Reasoning = None
+    reasoning: Reasoning = None
+    thinking: Reasoning = None
 
 
 class FunctionBody(Body):
     """A function the model may call."""
 
-    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 64")
+    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 256")
     description: ToolDescription = None
     parameters: JsonObject | None = Field(
         None, description="JSON schema of its arguments; left out: it takes none", examples=[PARAMETERS]
@@ -190,6 +214,12 @@ class ConversationBody(ThinkingBody):
         "auto", description="`auto`: reasoning goes to `reasoning_content`; `none`: it stays in the text"
     )
 
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
+        None,
+        description="`false`: an assistant message at the end is history, not continued",
+        examples=[True],
+    )
+
     model_config = ConfigDict(json_schema_extra={"example": {"messages": MESSAGES}})
 
     @model_validator(mode="before")
@@ -201,6 +231,8 @@ class ConversationBody(ThinkingBody):
 
     @model_validator(mode="after")
     def _check_tools(self) -> ConversationBody:
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's")
         self._choice.check([function.name for function in self._functions])
         return self
 
@@ -233,8 +265,9 @@ class ConversationBody(ThinkingBody):
     def conversation(self) -> Conversation:
         """The conversation in the terms of `cllm.chat`."""
         return Conversation(
-            messages=tuple(normalize_message(each.model_dump(exclude_none=True)) for each in self.messages),
+            messages=normalize_messages(each.model_dump(exclude_none=True) for each in self.messages),
             reasoning=self.reasoning_format != "none",
+            continued=self.continue_final_message is not False,
             **self.thinking_options(self.chat_template_kwargs),
             **self._choice.apply([function.tool() for function in self._functions]),
         )

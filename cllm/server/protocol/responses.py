@@ -9,49 +9,49 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from cllm.chat.conversation import Conversation, MessageBuilder, ToolChoice, make_template_options
+from cllm.chat.conversation import (
+    Conversation,
+    MessageBuilder,
+    ToolChoice,
+    count_answered,
+    make_template_options,
+)
 from cllm.errors import InvalidRequest
 from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
-from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, TokenLimit, kinds
-from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatTokenLogprob, FunctionBody, FunctionName
+from cllm.server.protocol.base import Body, JsonObject, Text, TokenLimit, kinds
+from cllm.server.protocol.chat import MAX_TOOLS, ChatTokenLogprob, FunctionName
 from cllm.server.protocol.completions import Effort, Name, OpenAIFields
+from cllm.server.protocol.items import CALLABLE, Item, Items, MessageItem, ResponseTools
 
 LOGPROBS = "message.output_text.logprobs"
-_ONLY = {"": "this server executes no tools, it only returns calls of type 'function'"}
-_FUNCTION = kinds("function", why=_ONLY)
-_NO_STORE = {"item_reference": "items are not stored one by one: send the items themselves"}
-_MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), UNSUPPORTED_MEDIA)
-
-
-class FunctionTool(FunctionBody):
-    type: Literal["function"] = Field(description="Always `function`")
+_ONLY = {"": "this server executes no tools, it only returns calls of the client's own tools"}
 
 
 class NamedFunction(Body):
-    type: Literal["function"] = Field(description="This one must be called")
+    type: Literal["function", "custom"] = Field(description="This one must be called")
     name: FunctionName = Field(description="One of the tools")
 
 
 class AllowedTools(Body):
     type: Literal["allowed_tools"] = Field(description="Only these may be called")
     mode: Literal["auto", "required"] = Field(description="Whether one must be called")
-    tools: Annotated[list[Annotated[NamedFunction, _FUNCTION]], Field(min_length=1, max_length=MAX_TOOLS)] = (
-        Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), CALLABLE] = Field(
+        description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]]
     )
 
 
 Chosen = Annotated[
     NamedFunction | AllowedTools,
     Field(discriminator="type"),
-    kinds("function", "allowed_tools", why=_ONLY),
+    kinds("function", "custom", "allowed_tools", why=_ONLY),
 ]
 
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="The format of the answer")
     name: Name | None = Field(None, description="Of the schema; ignored", examples=["answer"])
-    description: Text | None = Field(None, max_length=1 << 14, description="Ignored", examples=["An age"])
+    description: Text | None = Field(None, description="Ignored", examples=["An age"])
     schema_: JsonObject | None = Field(
         None, alias="schema", description="The schema that the answer matches", examples=[chat.SCHEMA]
     )
@@ -78,92 +78,6 @@ class ReasoningBody(Body):
     )
 
 
-class ItemText(Body):
-    type: Literal["input_text", "output_text", "text"] = Field(description="All three are read alike")
-    text: Text = Field(description="The text of this part", examples=[chat.QUESTION])
-
-
-class RefusalPart(Body):
-    type: Literal["refusal"] = Field(description="A refusal of the assistant")
-    text: Text = Field(alias="refusal", description="The text of this part", examples=["Rather not."])
-
-
-Part = Annotated[
-    ItemText | RefusalPart,
-    Field(discriminator="type"),
-    kinds("input_text", "output_text", "text", "refusal", why=_MEDIA),
-]
-Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
-
-
-def join_text(content: str | list[ItemText | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-class MessageItem(Body):
-    type: Literal["message"] = Field("message", description="May be left out")
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="The author")
-    content: Text | Parts = Field(
-        description="Text, or parts of text; the text of control tokens stays plain text",
-        examples=[chat.QUESTION, [{"type": "input_text", "text": chat.QUESTION}]],
-    )
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_text("system" if self.role == "developer" else self.role, join_text(self.content))
-
-
-class FunctionCallItem(Body):
-    """An earlier tool call of the assistant."""
-
-    type: Literal["function_call"] = Field(description="Always `function_call`")
-    call_id: Name = Field(description="The id from the response", examples=["call_1"])
-    name: FunctionName = Field(description="The tool that was called")
-    arguments: Text = Field("{}", description="Its arguments as JSON text")
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_tool_call(self.call_id, self.name, self.arguments)
-
-
-class FunctionOutputItem(Body):
-    """The result of a tool call."""
-
-    type: Literal["function_call_output"] = Field(description="Always `function_call_output`")
-    call_id: Name = Field(description="The call that this answers", examples=["call_1"])
-    output: Text | Parts = Field(description="Text, or parts of text", examples=["12 degrees, rain"])
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_tool_result(self.call_id, join_text(self.output))
-
-
-class ReasoningPart(Body):
-    type: Literal["reasoning_text", "summary_text"] = Field(description="The reasoning or its summary")
-    text: Text = Field(description="The text of this part", examples=[chat.REASONING])
-
-
-ReasoningParts = Annotated[
-    Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None,
-    Field(examples=[[{"type": "reasoning_text", "text": chat.REASONING}]]),
-]
-
-
-class ReasoningItem(Body):
-    """Earlier reasoning of the assistant, for templates that repeat it."""
-
-    type: Literal["reasoning"] = Field(description="Always `reasoning`")
-    content: ReasoningParts = Field(None, description="The reasoning")
-    summary: ReasoningParts = Field(None, description="Used where there is no `content`")
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        if text := "".join(part.text for part in self.content or self.summary or ()):
-            builder.add_reasoning(text)
-
-
-Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
-    Field(discriminator="type"),
-    kinds("message", "function_call", "function_call_output", "reasoning", default="message", why=_NO_STORE),
-]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[Text, Field(max_length=512)]]
 
 
@@ -176,10 +90,10 @@ class ResponsesBody(OpenAIFields):
         description="A question, or items: messages, function calls and their outputs, reasoning",
         examples=[chat.QUESTION, chat.MESSAGES],
     )
-    instructions: Text | None = Field(
-        None, description="A system message before the input", examples=["Be brief."]
+    instructions: Text | Items | None = Field(
+        None, description="A system message before the input, or items", examples=["Be brief."]
     )
-    tools: Annotated[list[Annotated[FunctionTool, _FUNCTION]], Field(max_length=MAX_TOOLS)] = Field(
+    tools: ResponseTools = Field(
         [], description="Functions the model may call", examples=[[{"type": "function", "name": "now"}]]
     )
     tool_choice: chat.ToolMode | Chosen = Field("auto", description=chat.TOOL_CHOICE)
@@ -261,7 +175,7 @@ class ResponsesBody(OpenAIFields):
         return wanted.schema_ or {"type": "object"}
 
     @property
-    def items(self) -> list[Item]:
+    def items(self) -> Items:
         """The input as items."""
         if isinstance(self.input, str):
             return [MessageItem(type="message", role="user", content=self.input)]
@@ -269,11 +183,15 @@ class ResponsesBody(OpenAIFields):
 
     def to_conversation(self, history: Iterable[Item] = ()) -> Conversation:
         """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
-        builder = MessageBuilder()
-        if self.instructions:
+        builder = MessageBuilder("input")
+        if isinstance(self.instructions, str):
             builder.add_text("system", self.instructions)
-        for item in (*history, *self.items):
-            item.add_to(builder)
+        instructions = () if isinstance(self.instructions, str) else self.instructions or ()
+        for items in (instructions, (*history, *self.items)):
+            answered = count_answered([str(getattr(item, "role", "")) for item in items])
+            for index, item in enumerate(items):
+                builder.answered = index < answered
+                item.add_to(builder)
         if not builder.messages:
             raise InvalidRequest("input: it has no content", "input")
         effort = self.reasoning.effort if self.reasoning is not None else None
@@ -327,7 +245,17 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """An output item: a call of a custom tool, with its one text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall | OutputCustomCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -369,7 +297,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     status: str
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None = None
+    instructions: str | list[dict[str, Any]] | None = None
     max_output_tokens: int | None = None
     temperature: float
     top_p: float
@@ -444,6 +372,7 @@ class ResponseEvent(StreamEvent):
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     code: str | UnsetType = UNSET
     message: str | UnsetType = UNSET
     param: str | UnsetType | None = UNSET

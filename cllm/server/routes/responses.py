@@ -21,7 +21,9 @@ from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.protocol import responses as api
 from cllm.server.protocol.base import JSON, LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ChatTokenLogprob, make_logprobs
+from cllm.server.protocol.items import Item
 from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
+from cllm.text.folding import parse_object
 from cllm.text.output_parser import OutputEvent
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
 
@@ -42,7 +44,7 @@ _NAMES = {  # prefix of the item's id, type of the events with its text
 _STATUSES = {None: "in_progress", FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete"}
 
 
-_ITEMS: TypeAdapter[list[api.Item]] = TypeAdapter(list[api.Item])
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 MAX_STORED = 1024  # responses of one tenant
 _NOT_STORED = (
     "this response is not stored here: it was made with store false, or deleted, or dropped to make room "
@@ -125,7 +127,7 @@ def _get_store(http: HttpRequest) -> tuple[ResponseStore, str]:
     return store, http.scope["state"]["tenant"].name
 
 
-def _load_history(body: api.ResponsesBody, http: HttpRequest) -> list[api.Item]:
+def _load_history(body: api.ResponsesBody, http: HttpRequest) -> list[Item]:
     """The items before a request's own; raises NotFound."""
     if body.previous_response_id is None:
         return []
@@ -173,6 +175,7 @@ class ResponseRenderer(BlockRenderer):
         self._id = response_id
         self._echoed = echoed
         self._top = top
+        self._custom = {tool["name"] for tool in echoed["tools"] if tool["type"] == "custom"}
         self._created = int(time.time())
         self._failure: Failure | None = None
         self._sent = 0
@@ -237,6 +240,9 @@ class ResponseRenderer(BlockRenderer):
         status = "in_progress" if started else "incomplete" if block.cut else "completed"
         item_id = f"{_NAMES[block.kind][0]}_{block.id}"
         if block.kind is BlockKind.TOOL_CALL:
+            if block.name in self._custom:
+                text = "" if started else _get_input(block)
+                return api.OutputCustomCall(item_id, status, f"call_{block.id}", block.name, text)
             arguments = "" if started else block.text
             return api.OutputFunctionCall(item_id, status, f"call_{block.id}", block.name, arguments)
         content: list[Any] = [] if started else [self._make_part(block)]
@@ -263,10 +269,13 @@ class ResponseRenderer(BlockRenderer):
         block = change.block
         prefix, kind = _NAMES[block.kind]
         called = block.kind is BlockKind.TOOL_CALL
+        custom = called and block.name in self._custom
         within: dict[str, Any] = {"output_index": block.index, "item_id": f"{prefix}_{block.id}"}
         if not called:
             within["content_index"] = 0
         if isinstance(change, BlockDelta):
+            if custom:
+                return []  # the input is known when its JSON is complete
             text = block.kind is BlockKind.TEXT
             more: dict[str, Any] = {"logprobs": self._logprobs(change.logprobs)} if text else {}
             return [self._event(f"{kind}.delta", **within, delta=change.text, **more)]
@@ -278,7 +287,13 @@ class ResponseRenderer(BlockRenderer):
             if part is not None:
                 added.append(self._event("response.content_part.added", **within, part=part))
             return added
-        if part is None:
+        if custom:
+            kind, given = "response.custom_tool_call_input", _get_input(block)
+            done = [
+                self._event(f"{kind}.delta", **within, delta=given),
+                self._event(f"{kind}.done", **within, input=given),
+            ]
+        elif part is None:
             done = [self._event(f"{kind}.done", **within, name=block.name, arguments=block.text)]
         else:
             more = {"logprobs": part.logprobs} if isinstance(part, api.OutputText) else {}
@@ -287,6 +302,12 @@ class ResponseRenderer(BlockRenderer):
                 self._event("response.content_part.done", **within, part=part),
             ]
         return [*done, self._event("response.output_item.done", **item)]
+
+
+def _get_input(block: Block) -> str:
+    """The text that a custom tool is called with."""
+    text = (parse_object(block.text) or {}).get("input")
+    return text if isinstance(text, str) else block.text
 
 
 @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))

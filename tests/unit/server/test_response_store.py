@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from cllm.errors import NotFound
-from cllm.server.protocol import responses as api
+from cllm.server.protocol.items import Item
 from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.routes import responses
 from cllm.server.routes.responses import ResponseStore, StoredResponse
@@ -81,7 +81,7 @@ def test_every_kind_of_item_is_read_back_as_it_was_stored() -> None:
         {"type": "function_call_output", "call_id": "1", "output": "nothing"},
     ]
     body = ResponsesBody.model_validate({"input": items})
-    adapter: TypeAdapter[list[api.Item]] = TypeAdapter(list[api.Item])
+    adapter: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
     stored = adapter.dump_json(body.items, by_alias=True, exclude_none=True)
     again = ResponsesBody.model_validate({"input": json.loads(stored)})
     assert again.to_conversation() == body.to_conversation()
