@@ -268,6 +268,11 @@ class SamplingBody(_SamplingFields):
         examples=[7],
     )
 
+    min_tokens: int = Field(0, ge=0, description="Generate at least so many before the answer may end")
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASES)] = Field(
+        default=[], description="Tokens that end the answer, as end tokens do", examples=[[2]]
+    )
+
     def sampling(self, vocabulary_size: int) -> SamplingParams:
         """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
         biases = []
