@@ -293,6 +293,11 @@ class SamplingBody(_SamplingFields):
         examples=[7],
     )
 
+    min_tokens: int = Field(0, ge=0, description="Generate at least so many before the answer may end")
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASES)] = Field(
+        default=[], description="Tokens that end the answer, as end tokens do", examples=[[2]]
+    )
+
     samplers: Annotated[str, Field(max_length=64)] | list[Annotated[str, Field(max_length=64)]] | None = (
         Field(
             None,

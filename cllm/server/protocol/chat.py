@@ -16,6 +16,7 @@ from cllm.server.protocol.completions import (
     CompletionUsage,
     Name,
     OpenAIBody,
+    Prediction,
     PromptTokensDetails,
     ThinkingBody,
 )
@@ -99,7 +100,9 @@ Reasoning = Annotated[
 class MessageBody(Body):
     """One message."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The author")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="The author"
+    )
     content: Text | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Text, or parts of text; the text of control tokens stays plain text",
@@ -112,6 +115,9 @@ class MessageBody(Body):
         examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
     )
     tool_call_id: Text | None = Field(None, description="The call that this answers", examples=["call_1"])
+    function_call: CalledFunction | None = Field(
+        None, description="A call in OpenAI's older form", examples=[{"name": "now", "arguments": "{}"}]
+    )
     refusal: Text | None = Field(None, description="In the place of the content", examples=["Rather not."])
     reasoning_content: Reasoning = None
     reasoning: Reasoning = None
@@ -170,21 +176,6 @@ Chosen = Annotated[
 ]
 
 
-def _convert_function_messages(messages: Any) -> Any:
-    """Messages of the older form, with functions for tools: a call has the function's name for an id."""
-    if not isinstance(messages, list):
-        return messages
-    converted: list[Any] = []
-    for message in messages:
-        if isinstance(message, dict) and message.get("role") == "function":
-            message = {**message, "role": "tool", "tool_call_id": f"call_{message.get('name')}"}
-        elif isinstance(message, dict) and isinstance(call := message.get("function_call"), dict):
-            calls = [{"id": f"call_{call.get('name')}", "type": "function", "function": call}]
-            message = {**message, "tool_calls": message.get("tool_calls") or calls}
-        converted.append(message)
-    return converted
-
-
 class ConversationBody(ThinkingBody):
     """Messages and tools, as `/apply-template` also takes them."""
 
@@ -221,13 +212,6 @@ class ConversationBody(ThinkingBody):
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"messages": MESSAGES}})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _convert_functions(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "messages" in value:
-            return {**value, "messages": _convert_function_messages(value["messages"])}
-        return value
 
     @model_validator(mode="after")
     def _check_tools(self) -> ConversationBody:
@@ -281,6 +265,11 @@ class ChatBody(ConversationBody, OpenAIBody):
         validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict"),
         description="Maximum tokens to generate (also `max_tokens`, `n_predict`); null or -1: as many as fit",
         examples=[64],
+    )
+    prediction: Prediction | None = Field(
+        None,
+        description="What the answer is expected to be: it comes sooner where that is right",
+        examples=[{"type": "content", "content": "def add(a, b):"}],
     )
     logprobs: bool = Field(False, description="Return log-probabilities of the sampled tokens")
     top_logprobs: int | None = Field(

@@ -16,7 +16,6 @@ from cllm.server.protocol.base import (
     StopText,
     Text,
     TokenIds,
-    TokenLimit,
     sampling_field,
 )
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
@@ -198,6 +197,24 @@ class ThinkingBody(Body):
         }
 
 
+class PredictedPart(Body):
+    text: Text = Field(description="The text of this part", examples=["def add(a, b):"])
+
+
+class Prediction(Body):
+    """The expected answer."""
+
+    type: Literal["content"] = Field("content", description="Always `content`")
+    content: Text | list[PredictedPart] = Field(
+        description="Text, or parts of text", examples=["def add(a, b):"]
+    )
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
@@ -217,8 +234,8 @@ class CompletionBody(OpenAIBody):
         description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: TokenLimit | None = Field(
-        16, description="Maximum number of tokens to generate; null or -1: as many as fit"
+    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        16, description="Maximum number of tokens to generate; 0: none; null or -1: as many as fit"
     )
     best_of: int | None = Field(
         None,
@@ -234,7 +251,10 @@ class CompletionBody(OpenAIBody):
         description="Log-probabilities of the sampled token and of this many most likely ones",
         examples=[2],
     )
-    echo: bool = Field(False, description="Repeat the prompt before the answer")
+    echo: bool = Field(
+        False,
+        description="Repeat the prompt before the answer; with `logprobs`, its log-probabilities too",
+    )
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -275,11 +295,11 @@ class CompletionUsage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities as parallel lists, one entry a token."""
+    """Log-probabilities as parallel lists, one entry a token; the first token of a prompt has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -325,11 +345,12 @@ def make_choice(
     index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
     return CompletionChoice(
         index,
         echo + "".join(output.text for output in outputs),
-        make_logprobs(entries, offset) if logprobs else None,
+        make_logprobs([*prompt, *entries], 0 if prompt else offset, first=not prompt) if logprobs else None,
         outputs[-1].finish_reason,
     )
 
@@ -338,9 +359,10 @@ def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int, *, first: bool = True) -> CompletionLogprobs:
+    """`first` False: the first token has no log-probability."""
     tokens = [decode_piece(entry.pieces[0]) for entry in entries]
-    top = [
+    top: list[dict[str, float] | None] = [
         {
             decode_piece(piece): logprob
             for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
@@ -348,4 +370,7 @@ def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLog
         for entry in entries
     ]
     ends = accumulate(map(len, tokens), initial=offset)
-    return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
+    logprobs: list[float | None] = [entry.logprob for entry in entries]
+    if not first:
+        logprobs[0] = top[0] = None
+    return CompletionLogprobs(tokens, logprobs, top, list(ends)[:-1])

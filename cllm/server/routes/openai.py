@@ -61,10 +61,12 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         http,
         body,
         request_id=f"cmpl-{uuid.uuid4().hex}",
-        max_tokens=body.max_tokens,
+        max_tokens=None if body.max_tokens == -1 else body.max_tokens,
         stop=body.stops,
         logprobs=body.logprobs or int(logprobs or best_of > body.n),
     )
+    if body.echo and logprobs:
+        request = _replace(request, prompt_logprobs=request.logprobs)
     given = body.prompts
     prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
     echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
@@ -111,6 +113,8 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         logprobs = body.logprobs is not None
+        if output.prompt_logprobs:
+            offsets[index] = 0
         choice = api.make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens))
