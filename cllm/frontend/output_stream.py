@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
@@ -30,6 +31,9 @@ class OutputStream:
         self.request_id = request_id
         self.queue_position = 0  # when it was accepted; 0: went to the engine at once
         self.finished = False  # the terminal output has been pushed
+        self.started = time.perf_counter()
+        self.first_token: float | None = None  # when it came
+        self.ended: float | None = None
         self._newest: RequestOutput | None = None
         self._packed: PackedOutputs | None = None  # what is unread before the newest
 
@@ -41,7 +45,10 @@ class OutputStream:
                 self._packed = PackedOutputs()
             self._packed.add(self._newest)
         self._newest = output
-        self.finished = output.finish_reason is not None
+        if self.first_token is None and output.tokens:
+            self.first_token = time.perf_counter()
+        if output.finish_reason is not None:
+            self.finished, self.ended = True, time.perf_counter()
         self._wake()
 
     @property
@@ -80,10 +87,12 @@ class PackedOutputs:
         self._tokens = array("i")
         self._logprobs = bytearray()
         self._ends = array("q")  # of the parts of it, one for each output
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()  # they come once, as they are
 
     def add(self, output: RequestOutput) -> None:
         self._text += output.text.encode("utf-8", "surrogatepass")
         self._tokens.extend(output.tokens)
+        self._prompt_logprobs += output.prompt_logprobs
         if output.logprobs:
             self._logprobs += _logprobs_encoder.encode(output.logprobs)
             self._ends.append(len(self._logprobs))
@@ -103,6 +112,7 @@ class PackedOutputs:
             text=self._text.decode("utf-8", "surrogatepass") + newest.text,
             tokens=(*self._tokens, *newest.tokens),
             logprobs=(*logprobs, *newest.logprobs),
+            prompt_logprobs=self._prompt_logprobs + newest.prompt_logprobs,
         )
 
 
@@ -120,16 +130,10 @@ class AsyncOutputStream(OutputStream):
 
     async def next(self) -> RequestOutput:
         """All that is unread, or what comes next. Not to be called again after the terminal output."""
-        while self._newest is None:  # as `begun`, without another coroutine: this runs once a token
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._take()
-
-    async def begun(self) -> None:
-        """Return when there is something to read. Takes nothing."""
         while self._newest is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self._take()
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:

@@ -74,7 +74,8 @@ class LlamaModel(Owned):
             raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
-        self.name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of all files of a model
+        self.file = path.name
+        self.name = config.alias or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of all files of a model
         self.vocabulary = LlamaVocabulary(self)
         self.context_train = int(api.llama_model_n_ctx_train(pointer))
         self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))
@@ -122,6 +123,7 @@ class LlamaModel(Owned):
             generates=generates,
             pooling=self.pooling,
             vector_length=self.vector_length,
+            file=self.file,
         )
 
 
@@ -189,11 +191,11 @@ class LlamaVocabulary:
 
     @cached_property
     def begin_text(self) -> str:
-        return self._spelling(self._api.llama_vocab_bos(self.pointer))
+        return self.spelling(self._api.llama_vocab_bos(self.pointer))
 
     @cached_property
     def end_text(self) -> str:
-        return self._spelling(self._api.llama_vocab_eos(self.pointer))
+        return self.spelling(self._api.llama_vocab_eos(self.pointer))
 
     @cached_property
     def infill(self) -> InfillTokens | None:
@@ -211,7 +213,7 @@ class LlamaVocabulary:
         found = {name: token for name, read in named.items() if (token := read(self.pointer)) >= 0}
         return InfillTokens(**found) if {"prefix", "suffix", "middle"} <= found.keys() else None
 
-    def _spelling(self, token: int) -> str:
+    def spelling(self, token: int) -> str:
         if not 0 <= token < self.size:
             return ""
         return str(self._api.llama_vocab_get_text(self.pointer, token).decode("utf-8", "replace"))

@@ -185,9 +185,9 @@ class LlamaRunner(ModelRunner):
         status = get_status(code)
         if status is not StepStatus.DONE:
             return StepResult(status, code=code, compute_s=decoded - self._submitted_at)
-        outputs = sum(row.outputs for row in batch.rows)
-        if outputs:
-            results = self.batch_sampler.sample(batch.rows, self._context.logits(outputs))
+        lines = sum(row.lines for row in batch.rows)
+        if lines:
+            results = self.batch_sampler.sample(batch.rows, self._context.logits(lines))
         else:
             results = (RowResult(),) * len(batch.rows)
         # A recurrent memory is split by sequence in either layout.

@@ -17,7 +17,8 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.sse import DONE, GONE, EventStream, collect, encode
+from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_model
+from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
@@ -32,10 +33,19 @@ _CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " the
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 
 
-@router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))
+@router.get("/v1/models", **documented(ModelList(data=[LISTED_MODEL])))
 async def models(http: HttpRequest) -> Response:
     """List the models."""
-    return StructResponse(api.ModelList(data=[api.Model(loaded(get_registry(http).current)[0].name)]))
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(ModelList(data=[make_model(info, limits, http.app.state.started)]))
+
+
+@router.get("/v1/models/{name:path}", **documented(LISTED_MODEL))
+async def model(name: str, http: HttpRequest) -> Response:
+    """Describe the model that serves requests for this name."""
+    check_model(name)
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(make_model(info, limits, http.app.state.started, name))
 
 
 @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
@@ -51,10 +61,12 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         http,
         body,
         request_id=f"cmpl-{uuid.uuid4().hex}",
-        max_tokens=body.max_tokens,
+        max_tokens=None if body.max_tokens == -1 else body.max_tokens,
         stop=body.stops,
         logprobs=body.logprobs or int(logprobs or best_of > body.n),
     )
+    if body.echo and logprobs:
+        request = _replace(request, prompt_logprobs=request.logprobs)
     given = body.prompts
     prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
     echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
@@ -87,6 +99,7 @@ async def _events(
     opening = b"data: " + _json.encode(head)[:-2] + b'{"index":'
     echoes = [echo for echo in echoes for _ in range(body.n)]
     offsets = list(map(len, echoes))
+    yield COMMENT  # there is no event before the first token
     if body.echo:
         for index, echo in enumerate(echoes):
             yield encode(_replace(head, choices=[api.CompletionChoice(index, echo)]))
@@ -100,6 +113,8 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         logprobs = body.logprobs is not None
+        if output.prompt_logprobs:
+            offsets[index] = 0
         choice = api.make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens))

@@ -17,12 +17,14 @@ Event = dict[str, Any]  # "data", and "event" where it has a name
 
 _ID = re.compile(r"\b([a-z]+)[-_]([0-9a-f]{8,})(-\d+)?\b|\b[0-9a-f]{32}\b")
 _TIMES = frozenset(
-    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second"}
+    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second", "seed"}
+    | {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms"}
 )
 _COUNTERS = frozenset(
     {"cached_tokens", "cache_n", "tokens_cached", "prompt_n", "decoded_tokens", "steps", "ubatches", "cells"}
     # a delta that holds the end of thoughts and the first words counts as one or the other
     | {"cache_read_input_tokens", "reasoning_tokens"}
+    | {"tokens_predicted"}  # so far
 )
 # Where pieces of text are, and what comes in pieces beside them.
 _TEXTS = (
@@ -49,13 +51,15 @@ _LISTS = (
 
 
 def parse(lines: Iterable[str]) -> Iterator[Event]:
-    """Server-sent events; anything that is none is an error."""
+    """Server-sent events without comments; anything else is an error."""
     event: Event = {}
     for line in lines:
         if not line:
             if event:
                 yield event
             event = {}
+        elif line == ":":
+            assert not event, "a comment within an event"
         elif line.startswith("event: "):
             event["event"] = line.removeprefix("event: ")
         else:
