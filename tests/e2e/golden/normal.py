@@ -17,12 +17,14 @@ Event = dict[str, Any]  # "data", and "event" where it has a name
 
 _ID = re.compile(r"\b([a-z]+)[-_]([0-9a-f]{8,})(-\d+)?\b|\b[0-9a-f]{32}\b")
 _TIMES = frozenset(
-    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second"}
+    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second", "seed"}
+    | {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms"}
 )
 _COUNTERS = frozenset(
     {"cached_tokens", "cache_n", "tokens_cached", "prompt_n", "decoded_tokens", "steps", "ubatches", "cells"}
     # a delta that holds the end of thoughts and the first words counts as one or the other
     | {"cache_read_input_tokens", "reasoning_tokens"}
+    | {"tokens_predicted"}  # so far
 )
 # Where pieces of text are, and what comes in pieces beside them.
 _TEXTS = (
