@@ -27,7 +27,7 @@ from cllm.server.middleware import (
     TrustedHostMiddleware,
     split_list,
 )
-from cllm.server.protocol.base import SamplingBody
+from cllm.server.protocol.sampling import SamplingBody
 from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read

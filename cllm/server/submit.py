@@ -11,7 +11,7 @@ from cllm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.base import ConstrainedBody
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 from cllm.workers.messages import CheckConstraint, Text, TokenizeText, Tokens
 

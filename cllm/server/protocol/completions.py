@@ -10,14 +10,8 @@ import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import make_template_options
-from cllm.server.protocol.base import (
-    Body,
-    ConstrainedBody,
-    StopText,
-    Text,
-    TokenIds,
-    sampling_field,
-)
+from cllm.server.protocol.base import Body, StopText, Text, TokenIds
+from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 MAX_CHOICES = 64

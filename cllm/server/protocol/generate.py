@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
-from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds, TokenLimit
+from cllm.server.protocol.base import Body, StopText, Text, TokenIds, TokenLimit
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Pooling, Usage
 
 # In the chat templates of models that reason.

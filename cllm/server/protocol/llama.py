@@ -6,16 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.protocol.base import (
-    Body,
-    ConstrainedBody,
-    Text,
-    TokenId,
-    TokenIds,
-    get_sampling_bounds,
-    sampling_field,
-)
+from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
 from cllm.server.protocol.completions import MAX_CHOICES, MAX_PROMPTS
+from cllm.server.protocol.sampling import ConstrainedBody, get_sampling_bounds, sampling_field
 from cllm.text.prompt import Gap, Snippet
 
 MAX_PROBS = 20

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cllm.frontend.output_stream import OutputStream
-from cllm.server.protocol.base import SAMPLER_NAMES
 from cllm.server.protocol.completions import decode_piece
 from cllm.server.protocol.llama import MAX_PROBS, LlamaCompletionBody
+from cllm.server.protocol.sampling import SAMPLER_NAMES
 from cllm.types import SEED_SPACE, ModelInfo, Request, SamplingParams, TokenLogprob, Usage
 
 

@@ -22,7 +22,6 @@ from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
 from cllm.server.protocol.base import (
     Body,
-    ConstrainedBody,
     JsonObject,
     JsonValue,
     StopText,
@@ -32,6 +31,7 @@ from cllm.server.protocol.base import (
     skip_tools,
 )
 from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.text.tool_formats import Tool
 
 log = logging.getLogger(__name__)

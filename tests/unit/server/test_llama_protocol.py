@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from cllm.server.app import add_defaults
 from cllm.server.errors import error_body
 from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.base import SamplingBody
 from cllm.server.protocol.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.protocol.llama import LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.protocol.sampling import SamplingBody
 from cllm.server.routes.llama_completion import LineLimits
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
