@@ -61,7 +61,7 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         http,
         body,
         request_id=f"cmpl-{uuid.uuid4().hex}",
-        max_tokens=None if body.max_tokens == -1 else body.max_tokens,
+        max_tokens=body.max_tokens,
         stop=body.stops,
         logprobs=body.logprobs or int(logprobs or best_of > body.n),
     )
