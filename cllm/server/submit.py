@@ -105,7 +105,7 @@ async def make_request(
     return Request(
         id=request_id,
         prompt=prompt,
-        max_tokens=min(max_tokens or limits.request_tokens, limits.request_tokens),
+        max_tokens=min(limits.request_tokens if max_tokens is None else max_tokens, limits.request_tokens),
         sampling=body.sampling(info.vocabulary_size, tokens),
         stop=stop,
         logprobs=logprobs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
+from cllm.frontend.output_stream import OutputStream
 from cllm.server.protocol.base import (
     Body,
     ConstrainedBody,
@@ -281,3 +283,67 @@ def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLog
     ]
     ends = accumulate(map(len, tokens), initial=offset)
     return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of a request under llama-server's names. The first token comes with the prompt."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int | msgspec.UnsetType = msgspec.UNSET
+    draft_n_accepted: int | msgspec.UnsetType = msgspec.UNSET
+    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
+
+
+def make_timings(
+    *,
+    prompt_tokens: int,
+    generated: int,
+    prompt_s: float,
+    generated_s: float,
+    cached: int = 0,
+    cached_from: str = "",
+    drafted: int = 0,
+    accepted: int = 0,
+) -> Timings:
+    computed, steps = prompt_tokens - cached, max(0, generated - 1)
+    return Timings(
+        cache_n=cached,
+        prompt_n=computed,
+        prompt_ms=1000 * prompt_s,
+        prompt_per_token_ms=1000 * prompt_s / computed if computed else 0.0,
+        prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
+        predicted_n=generated,
+        predicted_ms=1000 * generated_s,
+        predicted_per_token_ms=1000 * generated_s / steps if steps else 0.0,
+        predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
+        draft_n=drafted or msgspec.UNSET,
+        draft_n_accepted=accepted if drafted else msgspec.UNSET,
+        cached_from=cached_from,
+    )
+
+
+def get_timings(
+    stream: OutputStream, prompt_tokens: int, generated: int, usage: Usage | None = None
+) -> Timings:
+    """The times of a stream so far; of one that has ended, with its `usage`."""
+    now = stream.ended or time.perf_counter()
+    first = stream.first_token or now
+    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=generated)
+    return make_timings(
+        prompt_tokens=prompt_tokens,
+        generated=generated,
+        prompt_s=first - stream.started,
+        generated_s=now - first,
+        cached=usage.cached_tokens,
+        cached_from=usage.cached_from,
+        drafted=usage.drafted_tokens,
+        accepted=usage.accepted_tokens,
+    )

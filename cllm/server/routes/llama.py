@@ -160,6 +160,9 @@ async def props(http: HttpRequest) -> Response:
         endpoint_props="/props" in routes,
         chat_template=info.chat_template or "",
         chat_template_tool_use=info.tool_template or UNSET,
+        chat_template_caps=api.make_caps(info.chat_template or ""),
+        bos_token=info.begin_text,
+        eos_token=info.end_text,
         build_info=f"cllm {__version__}",
     )
     return StructResponse(described)

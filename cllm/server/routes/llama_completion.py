@@ -19,6 +19,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import llama_responses as api
 from cllm.server.protocol.base import StructResponse
+from cllm.server.protocol.completions import get_timings
 from cllm.server.protocol.llama import LlamaCompletionBody
 from cllm.server.sse import GONE, EventStream, collect, encode
 from cllm.server.submit import make_request
@@ -108,13 +109,13 @@ class Completions(NamedTuple):
         assert last.usage is not None
         usage, tokens = last.usage, tuple(token for output in outputs for token in output.tokens)
         text = "".join(output.text for output in outputs)
-        generated = usage.completion_tokens if body.n_predict else 0
+        generated = usage.completion_tokens
         limited = last.finish_reason is FinishReason.LENGTH
         settings = api.make_settings(self.request, stream=body.stream)
         answer = api.LlamaCompletion(
             index=index,
-            content="" if body.stream or not body.n_predict else text,
-            tokens=tokens if body.return_tokens and body.n_predict and not body.stream else (),
+            content="" if body.stream else text,
+            tokens=tokens if body.return_tokens and not body.stream else (),
             completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
             model=self.model,
             tokens_predicted=generated,
@@ -126,7 +127,7 @@ class Completions(NamedTuple):
             truncated=limited and usage.prompt_tokens + generated >= self.context,
             stop_type="limit" if limited else "word" if last.stop else "eos",
             stopping_word=last.stop or "",
-            timings=api.get_timings(stream, usage.prompt_tokens, generated, usage),
+            timings=get_timings(stream, usage.prompt_tokens, generated, usage),
         )
         return api.select_fields(answer, body.response_fields) if body.response_fields else answer
 
@@ -145,7 +146,7 @@ class Completions(NamedTuple):
                 yield encode(failure_body(ROUTE, output.error))
                 return
             lines[index] = lines[index] or "\n" in output.text
-            for piece in self._split(output) if self.body.n_predict else ():
+            for piece in self._split(output):
                 generated[index] += len(piece.tokens)
                 yield encode(self._event(index, streams[index], generated[index], piece))
             if output.finish_reason is not None:
@@ -163,7 +164,7 @@ class Completions(NamedTuple):
             tokens=output.tokens,
             tokens_predicted=generated,
             tokens_evaluated=count,
-            timings=api.get_timings(stream, count, generated) if timed else UNSET,
+            timings=get_timings(stream, count, generated) if timed else UNSET,
             completion_probabilities=self.probabilities([output]) if output.logprobs else UNSET,
         )
 
@@ -222,7 +223,7 @@ async def answer(
         http,
         body,
         request_id=uuid.uuid4().hex,
-        max_tokens=None if body.n_predict < 0 else max(1, body.n_predict),
+        max_tokens=None if body.n_predict < 0 else body.n_predict,
         stop=body.stops,
         logprobs=probed if body.n_probs else 0,
     )
