@@ -62,6 +62,9 @@ restart: .venv/ready ## the first token after a restart, with a known prefix of 
 oversized: .venv/ready ## 16 prompts of 7.8 MB at once, and a hello beside them: how long each takes
 	.venv/bin/python -m tests.soak.oversized $(ARGS)
 
+first-bytes: .venv/ready ## how soon a stream begins on every route while prompts of 4,000 tokens are read
+	.venv/bin/python -m tests.soak.first_bytes $(ARGS)
+
 pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: preempted, answered, the right text
 	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
 
@@ -118,4 +121,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas vocabularies features llama-server exits doctor firsttoken clean templates
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas vocabularies features llama-server exits doctor firsttoken clean templates first-bytes

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -14,13 +15,12 @@ import msgspec
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ParsedOutput
-from cllm.errors import InvalidRequest
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.output_parser import OutputEvent, OutputParser
 from cllm.text.tool_formats import ToolFormat, get_tool_format
-from cllm.types import Request, RequestOutput
+from cllm.types import ConstraintKind, ConstraintSpec, Request, RequestOutput
 from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, Tokens
 
 ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
@@ -37,22 +37,38 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
 
 def plan_chat(engine: EngineClient, conversation: Conversation, request: Request) -> ChatPlan:
-    """Plan a chat. `request` gives everything but the prompt (and the grammar of forced calls)."""
+    """Plan a chat. `request` gives everything but the prompt and the grammar of calls.
+
+    A constraint of the request is for the text of the answer: a forced call drops it.
+    """
     engine.check_capacity()
     info, limits = loaded(engine)
     tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
-    constraint, check = request.constraint, None
-    if conversation.forced:
-        if constraint is not None:
-            message = "tool_choice requires a call and the answer has a required format: give only one"
-            raise InvalidRequest(message, "tool_choice")
+    form, check = request.constraint, None
+    constraint = form
+    # Besides a schema calls stay possible; any other form is the whole answer's.
+    may_call = bool(conversation.tools) and (form is None or form.kind is ConstraintKind.JSON_SCHEMA)
+    if conversation.forced or (may_call and form is not None):
         constraint = tool_format.make_call_grammar(conversation.tools, parallel=conversation.parallel)
+        if form is not None and not conversation.forced:
+            constraint = _make_either(constraint, form, tool_format.forced_opening)
         check = CheckConstraint(constraint)
-    markers = tool_format.markers if conversation.tools and constraint is None else ()
+    markers = tool_format.markers if may_call and not conversation.forced else ()
     request = msgspec.structs.replace(request, constraint=constraint, markers=markers)
     chat = conversation.for_template(tool_format, constrained=constraint is not None)
     prompt = TokenizeChat(chat, limits.request_tokens)
     return ChatPlan(conversation, tool_format, request, prompt, check)
+
+
+def _make_either(calls: ConstraintSpec, form: ConstraintSpec, opening: str) -> ConstraintSpec:
+    """The grammar of an answer that is calls, or JSON by the form's schema."""
+    schema = json.loads(form.source)
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    begin = f"{json.dumps(opening)} " if opening else ""
+    rules = calls.source.replace("start:", "calls:", 1)
+    source = f"start: {begin}calls | form\nform: %json {json.dumps(schema)}\n{rules}"
+    return ConstraintSpec(ConstraintKind.TOOLS, source)
 
 
 class ChatSession(Generic[StreamKind]):
@@ -96,14 +112,15 @@ class ChatSession(Generic[StreamKind]):
         names = [tool.name for tool in conversation.tools]
         if conversation.forced:
             return OutputParser(tool_format, names, calling=True, parallel=conversation.parallel)
-        if self._plan.request.constraint is not None:
+        constraint = self._plan.request.constraint
+        if constraint is not None and constraint.kind is not ConstraintKind.TOOLS:
             return OutputParser(reasoning=False)
         return OutputParser(
             tool_format if names else None,
             names,
             thinking=self._thinking,
             parallel=conversation.parallel,
-            reasoning=conversation.reasoning,
+            reasoning=conversation.reasoning and constraint is None,
         )
 
 

@@ -130,16 +130,10 @@ class AsyncOutputStream(OutputStream):
 
     async def next(self) -> RequestOutput:
         """All that is unread, or what comes next. Not to be called again after the terminal output."""
-        while self._newest is None:  # as `begun`, without another coroutine: this runs once a token
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._take()
-
-    async def begun(self) -> None:
-        """Return when there is something to read. Takes nothing."""
         while self._newest is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self._take()
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from cllm.server.middleware import (
     TrustedHostMiddleware,
     split_list,
 )
-from cllm.server.protocol.base import SamplingBody
+from cllm.server.protocol.sampling import SamplingBody
 from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -36,6 +37,7 @@ SAME_FIELDS = (  # names of one thing: a body that has one of them needs no defa
     frozenset({"grammar", "json_schema", "regex", "choice", "response_format", "text"}),
 )
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 
 
 def create_app(
@@ -52,6 +54,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry = registry
+    app.state.started = int(time.time())
+    app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
@@ -120,8 +124,10 @@ def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig
             CORSMiddleware,
             allow_origins=origins,
             allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
         TrustedHostMiddleware,

@@ -11,7 +11,7 @@ from cllm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.base import ConstrainedBody
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 from cllm.workers.messages import CheckConstraint, Text, TokenizeText, Tokens
 
@@ -24,8 +24,11 @@ def get_registry(http: HttpRequest) -> EngineRegistry:
 
 
 def check_model(name: str | None) -> None:
-    """Any plain name is served by the one loaded model; raises ModelNotFound for a path."""
-    if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
+    """Any plain name is served by the one loaded model; raises ModelNotFound for a path that leads elsewhere.
+
+    A name may begin with a slash: some servers name a model by its folder, and their clients send that.
+    """
+    if name is not None and (".." in name or name.startswith("~") or "\\" in name):
         raise ModelNotFound("this model does not exist: GET /v1/models lists the models served")
 
 

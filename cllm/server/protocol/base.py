@@ -5,31 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import msgspec
 from fastapi.routing import APIRoute
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    create_model,
     model_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.errors import InvalidRequest
-from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
-
 log = logging.getLogger(__name__)
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
-MAX_BIASES = 1024
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 DOCUMENTED = "x-documented"  # what `documented` says, on its way to the OpenAPI page
@@ -146,12 +142,29 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+@cache
+def _integer_keys(body: type[BaseModel]) -> frozenset[str]:
+    """The keys of a body whose values are integers."""
+
+    def is_integer(kind: Any) -> bool:
+        return kind is int or (get_origin(kind) is Annotated and get_args(kind)[0] is int)
+
+    keys: set[str] = set()
+    for name, field in body.model_fields.items():
+        if any(map(is_integer, (field.annotation, *get_args(field.annotation)))):
+            alias = field.validation_alias
+            keys |= {name, *map(str, alias.choices)} if isinstance(alias, AliasChoices) else {name}
+    return frozenset(keys)
+
+
 class Body(BaseModel):
-    """A strict request body: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
+    """A strict request body: `true` is no integer, "1" is no number, NaN and infinity are nothing.
+
+    Null stands for a field that was left out, and 64.0 for 64: some languages have no integers.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    drops_nulls: ClassVar[bool] = False  # null at the top stands for a field that was left out
-    meant_nulls: ClassVar[frozenset[str]] = frozenset()  # but for these, where null has a meaning
+    meant_nulls: ClassVar[frozenset[str]] = frozenset()  # fields where null has a meaning
 
     @model_validator(mode="before")
     @classmethod
@@ -166,226 +179,24 @@ class Body(BaseModel):
             depth += 1
             if depth >= MAX_DEPTH:
                 raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        if cls.drops_nulls and isinstance(value, dict):
-            return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
-        return value
-
-
-class NullableBody(Body):
-    """A body in which null stands for a field that was left out."""
-
-    drops_nulls = True
-
-
-class SchedulingBody(Body):
-    """How a request is scheduled, shared by every route that generates."""
-
-    timeout: float | None = Field(
-        None,
-        gt=0,
-        le=86400,
-        description="Seconds from acceptance to the last token, then 504; the server's own limit applies too",
-        examples=[30],
-    )
-    priority: int = Field(
-        0, ge=-100, le=100, description="Higher goes first; waiting raises it by one a second"
-    )
-    cache_prompt: bool = Field(True, description="Use the prefix cache: match from it and store to it")
-    speculate: bool = Field(True, description="Allow speculative decoding; the text is the same either way")
-
-
-_SAMPLING = get_type_hints(SamplingParams, include_extras=True)
-
-
-def sampling_field(name: str, **options: Any) -> Any:
-    """The body's field of a sampling parameter, with the default, bounds and description it has there."""
-    parameter = next(field for field in msgspec.structs.fields(SamplingParams) if field.name == name)
-    (meta,) = _SAMPLING[name].__metadata__
-    bounds = {key: getattr(meta, key) for key in ("gt", "ge", "lt", "le", "max_length", "description")}
-    return Field(**{"default": parameter.default, **bounds, **options})
-
-
-def get_sampling_bounds() -> dict[str, tuple[float, float]]:
-    """The least and the largest value of each sampling parameter that has both."""
-    metas = {name: hint.__metadata__[0] for name, hint in _SAMPLING.items()}
-    least = {name: meta.ge if meta.gt is None else meta.gt + 1e-6 for name, meta in metas.items()}
-    return {name: (least[name], meta.le) for name, meta in metas.items() if meta.le is not None}
-
-
-def _read_biases(value: Any) -> Any:
-    """Biases by token, also from pairs; false is the lowest one."""
-    if isinstance(value, dict | list) and len(value) > MAX_BIASES:
-        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
-    if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        # A text of digits is a token id in an object, but a text in a pair.
-        value = {f"\0{token}" if isinstance(token, str) else str(token): bias for token, bias in value}
-    if isinstance(value, dict):
-        return {token: -100 if bias is False else bias for token, bias in value.items()}
-    return value
-
-
-if TYPE_CHECKING:
-    _SamplingFields = SchedulingBody
-else:
-    _SamplingFields = create_model(
-        "_SamplingFields",
-        __base__=SchedulingBody,
-        **{name: (_SAMPLING[name].__origin__, sampling_field(name)) for name in _SAMPLING},
-    )
-
-
-class SamplingBody(_SamplingFields):
-    """The fields of `SamplingParams`, shared by every route that generates; those that differ over HTTP."""
-
-    bias_by_text: ClassVar[bool] = False  # `logit_bias` takes texts as well as token ids
-
-    top_k: int = sampling_field("top_k", ge=-1, description="Keep the k most likely tokens; 0 or -1: off")
-    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = sampling_field(
-        "dry_sequence_breakers", default=["\n", ":", '"', "*"]
-    )
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_read_biases)
-    ] = sampling_field("logit_bias", default={}, examples=[{"42": -100}])
-    seed: int | None = sampling_field(
-        "seed",
-        default=None,
-        ge=-(2**63),
-        le=2**63 - 1,
-        description="The same seed gives the same text; none, negative or 2^32 - 1: random",
-        examples=[7],
-    )
-
-    samplers: Annotated[str, Field(max_length=64)] | list[Annotated[str, Field(max_length=64)]] | None = (
-        Field(
-            None,
-            max_length=64,
-            description="Only these samplers, by llama.cpp's names or letters, in cllm's own order",
-            examples=[["top_k", "temperature"]],
-        )
-    )
-
-    @property
-    def bias_texts(self) -> list[str]:
-        """The texts in `logit_bias`."""
-        return [key for key in self.logit_bias if not key.isdigit()] if self.bias_by_text else []
-
-    @staticmethod
-    def bias_text(key: str) -> str:
-        """The text of one of the `bias_texts`."""
-        return key.removeprefix("\0")
-
-    def sampling(
-        self, vocabulary_size: int, tokens: Mapping[str, Sequence[int]] | None = None
-    ) -> SamplingParams:
-        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary.
-
-        `tokens` are those of the `bias_texts`.
-        """
-        biases = []
-        for key, bias in self.logit_bias.items():
-            if tokens and key in tokens:
-                biases += [(token, bias) for token in tokens[key]]
-                continue
-            key = self.bias_text(key)
-            if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
-                message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
-                raise InvalidRequest(message, field="logit_bias")
-            biases.append((int(key), bias))
-        drawn = self.seed is None or self.seed < 0 or self.seed == SEED_SPACE
-        differing = {
-            "top_k": max(0, self.top_k),
-            "dry_sequence_breakers": tuple(self.dry_sequence_breakers),
-            "logit_bias": tuple(biases),
-            "seed": secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
+        if not isinstance(value, dict):
+            return value
+        integers = _integer_keys(cls)
+        return {
+            key: int(item) if type(item) is float and key in integers and item.is_integer() else item
+            for key, item in value.items()
+            if item is not None or key in cls.meant_nulls
         }
-        off = {} if self.samplers is None else get_disabled(self.samplers)
-        return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing | off)
 
 
-# llama.cpp's samplers in the order in which they are always applied: letter, names, what switches it off.
-_SAMPLERS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("e", ("penalties",), {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}),
-    ("d", ("dry",), {"dry_multiplier": 0.0}),
-    ("s", ("top_n_sigma",), {"top_n_sigma": -1.0}),
-    ("k", ("top_k",), {"top_k": 0}),
-    ("y", ("typ_p", "typical_p", "typical", "typ"), {"typical_p": 1.0}),
-    ("p", ("top_p", "nucleus"), {"top_p": 1.0}),
-    ("m", ("min_p",), {"min_p": 0.0}),
-    ("x", ("xtc",), {"xtc_probability": 0.0}),
-    ("t", ("temperature", "temp"), {"temperature": 1.0, "dynatemp_range": 0.0}),
-)
-SAMPLER_NAMES = tuple(names[0] for _, names, _ in _SAMPLERS)
+def _as_limit(value: int) -> int | None:
+    if value < 1 and value != -1:
+        raise ValueError("must be at least 1, or -1 for as many as fit")
+    return None if value == -1 else value
 
 
-def get_disabled(samplers: str | Sequence[str]) -> dict[str, Any]:
-    """The parameters that switch off every sampler but these."""
-    given = {name.replace("-", "_") for name in samplers}  # a text gives letters
-    off = (switch for letter, names, switch in _SAMPLERS if not given & {letter, *names})
-    return {name: value for switch in off for name, value in switch.items()}
-
-
-class ConstrainedBody(SamplingBody):
-    """Structured output: at most one of these fields, or of the API's own field named by `form`."""
-
-    form: ClassVar[str] = ""
-
-    grammar: SourceText | None = Field(
-        None,
-        min_length=1,
-        description="The answer follows this GBNF or Lark grammar",
-        examples=['root ::= "yes" | "no"'],
-    )
-    regex: SourceText | None = Field(
-        None,
-        min_length=1,
-        description="The whole answer matches this regular expression",
-        examples=["[0-9]{4}-[0-9]{2}"],
-    )
-    choice: list[StopText] | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="The answer is one of these texts",
-        examples=[["red", "blue"]],
-    )
-    json_schema: dict[str, Any] | None = Field(
-        None,
-        description="The answer is JSON that validates against this schema",
-        examples=[{"type": "array", "items": {"type": "integer"}}],
-    )
-
-    def form_schema(self) -> dict[str, Any] | None:
-        """The schema that the API's own field asks for."""
-        return None
-
-    def constraint(self) -> ConstraintSpec | None:
-        """The constraint on the answer; raises InvalidRequest when there are several."""
-        own = self.form and getattr(self, self.form.partition(".")[0])
-        given = [
-            (kind, value)
-            for kind, value in (
-                (ConstraintKind.GRAMMAR, self.grammar),
-                (ConstraintKind.REGEX, self.regex),
-                (ConstraintKind.CHOICE, self.choice),
-                (ConstraintKind.JSON_SCHEMA, self.json_schema),
-                (ConstraintKind.JSON_SCHEMA, self.form_schema() if own else None),
-            )
-            if value is not None
-        ]
-        if not given:
-            return None
-        if len(given) > 1:
-            others = ("grammar", "regex", "choice", "json_schema", *filter(None, [self.form]))
-            message = f"give only one of {', '.join(others)}"
-            raise InvalidRequest(message, self.form_field)
-        kind, value = given[0]
-        return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value))
-
-    @property
-    def form_field(self) -> str:
-        """The field that holds the schema, for errors."""
-        given = self.json_schema is not None or not self.form
-        return "json_schema" if given else self.form.partition(".")[0]
+TokenLimit = Annotated[int, Field(ge=-1), AfterValidator(_as_limit)]
+"""A number of tokens to generate; -1, which becomes None: as many as fit."""
 
 
 def skip_tools(*known: str, default: str) -> BeforeValidator:

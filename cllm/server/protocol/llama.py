@@ -6,17 +6,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.protocol.base import (
-    Body,
-    ConstrainedBody,
-    NullableBody,
-    Text,
-    TokenId,
-    TokenIds,
-    get_sampling_bounds,
-    sampling_field,
-)
+from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
 from cllm.server.protocol.completions import MAX_CHOICES, MAX_PROMPTS
+from cllm.server.protocol.sampling import ConstrainedBody, get_sampling_bounds, sampling_field
 from cllm.text.prompt import Gap, Snippet
 
 MAX_PROBS = 20
@@ -45,8 +37,8 @@ def split_prompts(given: Any) -> list[list[str | int]]:
     return [[given.prompt_string if isinstance(given, PromptObject) else given]]
 
 
-class LlamaSamplingBody(NullableBody, ConstrainedBody):
-    """Numbers out of bounds are the nearest within, as llama-server takes them; null is left out."""
+class LlamaSamplingBody(ConstrainedBody):
+    """Numbers out of bounds are the nearest within, as llama-server takes them."""
 
     bias_by_text: ClassVar[bool] = True
 
@@ -55,10 +47,7 @@ class LlamaSamplingBody(NullableBody, ConstrainedBody):
     def _clamp(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        value = {
-            name: int(item) if isinstance(item, float) and item.is_integer() else item
-            for name, item in value.items()
-        }
+        value = dict(value)
         for name, (low, high) in get_sampling_bounds().items():
             for spelling in (name, name.replace("repetition_penalty", "repeat_penalty")):
                 number = value.get(spelling)
@@ -188,7 +177,7 @@ class InfillBody(LlamaCompletionBody):
         return Gap(prefix=self.input_prefix, suffix=self.input_suffix, prompt=self.prompt, snippets=snippets)
 
 
-class LlamaTokenizeBody(NullableBody):
+class LlamaTokenizeBody(Body):
     """`POST /tokenize`."""
 
     content: Text | Annotated[list[Text | TokenId], Field(fail_fast=True)] = Field(
@@ -201,7 +190,7 @@ class LlamaTokenizeBody(NullableBody):
     model_config = ConfigDict(json_schema_extra={"example": {"content": "1+1="}})
 
 
-class LlamaDetokenizeBody(NullableBody):
+class LlamaDetokenizeBody(Body):
     """`POST /detokenize`."""
 
     tokens: TokenIds = Field(default=[], description="Token ids", examples=[[33, 27, 33, 45]])
@@ -209,7 +198,7 @@ class LlamaDetokenizeBody(NullableBody):
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [33, 27, 33, 45]}})
 
 
-class SlotBody(NullableBody):
+class SlotBody(Body):
     """`POST /slots/{id}`."""
 
     filename: Text = Field(

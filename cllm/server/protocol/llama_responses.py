@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cllm.server.protocol.base import SAMPLER_NAMES
 from cllm.server.protocol.completions import Timings, decode_piece, make_timings
 from cllm.server.protocol.llama import MAX_PROBS, LlamaCompletionBody
+from cllm.server.protocol.sampling import SAMPLER_NAMES
 from cllm.types import SEED_SPACE, ModelInfo, Request, SamplingParams, TokenLogprob
 
 

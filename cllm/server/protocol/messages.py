@@ -22,15 +22,15 @@ from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
 from cllm.server.protocol.base import (
     Body,
-    ConstrainedBody,
     JsonObject,
-    NullableBody,
     StopText,
     Text,
+    TokenLimit,
     ToolDescription,
     skip_tools,
 )
-from cllm.server.protocol.completions import Name
+from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.text.tool_formats import Tool
 
 log = logging.getLogger(__name__)
@@ -233,9 +233,7 @@ class ToolChoiceBody(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="The template's `enable_thinking`")
-    budget_tokens: int | None = Field(
-        None, ge=1, description="Not enforced: see `max_tokens`", examples=[1024]
-    )
+    budget_tokens: ReasoningBudget = None
 
 
 class Metadata(Body):
@@ -248,7 +246,7 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: chat.Effort = Field(None, description="A variable for the chat template: `reasoning_effort`")
+    effort: Effort = Field(None, description="A variable for the chat template: `reasoning_effort`")
     format: JsonFormat | None = Field(
         None, description="A schema for the answer", examples=[{"type": "json_schema", "schema": {}}]
     )
@@ -257,7 +255,7 @@ class OutputConfig(Body):
 Tools = Annotated[list[ClientTool], Field(max_length=MAX_TOOLS), skip_tools("custom", default="custom")]
 
 
-class CountBody(NullableBody, ConstrainedBody):
+class CountBody(ConstrainedBody):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
@@ -284,6 +282,9 @@ class CountBody(NullableBody, ConstrainedBody):
     output_config: OutputConfig | None = Field(
         None, description="Schema, effort", examples=[{"effort": "low"}]
     )
+    output_format: JsonFormat | None = Field(
+        None, description="`output_config.format` by its older name", examples=[None]
+    )
     temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
     chat_template_kwargs: chat.TemplateOptions = None
 
@@ -307,6 +308,7 @@ class CountBody(NullableBody, ConstrainedBody):
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.output_config.format if self.output_config is not None else None
+        wanted = wanted or self.output_format
         return None if wanted is None else wanted.schema_
 
     def conversation(self) -> Conversation:
@@ -315,6 +317,7 @@ class CountBody(NullableBody, ConstrainedBody):
             messages=tuple(self._build_messages()),
             options=self._options(),
             think=self.thinking is None or self.thinking.type != "disabled",
+            reasoning_budget=self.thinking.budget_tokens if self.thinking is not None else None,
             **self._choice.apply([tool.tool() for tool in self.tools or ()]),
         )
 
@@ -349,7 +352,9 @@ class CountBody(NullableBody, ConstrainedBody):
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
-    max_tokens: int = Field(ge=1, description="Maximum tokens to generate, reasoning included", examples=[64])
+    max_tokens: TokenLimit = Field(
+        description="Maximum tokens to generate, reasoning included; -1: as many as fit", examples=[64]
+    )
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = Field(
         None, description="Stop strings; they are not part of the answer", examples=[["\n\n"]]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,10 +19,10 @@ from cllm.chat.conversation import (
 from cllm.errors import InvalidRequest
 from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
-from cllm.server.protocol.base import Body, JsonObject, Text, kinds
+from cllm.server.protocol.base import Body, JsonObject, Text, TokenLimit, kinds
 from cllm.server.protocol.chat import MAX_TOOLS, ChatTokenLogprob, FunctionName
-from cllm.server.protocol.completions import Name, OpenAIFields
-from cllm.server.protocol.items import CALLABLE, Items, ResponseTools
+from cllm.server.protocol.completions import Effort, Name, OpenAIFields
+from cllm.server.protocol.items import CALLABLE, Item, Items, MessageItem, ResponseTools
 
 LOGPROBS = "message.output_text.logprobs"
 _ONLY = {"": "this server executes no tools, it only returns calls of the client's own tools"}
@@ -71,7 +72,7 @@ class TextBody(Body):
 
 
 class ReasoningBody(Body):
-    effort: chat.Effort = None
+    effort: Effort = None
     summary: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="Ignored: reasoning is returned in full, not summarised", examples=["auto"]
     )
@@ -103,8 +104,8 @@ class ResponsesBody(OpenAIFields):
     reasoning: ReasoningBody | None = Field(
         None, description="How much to reason", examples=[{"effort": "low"}]
     )
-    max_output_tokens: int | None = Field(
-        None, ge=1, description="Maximum tokens, reasoning included; null: as many as fit", examples=[64]
+    max_output_tokens: TokenLimit | None = Field(
+        None, description="Maximum tokens, reasoning included; null or -1: as many as fit", examples=[64]
     )
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Log-probabilities of this many most likely tokens", examples=[2]
@@ -113,7 +114,9 @@ class ResponsesBody(OpenAIFields):
         None, description=f"`{LOGPROBS}` is honoured, anything else ignored", examples=[[LOGPROBS]]
     )
     stream: bool = Field(False, description="Answer as server-sent events")
-    store: bool | None = Field(None, description="Accepted; nothing is ever stored", examples=[False])
+    store: bool = Field(
+        True, description="Keep the response for `previous_response_id`, while there is room for it"
+    )
     metadata: Annotated[Metadata, Field(max_length=16)] | None = Field(
         None, description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}]
     )
@@ -121,22 +124,26 @@ class ResponsesBody(OpenAIFields):
         None, description="Nothing is truncated: input that does not fit is refused", examples=["disabled"]
     )
     chat_template_kwargs: chat.TemplateOptions = None
-    previous_response_id: Name | None = Field(None, description="Refused: stateless", examples=[None])
+    previous_response_id: Name | None = Field(
+        None, description="A stored response, whose conversation is continued", examples=[None]
+    )
     conversation: Name | dict[str, Any] | None = Field(
-        None, description="Refused: stateless", examples=[None]
+        None, description="Refused: no conversations are stored", examples=[None]
     )
     prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored", examples=[None])
-    background: bool | None = Field(None, description="Refused if true: nothing is stored", examples=[False])
+    background: bool | None = Field(None, description="Refused if true", examples=[False])
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": chat.QUESTION, "max_output_tokens": 64}}
     )
 
-    @field_validator("previous_response_id", "conversation", "prompt", "background")
+    @field_validator("conversation", "prompt", "background")
     @classmethod
-    def _stateless(cls, value: Any) -> Any:
+    def _unsupported(cls, value: Any) -> Any:
         if value:
-            raise ValueError("this server is stateless: send the whole conversation as input items")
+            raise ValueError(
+                "not supported: send input items, or previous_response_id to continue a response"
+            )
         return value
 
     @model_validator(mode="after")
@@ -167,18 +174,24 @@ class ResponsesBody(OpenAIFields):
             return None
         return wanted.schema_ or {"type": "object"}
 
-    def to_conversation(self) -> Conversation:
-        """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
+    @property
+    def items(self) -> Items:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [MessageItem(type="message", role="user", content=self.input)]
+        return self.input
+
+    def to_conversation(self, history: Iterable[Item] = ()) -> Conversation:
+        """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
         builder = MessageBuilder("input")
-        for role, content in (("system", self.instructions), ("user", self.input)):
-            if isinstance(content, str):
-                builder.add_text(role, content)
-            else:
-                items = content or ()
-                answered = count_answered([str(getattr(item, "role", "")) for item in items])
-                for index, item in enumerate(items):
-                    builder.answered = index < answered
-                    item.add_to(builder)
+        if isinstance(self.instructions, str):
+            builder.add_text("system", self.instructions)
+        instructions = () if isinstance(self.instructions, str) else self.instructions or ()
+        for items in (instructions, (*history, *self.items)):
+            answered = count_answered([str(getattr(item, "role", "")) for item in items])
+            for index, item in enumerate(items):
+                builder.answered = index < answered
+                item.add_to(builder)
         if not builder.messages:
             raise InvalidRequest("input: it has no content", "input")
         effort = self.reasoning.effort if self.reasoning is not None else None
@@ -308,7 +321,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
     """The fields of the response that repeat the request."""
-    same = {"instructions", "max_output_tokens", "temperature", "tool_choice", "tools", "top_p", "user"}
+    same = {"instructions", "max_output_tokens", "previous_response_id", "store", "temperature"}
+    same |= {"tool_choice", "tools", "top_p", "user"}
     wanted = body.text.format if body.text is not None else None
     text_format = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
     return {

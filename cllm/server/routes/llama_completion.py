@@ -21,7 +21,7 @@ from cllm.server.protocol import llama_responses as api
 from cllm.server.protocol.base import StructResponse
 from cllm.server.protocol.completions import get_timings
 from cllm.server.protocol.llama import LlamaCompletionBody
-from cllm.server.sse import GONE, EventStream, collect, encode
+from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
 from cllm.server.submit import make_request
 from cllm.types import FinishReason, Request, RequestOutput
 
@@ -133,6 +133,7 @@ class Completions(NamedTuple):
 
     async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
         """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
+        yield COMMENT  # there is no event before the first token
         outputs = merged(streams)
         if self.body.return_progress:
             first = asyncio.ensure_future(anext(outputs))

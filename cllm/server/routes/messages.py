@@ -40,6 +40,8 @@ _DELTAS = {  # type and field
 class MessageRenderer(BlockRenderer):
     """Renders one message, whole or as events."""
 
+    beat = encode_events([api.MessageEvent("ping")])
+
     def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
         super().__init__()
         self._id = message_id

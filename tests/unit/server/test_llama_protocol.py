@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from cllm.server.app import add_defaults
 from cllm.server.errors import error_body
 from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.base import SamplingBody
 from cllm.server.protocol.completions import make_timings
 from cllm.server.protocol.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.protocol.llama import LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.protocol.sampling import SamplingBody
 from cllm.server.routes.llama_completion import LineLimits
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
@@ -86,7 +86,7 @@ def test_a_bias_by_text_is_for_each_of_its_tokens() -> None:
         assert found.sampling(10, {ab: (4, 5), seven: (6,)}).logit_bias == ((4, -1), (5, -1), (6, 1), (3, 2))
 
 
-@pytest.mark.parametrize("seed", [None, -1, -5, SEED_SPACE])
+@pytest.mark.parametrize("seed", [None, -1, SEED_SPACE])
 def test_random_seeds(seed: int | None) -> None:
     drawn = {SamplingBody.model_validate({"seed": seed}).sampling(1).seed for _ in range(3)}
     assert len(drawn) > 1
