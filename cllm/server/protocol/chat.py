@@ -17,7 +17,9 @@ from cllm.server.protocol.completions import (
     Name,
     OpenAIBody,
     PromptTokensDetails,
+    ReasoningFormat,
     ThinkingBody,
+    TimedResponse,
 )
 from cllm.text.tool_formats import Tool
 from cllm.types import FinishReason, TokenLogprob
@@ -210,10 +212,7 @@ class ConversationBody(ThinkingBody):
         None, description="`tool_choice` for `functions`", examples=["auto", {"name": "now"}]
     )
     chat_template_kwargs: TemplateOptions = None
-    reasoning_format: Literal["auto", "none"] = Field(
-        "auto", description="`auto`: reasoning goes to `reasoning_content`; `none`: it stays in the text"
-    )
-
+    reasoning_format: ReasoningFormat = "auto"
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
         None,
         description="`false`: an assistant message at the end is history, not continued",
@@ -395,7 +394,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
+class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
     """The response."""
 
     id: str
@@ -425,7 +424,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
     """One event of a stream."""
 
     id: str
@@ -433,7 +432,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     usage: CompletionUsage | UnsetType = UNSET
-    choices: list[ChunkChoice] = []  # last: a stream encodes what precedes it once
+    choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
 
 
 _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
+from cllm import __version__
 from cllm.chat.conversation import make_template_options
 from cllm.frontend.output_stream import OutputStream
 from cllm.server.protocol.base import Body, StopText, Text, TokenIds, TokenLimit
@@ -57,6 +58,12 @@ class SchemaFormat(Body):
     strict: bool | None = Field(None, description="Ignored: the answer always validates", examples=[True])
 
 
+ReasoningFormat = Annotated[
+    Literal["auto", "deepseek", "deepseek-legacy", "none"],
+    Field(description="`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
+]
+
+
 class ResponseFormat(Body):
     """The form of the answer."""
 
@@ -67,6 +74,9 @@ class ResponseFormat(Body):
         None,
         description="The schema; required by the type `json_schema`",
         examples=[{"name": "answer", "schema": {"type": "object"}}],
+    )
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The schema of a `json_object`", examples=[{"type": "object"}]
     )
 
     @model_validator(mode="after")
@@ -108,12 +118,15 @@ class OpenAIBody(OpenAIFields):
     stream_options: StreamOptions | None = Field(
         None, description="What a stream sends besides the answer", examples=[{"include_usage": True}]
     )
+    timings_per_token: bool = Field(False, description="Give llama-server's `timings` in every event")
+    return_progress: bool = Field(False, description="Send events while the prompt is computed")
+    verbose: bool = Field(False, description="Give `__verbose`, what llama-server's `/completion` would say")
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None
-        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        return wanted.json_schema.schema_ if wanted.json_schema else wanted.schema_ or {"type": "object"}
 
     @property
     def include_usage(self) -> bool:
@@ -287,7 +300,25 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+class TimedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a response of OpenAI's routes has besides, as llama-server's has."""
+
+    system_fingerprint: str = f"cllm-{__version__}"
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
+    verbose: dict[str, Any] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="__verbose")
+
+
+class Completion(TimedResponse, frozen=True, kw_only=True):
     """The response of `/v1/completions`, whole or one chunk of a stream."""
 
     id: str
@@ -391,16 +422,14 @@ def make_timings(
     )
 
 
-def get_timings(
-    stream: OutputStream, prompt_tokens: int, generated: int, usage: Usage | None = None
-) -> Timings:
+def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
     """The times of a stream so far; of one that has ended, with its `usage`."""
     now = stream.ended or time.perf_counter()
     first = stream.first_token or now
-    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=generated)
+    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
     return make_timings(
         prompt_tokens=prompt_tokens,
-        generated=generated,
+        generated=usage.completion_tokens,
         prompt_s=first - stream.started,
         generated_s=now - first,
         cached=usage.cached_tokens,

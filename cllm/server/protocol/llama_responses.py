@@ -9,10 +9,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cllm.server.protocol.completions import Timings, decode_piece, make_timings
+from cllm.server.protocol.completions import PromptProgress, Timings, decode_piece, make_timings
 from cllm.server.protocol.llama import MAX_PROBS, LlamaCompletionBody
 from cllm.server.protocol.sampling import SAMPLER_NAMES
-from cllm.types import SEED_SPACE, ModelInfo, Request, SamplingParams, TokenLogprob
+from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 
 class LlamaLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,15 +30,6 @@ class LlamaTokenLogprobs(LlamaLogprob, frozen=True, kw_only=True):
 
     top_logprobs: list[LlamaLogprob] | UnsetType = UNSET
     top_probs: list[LlamaLogprob] | UnsetType = UNSET
-
-
-class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt is computed."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
 
 
 class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,80 +247,6 @@ class LlamaSlot(msgspec.Struct, frozen=True, kw_only=True):
     n_prompt_tokens: int | UnsetType = UNSET
     params: dict[str, Any] | UnsetType = UNSET
     next_token: list[NextToken] | UnsetType = UNSET
-
-
-class LlamaModelMeta(msgspec.Struct, frozen=True, kw_only=True):
-    n_vocab: int
-    n_ctx: int
-    n_ctx_train: int
-    n_embd: int
-    n_params: int
-    size: int
-    ftype: str
-
-
-def make_model_meta(info: ModelInfo, context: int) -> LlamaModelMeta:
-    return LlamaModelMeta(
-        n_vocab=info.vocabulary_size,
-        n_ctx=context,
-        n_ctx_train=info.context_train,
-        n_embd=info.embedding_length,
-        n_params=info.parameters,
-        size=info.size_bytes,
-        ftype=info.description.rpartition(" ")[2],
-    )
-
-
-class LlamaModel(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    aliases: list[str]
-    tags: list[str] = []
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "cllm"
-    meta: LlamaModelMeta
-
-
-class LlamaModelDetails(msgspec.Struct, frozen=True, kw_only=True):
-    parent_model: str = ""
-    format: str = "gguf"
-    family: str
-    families: tuple[str, ...]
-    parameter_size: str = ""
-    quantization_level: str
-
-
-class LlamaModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The same model in Ollama's shape."""
-
-    name: str
-    model: str
-    modified_at: str = ""
-    size: str = ""
-    digest: str = ""
-    type: str = "model"
-    description: str = ""
-    tags: tuple[str, ...] = ("",)
-    capabilities: tuple[str, ...] = ("completion",)
-    parameters: str = ""
-    details: LlamaModelDetails
-
-
-def make_model_entry(info: ModelInfo) -> LlamaModelEntry:
-    details = LlamaModelDetails(
-        family=info.architecture,
-        families=(info.architecture,),
-        quantization_level=info.description.rpartition(" ")[2],
-    )
-    return LlamaModelEntry(name=info.name, model=info.name, details=details)
-
-
-class LlamaModels(msgspec.Struct, frozen=True, kw_only=True):
-    """The response of `/models`."""
-
-    models: list[LlamaModelEntry]
-    object: Literal["list"] = "list"
-    data: list[LlamaModel]
 
 
 def make_probabilities(
