@@ -30,6 +30,7 @@ from cllm.server.middleware import (
 from cllm.server.protocol.sampling import SamplingBody
 from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
+EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
     frozenset({"max_tokens", "n_predict", "max_completion_tokens", "max_output_tokens"}),
     frozenset({"repetition_penalty", "repeat_penalty"}),
@@ -37,7 +38,6 @@ SAME_FIELDS = (  # names of one thing: a body that has one of them needs no defa
     frozenset({"grammar", "json_schema", "regex", "choice", "response_format", "text"}),
 )
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
-EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 
 
 def create_app(

@@ -113,6 +113,8 @@ async def make_request(
         stop=stop,
         logprobs=logprobs,
         constraint=constraint,
+        min_tokens=body.min_tokens,
+        stop_token_ids=check_tokens(engine, body.stop_token_ids, "stop_token_ids"),
         timeout_s=body.timeout,
         priority=body.priority,
         reuse=body.cache_prompt,

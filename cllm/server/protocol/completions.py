@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,10 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm import __version__
 from cllm.chat.conversation import make_template_options
-from cllm.frontend.output_stream import OutputStream
-from cllm.server.protocol.base import Body, StopText, Text, TokenIds, TokenLimit
+from cllm.server.protocol.base import Body, StopText, Text, TimedResponse, TokenIds
 from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
@@ -206,6 +203,24 @@ class ThinkingBody(Body):
         }
 
 
+class PredictedPart(Body):
+    text: Text = Field(description="The text of this part", examples=["def add(a, b):"])
+
+
+class Prediction(Body):
+    """The expected answer."""
+
+    type: Literal["content"] = Field("content", description="Always `content`")
+    content: Text | list[PredictedPart] = Field(
+        description="Text, or parts of text", examples=["def add(a, b):"]
+    )
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
@@ -225,8 +240,8 @@ class CompletionBody(OpenAIBody):
         description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: TokenLimit | None = Field(
-        16, description="Maximum number of tokens to generate; null or -1: as many as fit"
+    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        16, description="Maximum number of tokens to generate; 0: none; null or -1: as many as fit"
     )
     best_of: int | None = Field(
         None,
@@ -242,7 +257,10 @@ class CompletionBody(OpenAIBody):
         description="Log-probabilities of the sampled token and of this many most likely ones",
         examples=[2],
     )
-    echo: bool = Field(False, description="Repeat the prompt before the answer")
+    echo: bool = Field(
+        False,
+        description="Repeat the prompt before the answer; with `logprobs`, its log-probabilities too",
+    )
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -283,11 +301,11 @@ class CompletionUsage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities as parallel lists, one entry a token."""
+    """Log-probabilities as parallel lists, one entry a token; the first token of a prompt has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -298,24 +316,6 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-
-
-class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt is computed."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
-
-
-class TimedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response of OpenAI's routes has besides, as llama-server's has."""
-
-    system_fingerprint: str = f"cllm-{__version__}"
-    timings: Timings | msgspec.UnsetType = msgspec.UNSET
-    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
-    verbose: dict[str, Any] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="__verbose")
 
 
 class Completion(TimedResponse, frozen=True, kw_only=True):
@@ -351,11 +351,12 @@ def make_choice(
     index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
     return CompletionChoice(
         index,
         echo + "".join(output.text for output in outputs),
-        make_logprobs(entries, offset) if logprobs else None,
+        make_logprobs([*prompt, *entries], 0 if prompt else offset, first=not prompt) if logprobs else None,
         outputs[-1].finish_reason,
     )
 
@@ -364,9 +365,10 @@ def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int, *, first: bool = True) -> CompletionLogprobs:
+    """`first` False: the first token has no log-probability."""
     tokens = [decode_piece(entry.pieces[0]) for entry in entries]
-    top = [
+    top: list[dict[str, float] | None] = [
         {
             decode_piece(piece): logprob
             for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
@@ -374,66 +376,7 @@ def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLog
         for entry in entries
     ]
     ends = accumulate(map(len, tokens), initial=offset)
-    return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
-
-
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of a request under llama-server's names. The first token comes with the prompt."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-    draft_n: int | msgspec.UnsetType = msgspec.UNSET
-    draft_n_accepted: int | msgspec.UnsetType = msgspec.UNSET
-    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
-
-
-def make_timings(
-    *,
-    prompt_tokens: int,
-    generated: int,
-    prompt_s: float,
-    generated_s: float,
-    cached: int = 0,
-    cached_from: str = "",
-    drafted: int = 0,
-    accepted: int = 0,
-) -> Timings:
-    computed, steps = prompt_tokens - cached, max(0, generated - 1)
-    return Timings(
-        cache_n=cached,
-        prompt_n=computed,
-        prompt_ms=1000 * prompt_s,
-        prompt_per_token_ms=1000 * prompt_s / computed if computed else 0.0,
-        prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
-        predicted_n=generated,
-        predicted_ms=1000 * generated_s,
-        predicted_per_token_ms=1000 * generated_s / steps if steps else 0.0,
-        predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
-        draft_n=drafted or msgspec.UNSET,
-        draft_n_accepted=accepted if drafted else msgspec.UNSET,
-        cached_from=cached_from,
-    )
-
-
-def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
-    """The times of a stream so far; of one that has ended, with its `usage`."""
-    now = stream.ended or time.perf_counter()
-    first = stream.first_token or now
-    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
-    return make_timings(
-        prompt_tokens=prompt_tokens,
-        generated=usage.completion_tokens,
-        prompt_s=first - stream.started,
-        generated_s=now - first,
-        cached=usage.cached_tokens,
-        cached_from=usage.cached_from,
-        drafted=usage.drafted_tokens,
-        accepted=usage.accepted_tokens,
-    )
+    logprobs: list[float | None] = [entry.logprob for entry in entries]
+    if not first:
+        logprobs[0] = top[0] = None
+    return CompletionLogprobs(tokens, logprobs, top, list(ends)[:-1])

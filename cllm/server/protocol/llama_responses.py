@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cllm.server.protocol.completions import PromptProgress, Timings, decode_piece, make_timings
+from cllm.server.protocol.base import PromptProgress, Timings, make_timings
+from cllm.server.protocol.completions import decode_piece
 from cllm.server.protocol.llama import MAX_PROBS, LlamaCompletionBody
 from cllm.server.protocol.sampling import SAMPLER_NAMES
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob

@@ -23,6 +23,7 @@ from cllm.server.protocol import chat
 from cllm.server.protocol.base import (
     Body,
     JsonObject,
+    JsonValue,
     StopText,
     Text,
     TokenLimit,
@@ -55,11 +56,9 @@ class TextBlock(Body):
 class OtherBlock(Body):
     """A block that is no text, or of a tool that Anthropic's servers execute. A note replaces it."""
 
-    type: Name = Field(description="`image`, `document` …", examples=["image"], json_schema_extra=_OTHER)
-    source: chat.AnyValue = Field(None, description="A document's text is taken", examples=[{"data": "x"}])
-    content: chat.AnyValue = Field(
-        None, description="Text blocks of a search result are taken", examples=[[]]
-    )
+    type: Text = Field(description="`image`, `document` …", examples=["image"], json_schema_extra=_OTHER)
+    source: JsonValue = Field(None, description="A document's text is taken", examples=[{"data": "x"}])
+    content: JsonValue = Field(None, description="Text blocks of a search result are taken", examples=[[]])
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Fields of every route that generates: scheduling, sampling, and structured output."""
+"""Fields of every route that generates: scheduling, sampling, structured output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from cllm.errors import InvalidRequest
-from cllm.server.protocol.base import Body, JsonObject, SourceText, StopText
+from cllm.server.protocol.base import Body, JsonObject, SourceText, StopText, TokenIds
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
 MAX_BIASES = 1024
@@ -105,6 +105,10 @@ class SamplingBody(_SamplingFields):
         examples=[7],
     )
 
+    min_tokens: int = Field(0, ge=0, description="Generate at least so many before the answer may end")
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_BIASES)] = Field(
+        default=[], description="Tokens that end the answer, as end tokens do", examples=[[2]]
+    )
     samplers: Annotated[str, Field(max_length=64)] | list[Annotated[str, Field(max_length=64)]] | None = (
         Field(
             None,

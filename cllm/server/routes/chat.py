@@ -17,16 +17,18 @@ from starlette.responses import Response
 
 from cllm.chat.reply import ChatReply, ReplyBuilder
 from cllm.chat.session import ChatSession, open_chat
+from cllm.frontend.async_calls import run_tokenizer
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import chat as api
-from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.protocol.completions import Timings, get_timings, make_usage
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, Timings, documented, get_timings
+from cllm.server.protocol.completions import make_usage
 from cllm.server.routes.llama_completion import make_verbose, watch_prompt
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason, RequestOutput, TokenLogprob
+from cllm.workers.messages import TokenizeText, Tokens
 
 ROUTE = "/v1/chat/completions"
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
@@ -195,6 +197,10 @@ async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
         stop=body.stops,
         logprobs=max(1, body.top) if body.top is not None else 0,
     )
+    if body.prediction is not None:
+        task = TokenizeText(body.prediction.text, add_special=False)
+        expected = (await run_tokenizer(engine, task, Tokens)).tokens[: request.max_tokens]
+        request = msgspec.structs.replace(request, prediction=expected)
     session = await open_chat(engine, body.conversation(), request, body.n)
     head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
     renderer = ChatRenderer(

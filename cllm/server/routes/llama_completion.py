@@ -19,8 +19,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.base import StructResponse
-from cllm.server.protocol.completions import PromptProgress, get_timings
+from cllm.server.protocol.base import PromptProgress, StructResponse, get_timings
 from cllm.server.protocol.llama import LlamaCompletionBody
 from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
 from cllm.server.submit import make_request

@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
-from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented, get_timings
 from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_entry, make_model
 from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
@@ -62,10 +62,12 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         http,
         body,
         request_id=f"cmpl-{uuid.uuid4().hex}",
-        max_tokens=body.max_tokens,
+        max_tokens=None if body.max_tokens == -1 else body.max_tokens,
         stop=body.stops,
         logprobs=body.logprobs or int(logprobs or best_of > body.n),
     )
+    if body.echo and logprobs:
+        request = _replace(request, prompt_logprobs=request.logprobs)
     given = body.prompts
     prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
     echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
@@ -84,7 +86,7 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
     for index, outputs in enumerate(collected):
         echo = echoes[index // body.n]
         choices.append(api.make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
-    timings = api.get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
+    timings = get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
     return StructResponse(_replace(head, choices=choices, usage=usage, timings=timings))
 
 
@@ -113,6 +115,8 @@ async def _events(
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
         logprobs = body.logprobs is not None
+        if output.prompt_logprobs:
+            offsets[index] = 0
         choice = api.make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
         if choice.logprobs is not None:
             offsets[index] += sum(map(len, choice.logprobs.tokens))
@@ -120,11 +124,11 @@ async def _events(
             usages.append(output.usage)
         chunk = _replace(head, choices=[choice])
         if len(usages) == len(streams) and not body.include_usage:
-            timings = api.get_timings(streams[index], len(prompts[index // body.n]), output.usage)
+            timings = get_timings(streams[index], len(prompts[index // body.n]), output.usage)
             chunk = _replace(chunk, timings=timings)
         yield encode(chunk)
     if body.include_usage:
-        timings = api.get_timings(streams[0], len(prompts[0]), usages[0])
+        timings = get_timings(streams[0], len(prompts[0]), usages[0])
         usage = api.make_usage(usages, sum(map(len, prompts)))
         yield encode(_replace(head, usage=usage, timings=timings))
     yield DONE

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from cllm.server.app import add_defaults
 from cllm.server.errors import error_body
 from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.completions import make_timings
+from cllm.server.protocol.base import make_timings
 from cllm.server.protocol.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.protocol.llama import LlamaCompletionBody, LlamaTokenizeBody
 from cllm.server.protocol.sampling import SamplingBody
