@@ -53,9 +53,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str, _file("Jinja chat template that replaces the model's own: a file, or a name as chatml, llama3.")
     ] = ""
-    fallback_template: Annotated[
-        str, _rare("Chat template of a model that carries none.", metavar="FILE")
-    ] = ""
     gpu_layers: Annotated[int, _option("Layers to offload to the GPU, if supported. -1: all.", -1)] = -1
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0

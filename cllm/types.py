@@ -290,6 +290,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = Pooling.MEAN
     vector_length: int = 0  # floats of an embedding; of a reranker, scores of a pair
     file: str = ""  # its name, without the folder
+    begin_text: str = ""  # how its first and its last token are written; see `Vocabulary`
+    end_text: str = ""
 
     def template_for(self, *, tools: bool) -> str | None:
         """The chat template of a conversation with or without tools."""

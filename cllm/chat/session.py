@@ -19,6 +19,7 @@ from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.output_parser import THINK_END, THINK_START, OutputEvent, OutputParser
+from cllm.text.prompt import Chat
 from cllm.text.tool_formats import ToolFormat, get_tool_format
 from cllm.types import ConstraintKind, ConstraintSpec, ReasoningLimit, Request, RequestOutput
 from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, TokenizeText, Tokens
@@ -100,6 +101,11 @@ class ChatSession(Generic[StreamKind]):
         self.streams = submit_all(engine, plan.request, [prompt.tokens], n, kind)
         self._plan = plan
         self._thinking = prompt.thinking
+
+    @property
+    def chat(self) -> Chat:
+        """What its prompt was made of."""
+        return self._plan.prompt.chat
 
     async def events(self: ChatSession[AsyncOutputStream]) -> AsyncIterator[ChoiceEvents]:
         """The events of all choices as they arrive."""

@@ -90,7 +90,6 @@ class Translation:
             settings["api_key"] = ",".join(self._keys)
         if "CLLM_PORT" not in variables:
             settings.setdefault("port", PORT)
-        settings["fallback_template"] = "chatml"
         settings["open_routes"] = ",".join(self._open_routes)
         if self.defaults.get("max_tokens", 0) < 0:
             del self.defaults["max_tokens"]

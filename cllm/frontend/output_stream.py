@@ -33,6 +33,7 @@ class OutputStream:
         self.finished = False  # the terminal output has been pushed
         self.started = time.perf_counter()
         self.first_token: float | None = None  # when it came
+        self.generated = 0  # tokens
         self.ended: float | None = None
         self._newest: RequestOutput | None = None
         self._packed: PackedOutputs | None = None  # what is unread before the newest
@@ -45,8 +46,10 @@ class OutputStream:
                 self._packed = PackedOutputs()
             self._packed.add(self._newest)
         self._newest = output
-        if self.first_token is None and output.tokens:
-            self.first_token = time.perf_counter()
+        if output.tokens:
+            self.generated += len(output.tokens)
+            if self.first_token is None:
+                self.first_token = time.perf_counter()
         if output.finish_reason is not None:
             self.finished, self.ended = True, time.perf_counter()
         self._wake()

@@ -26,7 +26,6 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
         draft_model="",
         alias="",
         chat_template="",
-        fallback_template="",
         pooling="",
         parallel=SLOTS,
         slots=0,

@@ -282,9 +282,7 @@ def prepare(config: EngineConfig) -> EngineConfig:
     """
     path = Path(config.model).expanduser() if config.model else embedded_model()
     header = GgufHeader(path)
-    own = "{" in str(header.metadata.get("tokenizer.chat_template", ""))
-    template = config.chat_template or ("" if own else config.fallback_template)
-    template = template and read_template(template)
+    template = read_template(config.chat_template) if config.chat_template else ""
     # A link may lead to a file of another name, by which the other parts would not be found.
     path = header.path.resolve() if len(header.parts) == 1 else header.path.absolute()
     config = msgspec.structs.replace(config, model=str(path), chat_template=template)

@@ -124,6 +124,8 @@ class LlamaModel(Owned):
             pooling=self.pooling,
             vector_length=self.vector_length,
             file=self.file,
+            begin_text=self.vocabulary.begin_text,
+            end_text=self.vocabulary.end_text,
         )
 
 

@@ -11,13 +11,23 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, WithJsonS
 
 from cllm.chat.conversation import TEXT_PARTS, Conversation, ToolChoice, normalize_messages, write_arguments
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import Body, JsonObject, JsonValue, Text, TokenLimit, ToolDescription, kinds
+from cllm.server.protocol.base import (
+    Body,
+    JsonObject,
+    JsonValue,
+    Text,
+    TimedResponse,
+    TokenLimit,
+    ToolDescription,
+    kinds,
+)
 from cllm.server.protocol.completions import (
     CompletionUsage,
     Name,
     OpenAIBody,
     PredictedBody,
     PromptTokensDetails,
+    ReasoningFormat,
     ThinkingBody,
 )
 from cllm.text.tool_formats import Tool
@@ -198,10 +208,7 @@ class ConversationBody(ThinkingBody):
         None, description="`tool_choice` for `functions`", examples=["auto", {"name": "now"}]
     )
     chat_template_kwargs: TemplateOptions = None
-    reasoning_format: Literal["auto", "none"] = Field(
-        "auto", description="`auto`: reasoning goes to `reasoning_content`; `none`: it stays in the text"
-    )
-
+    reasoning_format: ReasoningFormat = "auto"
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
         None,
         description="`false`: an assistant message at the end is history, not continued",
@@ -376,7 +383,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
+class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
     """The response."""
 
     id: str
@@ -406,7 +413,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
     """One event of a stream."""
 
     id: str
@@ -414,7 +421,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     usage: CompletionUsage | UnsetType = UNSET
-    choices: list[ChunkChoice] = []  # last: a stream encodes what precedes it once
+    choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
 
 
 _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
+from cllm.chat.conversation import Conversation
 from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
+from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.completions import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.protocol.sampling import ConstrainedBody, get_sampling_bounds, sampling_field
 from cllm.text.prompt import Gap, Snippet
@@ -38,7 +41,7 @@ def split_prompts(given: Any) -> list[list[str | int]]:
 
 
 class LlamaSamplingBody(ConstrainedBody):
-    """Numbers out of bounds are the nearest within, as llama-server takes them; null is left out."""
+    """Numbers out of bounds are the nearest within, as llama-server takes them."""
 
     bias_by_text: ClassVar[bool] = True
 
@@ -47,10 +50,7 @@ class LlamaSamplingBody(ConstrainedBody):
     def _clamp(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        value = {
-            name: int(item) if isinstance(item, float) and item.is_integer() else item
-            for name, item in value.items()
-        }
+        value = dict(value)
         for name, (low, high) in get_sampling_bounds().items():
             for spelling in (name, name.replace("repetition_penalty", "repeat_penalty")):
                 number = value.get(spelling)
@@ -199,6 +199,17 @@ class LlamaDetokenizeBody(Body):
     tokens: TokenIds = Field(default=[], description="Token ids", examples=[[33, 27, 33, 45]])
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [33, 27, 33, 45]}})
+
+
+class ApplyTemplateBody(ConversationBody):
+    """`POST /apply-template`."""
+
+    add_generation_prompt: bool = Field(True, description="End where the answer begins")
+
+    def conversation(self) -> Conversation:
+        found = super().conversation()
+        options = {**found.options, "add_generation_prompt": self.add_generation_prompt}
+        return msgspec.structs.replace(found, options=options)
 
 
 class SlotBody(Body):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cllm.frontend.output_stream import OutputStream
+from cllm.server.protocol.base import PromptProgress, Timings, make_timings
 from cllm.server.protocol.completions import decode_piece
 from cllm.server.protocol.llama import MAX_PROBS, LlamaCompletionBody
 from cllm.server.protocol.sampling import SAMPLER_NAMES
-from cllm.types import SEED_SPACE, ModelInfo, Request, SamplingParams, TokenLogprob, Usage
+from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 
 class LlamaLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,79 +33,6 @@ class LlamaTokenLogprobs(LlamaLogprob, frozen=True, kw_only=True):
     top_probs: list[LlamaLogprob] | UnsetType = UNSET
 
 
-class LlamaTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of a request, in milliseconds. The first token comes with the prompt."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_token_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_token_ms: float
-    predicted_per_second: float
-    draft_n: int | UnsetType = UNSET
-    draft_n_accepted: int | UnsetType = UNSET
-    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
-
-
-def make_timings(
-    *,
-    prompt_tokens: int,
-    generated: int,
-    prompt_s: float,
-    generated_s: float,
-    cached: int = 0,
-    cached_from: str = "",
-    drafted: int = 0,
-    accepted: int = 0,
-) -> LlamaTimings:
-    computed, steps = prompt_tokens - cached, max(0, generated - 1)
-    return LlamaTimings(
-        cache_n=cached,
-        prompt_n=computed,
-        prompt_ms=1000 * prompt_s,
-        prompt_per_token_ms=1000 * prompt_s / computed if computed else 0.0,
-        prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
-        predicted_n=generated,
-        predicted_ms=1000 * generated_s,
-        predicted_per_token_ms=1000 * generated_s / steps if steps else 0.0,
-        predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
-        draft_n=drafted or UNSET,
-        draft_n_accepted=accepted if drafted else UNSET,
-        cached_from=cached_from,
-    )
-
-
-def get_timings(
-    stream: OutputStream, prompt_tokens: int, generated: int, usage: Usage | None = None
-) -> LlamaTimings:
-    """The times of a stream so far; of one that has ended, with its `usage`."""
-    now = stream.ended or time.perf_counter()
-    first = stream.first_token or now
-    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=generated)
-    return make_timings(
-        prompt_tokens=prompt_tokens,
-        generated=generated,
-        prompt_s=first - stream.started,
-        generated_s=now - first,
-        cached=usage.cached_tokens,
-        cached_from=usage.cached_from,
-        drafted=usage.drafted_tokens,
-        accepted=usage.accepted_tokens,
-    )
-
-
-class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt is computed."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
-
-
 class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an answer, as a stream sends it."""
 
@@ -117,7 +43,7 @@ class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
     id_slot: int = -1  # any: cllm chooses it by what it holds
     tokens_predicted: int = 0
     tokens_evaluated: int = 0
-    timings: LlamaTimings | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     completion_probabilities: list[LlamaTokenLogprobs] | UnsetType = UNSET
 
@@ -255,9 +181,30 @@ class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_metrics: bool = True
     chat_template: str
     chat_template_tool_use: str | UnsetType = UNSET
-    chat_template_caps: dict[str, bool] = {}
+    chat_template_caps: dict[str, bool]
+    bos_token: str
+    eos_token: str
     build_info: str
     is_sleeping: bool = False
+    media_marker: str = ""
+    ui: bool = False
+    ui_settings: dict[str, Any] = {}
+    cors_proxy_enabled: bool = False
+
+
+def make_caps(template: str) -> dict[str, bool]:
+    """What a chat template can do, by the variables that it uses. What it cannot, cllm does around it."""
+    used = {
+        "tools": "tools",
+        "tool_calls": "tool_calls",
+        "parallel_tool_calls": "tool_calls",
+        "object_arguments": "arguments | tojson",
+        "typed_content": "content[0]",
+        "preserve_reasoning": "preserve_reasoning",
+        "reasoning_effort": "reasoning_effort",
+    }
+    found = {f"supports_{name}": text in template for name, text in used.items()}
+    return {**found, "supports_system_role": True, "supports_string_content": True}
 
 
 def make_params(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +223,9 @@ PROPS_EXAMPLE = LlamaProps(
     model_ftype="Q4_1",
     model_path="SmolLM2-135M-Instruct.Q4_1.gguf",
     chat_template="{% for message in messages %}…{% endfor %}",
+    chat_template_caps={"supports_tools": True},
+    bos_token="<s>",
+    eos_token="</s>",
     build_info="cllm 0.1.0",
 )
 
@@ -298,80 +248,6 @@ class LlamaSlot(msgspec.Struct, frozen=True, kw_only=True):
     n_prompt_tokens: int | UnsetType = UNSET
     params: dict[str, Any] | UnsetType = UNSET
     next_token: list[NextToken] | UnsetType = UNSET
-
-
-class LlamaModelMeta(msgspec.Struct, frozen=True, kw_only=True):
-    n_vocab: int
-    n_ctx: int
-    n_ctx_train: int
-    n_embd: int
-    n_params: int
-    size: int
-    ftype: str
-
-
-def make_model_meta(info: ModelInfo, context: int) -> LlamaModelMeta:
-    return LlamaModelMeta(
-        n_vocab=info.vocabulary_size,
-        n_ctx=context,
-        n_ctx_train=info.context_train,
-        n_embd=info.embedding_length,
-        n_params=info.parameters,
-        size=info.size_bytes,
-        ftype=info.description.rpartition(" ")[2],
-    )
-
-
-class LlamaModel(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    aliases: list[str]
-    tags: list[str] = []
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "cllm"
-    meta: LlamaModelMeta
-
-
-class LlamaModelDetails(msgspec.Struct, frozen=True, kw_only=True):
-    parent_model: str = ""
-    format: str = "gguf"
-    family: str
-    families: tuple[str, ...]
-    parameter_size: str = ""
-    quantization_level: str
-
-
-class LlamaModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The same model in Ollama's shape."""
-
-    name: str
-    model: str
-    modified_at: str = ""
-    size: str = ""
-    digest: str = ""
-    type: str = "model"
-    description: str = ""
-    tags: tuple[str, ...] = ("",)
-    capabilities: tuple[str, ...] = ("completion",)
-    parameters: str = ""
-    details: LlamaModelDetails
-
-
-def make_model_entry(info: ModelInfo) -> LlamaModelEntry:
-    details = LlamaModelDetails(
-        family=info.architecture,
-        families=(info.architecture,),
-        quantization_level=info.description.rpartition(" ")[2],
-    )
-    return LlamaModelEntry(name=info.name, model=info.name, details=details)
-
-
-class LlamaModels(msgspec.Struct, frozen=True, kw_only=True):
-    """The response of `/models`."""
-
-    models: list[LlamaModelEntry]
-    object: Literal["list"] = "list"
-    data: list[LlamaModel]
 
 
 def make_probabilities(

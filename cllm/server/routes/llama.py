@@ -24,8 +24,9 @@ from cllm.server.protocol import llama as bodies
 from cllm.server.protocol import llama_responses as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
+from cllm.server.protocol.generate import get_file_type
 from cllm.server.protocol.responses import InputTokens
-from cllm.server.routes import admin, chat, responses
+from cllm.server.routes import admin, chat, openai, responses
 from cllm.server.routes.llama_completion import ROUTE, answer
 from cllm.server.sse import encode
 from cllm.server.submit import check_tokens, get_registry, tokenize_pieces
@@ -114,7 +115,7 @@ async def detokenize(body: bodies.LlamaDetokenizeBody, http: HttpRequest) -> Res
 
 
 @router.post("/apply-template", **documented(api.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n")))
-async def apply_template(body: ConversationBody, http: HttpRequest) -> Response:
+async def apply_template(body: bodies.ApplyTemplateBody, http: HttpRequest) -> Response:
     """Render a conversation with the model's chat template."""
     engine = get_registry(http).current
     conversation = body.conversation()
@@ -131,19 +132,6 @@ async def count_chat(body: ConversationBody, http: HttpRequest) -> Response:
     return StructResponse(InputTokens(await count_tokens(engine, body.conversation(), constrained=False)))
 
 
-@router.get("/models", **_HIDDEN)
-async def models(http: HttpRequest) -> Response:
-    """List the models, in the shapes of OpenAI and of Ollama."""
-    info, limits = loaded(get_registry(http).current)
-    model = api.LlamaModel(
-        id=info.name,
-        aliases=[info.name],
-        created=int(time.time()),
-        meta=api.make_model_meta(info, limits.request_tokens),
-    )
-    return StructResponse(api.LlamaModels(models=[api.make_model_entry(info)], data=[model]))
-
-
 @router.get("/props", **documented(api.PROPS_EXAMPLE))
 async def props(http: HttpRequest) -> Response:
     """Describe the model and the defaults."""
@@ -154,12 +142,15 @@ async def props(http: HttpRequest) -> Response:
         default_generation_settings=api.LlamaSettings(params, limits.request_tokens),
         total_slots=limits.sequences,
         model_alias=info.name,
-        model_ftype=api.make_model_meta(info, 0).ftype,
+        model_ftype=get_file_type(info),
         model_path=info.file,
         endpoint_slots="-/slots" not in routes,
         endpoint_props="/props" in routes,
         chat_template=info.chat_template or "",
         chat_template_tool_use=info.tool_template or UNSET,
+        chat_template_caps=api.make_caps(info.chat_template or ""),
+        bos_token=info.begin_text,
+        eos_token=info.end_text,
         build_info=f"cllm {__version__}",
     )
     return StructResponse(described)
@@ -240,6 +231,7 @@ def _describe(
 
 
 # Routes of others, without their /v1.
+router.get("/models", **_HIDDEN)(openai.models)
 router.post("/chat/completions", **_HIDDEN)(chat.chat)
 router.post("/responses", **_HIDDEN)(responses.responses)
 router.post("/responses/input_tokens", **_HIDDEN)(responses.input_tokens)

@@ -13,16 +13,18 @@ from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.frontend.async_calls import loaded, merged, submit_all
+from cllm.chat.session import ChatSession
+from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.base import StructResponse
+from cllm.server.protocol.base import PromptProgress, StructResponse, get_timings
 from cllm.server.protocol.llama import LlamaCompletionBody
 from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
 from cllm.server.submit import make_request
 from cllm.types import FinishReason, Request, RequestOutput
+from cllm.workers.messages import RenderChat, Text
 
 ROUTE = "/completion"
 PROBED = 64  # candidates that probabilities after sampling are made of
@@ -82,6 +84,48 @@ class LimitedStream(AsyncOutputStream):
         super().push(output)
 
 
+def make_completion(
+    request: Request,
+    stream: AsyncOutputStream,
+    outputs: Sequence[RequestOutput],
+    *,
+    model: str,
+    prompt: str,
+    context: int,
+) -> api.LlamaCompletion:
+    """A finished answer, with everything that llama-server says of one."""
+    last, text = outputs[-1], "".join(output.text for output in outputs)
+    assert last.usage is not None
+    usage, limited = last.usage, last.finish_reason is FinishReason.LENGTH
+    return api.LlamaCompletion(
+        content=text,
+        tokens=tuple(token for output in outputs for token in output.tokens),
+        model=model,
+        tokens_predicted=usage.completion_tokens,
+        tokens_evaluated=usage.prompt_tokens,
+        tokens_cached=usage.cells or usage.prompt_tokens,
+        generation_settings=api.make_settings(request),
+        prompt=prompt,
+        has_new_line="\n" in text,
+        truncated=limited and usage.prompt_tokens + usage.completion_tokens >= context,
+        stop_type="limit" if limited else "word" if last.stop else "eos",
+        stopping_word=last.stop or "",
+        timings=get_timings(stream, usage.prompt_tokens, usage),
+    )
+
+
+async def make_verbose(
+    session: ChatSession[AsyncOutputStream], request: Request, outputs: Sequence[RequestOutput]
+) -> dict[str, Any]:
+    """`__verbose` of a chat: its first choice as `/completion` would answer."""
+    prompt = (await run_tokenizer(session.engine, RenderChat(session.chat), Text)).text
+    info, limits = loaded(session.engine)
+    stream, context = session.streams[0], limits.request_tokens
+    answer = make_completion(request, stream, outputs, model=info.name, prompt=prompt, context=context)
+    found: dict[str, Any] = msgspec.to_builtins(answer)
+    return found
+
+
 class Completions(NamedTuple):
     """One call: its body, the request all prompts share, and the prompts as tokens and as text."""
 
@@ -104,29 +148,23 @@ class Completions(NamedTuple):
 
     def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
         """A finished answer, or (without outputs before the last) the last event of a stream."""
-        last, body = outputs[-1], self.body
-        assert last.usage is not None
-        usage, tokens = last.usage, tuple(token for output in outputs for token in output.tokens)
-        text = "".join(output.text for output in outputs)
-        generated = usage.completion_tokens if body.n_predict else 0
-        limited = last.finish_reason is FinishReason.LENGTH
-        settings = api.make_settings(self.request, stream=body.stream)
-        answer = api.LlamaCompletion(
-            index=index,
-            content="" if body.stream or not body.n_predict else text,
-            tokens=tokens if body.return_tokens and body.n_predict and not body.stream else (),
-            completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
+        body = self.body
+        answer = make_completion(
+            self.request,
+            stream,
+            outputs,
             model=self.model,
-            tokens_predicted=generated,
-            tokens_evaluated=usage.prompt_tokens,
-            tokens_cached=usage.cells or usage.prompt_tokens,
-            generation_settings={**settings, "n_predict": body.n_predict, "max_tokens": body.n_predict},
             prompt=self.prompt(index)[1],
-            has_new_line="\n" in text,
-            truncated=limited and usage.prompt_tokens + generated >= self.context,
-            stop_type="limit" if limited else "word" if last.stop else "eos",
-            stopping_word=last.stop or "",
-            timings=api.get_timings(stream, usage.prompt_tokens, generated, usage),
+            context=self.context,
+        )
+        limit = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stream": body.stream}
+        answer = _replace(
+            answer,
+            index=index,
+            content="" if body.stream else answer.content,
+            tokens=answer.tokens if body.return_tokens and not body.stream else (),
+            completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
+            generation_settings={**answer.generation_settings, **limit},
         )
         return api.select_fields(answer, body.response_fields) if body.response_fields else answer
 
@@ -136,8 +174,9 @@ class Completions(NamedTuple):
         outputs = merged(streams)
         if self.body.return_progress:
             first = asyncio.ensure_future(anext(outputs))
-            async for event in self._progress(engine, streams[0], first):
-                yield event
+            total = len(self.prompts[0][0])
+            async for progress in watch_prompt(engine, streams[0], total, first):
+                yield encode(api.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
             outputs = _chain(await first, outputs)
         generated = [0] * len(streams)
         lines = [False] * len(streams)
@@ -146,7 +185,7 @@ class Completions(NamedTuple):
                 yield encode(failure_body(ROUTE, output.error))
                 return
             lines[index] = lines[index] or "\n" in output.text
-            for piece in self._split(output) if self.body.n_predict else ():
+            for piece in self._split(output):
                 generated[index] += len(piece.tokens)
                 yield encode(self._event(index, streams[index], generated[index], piece))
             if output.finish_reason is not None:
@@ -164,7 +203,7 @@ class Completions(NamedTuple):
             tokens=output.tokens,
             tokens_predicted=generated,
             tokens_evaluated=count,
-            timings=api.get_timings(stream, count, generated) if timed else UNSET,
+            timings=get_timings(stream, count) if timed else UNSET,
             completion_probabilities=self.probabilities([output]) if output.logprobs else UNSET,
         )
 
@@ -181,21 +220,20 @@ class Completions(NamedTuple):
             text = text[len(own) :]
             yield _replace(output, text=own, tokens=(token,), logprobs=(entry,))
 
-    async def _progress(
-        self, engine: EngineClient, stream: LimitedStream, first: asyncio.Future[Any]
-    ) -> AsyncIterator[bytes]:
-        """Events until the `first` output is there, by the cells that the first prompt holds."""
-        total = len(self.prompts[0][0])
-        try:
-            while not first.done():
-                await asyncio.wait((first,), timeout=PROGRESS_S)
-                processed = total if first.done() else await _count_cells(engine, stream.request_id)
-                elapsed_ms = 1000 * (time.perf_counter() - stream.started)
-                progress = api.PromptProgress(total, 0, min(total, processed), elapsed_ms)
-                yield encode(api.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
-        except BaseException:
-            first.cancel()
-            raise
+
+async def watch_prompt(
+    engine: EngineClient, stream: AsyncOutputStream, total: int, first: asyncio.Future[Any]
+) -> AsyncIterator[PromptProgress]:
+    """How much of a prompt of `total` tokens is computed, until the `first` output of its stream is there."""
+    try:
+        while not first.done():
+            await asyncio.wait((first,), timeout=PROGRESS_S)
+            processed = total if first.done() else await _count_cells(engine, stream.request_id)
+            elapsed_ms = 1000 * (time.perf_counter() - stream.started)
+            yield PromptProgress(total, 0, min(total, processed), elapsed_ms)
+    except BaseException:
+        first.cancel()
+        raise
 
 
 async def _count_cells(engine: EngineClient, request_id: str) -> int:
@@ -223,7 +261,7 @@ async def answer(
         http,
         body,
         request_id=uuid.uuid4().hex,
-        max_tokens=None if body.n_predict < 0 else max(1, body.n_predict),
+        max_tokens=None if body.n_predict < 0 else body.n_predict,
         stop=body.stops,
         logprobs=probed if body.n_probs else 0,
     )

@@ -26,6 +26,7 @@ _COUNTERS = frozenset(
     | {"cache_read_input_tokens", "reasoning_tokens"}
     | {"tokens_predicted"}  # so far
 )
+_BESIDES = frozenset({"system_fingerprint", "timings"})
 # Where pieces of text are, and what comes in pieces beside them.
 _TEXTS = (
     ("choices", 0, "text"),
@@ -103,6 +104,9 @@ def _plain(value: Any, names: dict[str, str], key: str = "") -> Any:
         assert isinstance(value, str), f"{key}: {value!r}"
         return ""
     if isinstance(value, dict):
+        if "choices" in value:  # of OpenAI's: see test_llama_routes
+            value = {key: item for key, item in value.items() if key not in _BESIDES}
+        value = {key: item for key, item in value.items() if not key.startswith("draft_n")}
         if cached := value.get("cache_read_input_tokens"):  # Anthropic's input tokens are those not cached
             value = {**value, "input_tokens": value["input_tokens"] + cached}
         return {inner: _plain(item, names, inner) for inner, item in value.items()}

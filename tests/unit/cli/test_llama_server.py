@@ -149,7 +149,7 @@ def test_every_argument_that_has_a_meaning_is_tested() -> None:
 def test_its_own_defaults(served: list[Config]) -> None:
     config, _ = run(served, "")
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
-    assert config.engine.fallback_template == "chatml" and config.server.defaults == ""
+    assert config.server.defaults == ""
     assert run(served, "", CLLM_PORT="77")[0].server.port == 77
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from cllm.server.app import add_defaults
 from cllm.server.errors import error_body
 from cllm.server.protocol import llama_responses as api
+from cllm.server.protocol.base import make_timings
 from cllm.server.protocol.embeddings import LlamaEmbeddingBody, RerankBody, split_inputs
 from cllm.server.protocol.llama import LlamaCompletionBody, LlamaTokenizeBody
 from cllm.server.protocol.sampling import SamplingBody
@@ -153,7 +154,7 @@ def test_time_ends_it_at_a_line_break() -> None:
 @pytest.mark.parametrize(("generated", "speed"), [(0, 0.0), (1, 0.0), (5, 8.0)])
 def test_the_first_token_comes_with_the_prompt(generated: int, speed: float) -> None:
     seconds = 0.5 if generated > 1 else 1e-6
-    found = api.make_timings(prompt_tokens=8, generated=generated, prompt_s=2, generated_s=seconds, cached=4)
+    found = make_timings(prompt_tokens=8, generated=generated, prompt_s=2, generated_s=seconds, cached=4)
     assert (found.predicted_per_second, found.prompt_per_second) == (speed, 2.0)
     assert found.prompt_per_token_ms == 500 and found.cache_n == 4
 
