@@ -18,10 +18,11 @@ from cllm.chat.reply import ParsedOutput
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.text.output_parser import OutputEvent, OutputParser
+from cllm.text.output_parser import THINK_END, THINK_START, OutputEvent, OutputParser
+from cllm.text.prompt import Chat
 from cllm.text.tool_formats import ToolFormat, get_tool_format
-from cllm.types import ConstraintKind, ConstraintSpec, Request, RequestOutput
-from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, Tokens
+from cllm.types import ConstraintKind, ConstraintSpec, ReasoningLimit, Request, RequestOutput
+from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, TokenizeText, Tokens
 
 ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
 
@@ -71,6 +72,24 @@ def _make_either(calls: ConstraintSpec, form: ConstraintSpec, opening: str) -> C
     return ConstraintSpec(ConstraintKind.TOOLS, source)
 
 
+async def _limit_reasoning(engine: EngineClient, plan: ChatPlan, prompt: Tokens) -> ChatPlan:
+    """The plan with the budget of its reasoning, if it has one."""
+    conversation, request = plan.conversation, plan.request
+    if conversation.reasoning_budget is None or request.constraint is not None or not conversation.think:
+        return plan
+    markers = []
+    for text in (THINK_START, THINK_END):
+        task = TokenizeText(text, add_special=False, parse_special=True)
+        markers.append((await run_tokenizer(engine, task, Tokens)).tokens)
+    limit = ReasoningLimit(
+        budget=conversation.reasoning_budget,
+        opening=markers[0],
+        closing=markers[1],
+        inside=prompt.thinking,
+    )
+    return msgspec.structs.replace(plan, request=msgspec.structs.replace(request, reasoning=limit))
+
+
 class ChatSession(Generic[StreamKind]):
     """A conversation with n choices on their way, each with an output parser of its own."""
 
@@ -82,6 +101,11 @@ class ChatSession(Generic[StreamKind]):
         self.streams = submit_all(engine, plan.request, [prompt.tokens], n, kind)
         self._plan = plan
         self._thinking = prompt.thinking
+
+    @property
+    def chat(self) -> Chat:
+        """What its prompt was made of."""
+        return self._plan.prompt.chat
 
     async def events(self: ChatSession[AsyncOutputStream]) -> AsyncIterator[ChoiceEvents]:
         """The events of all choices as they arrive."""
@@ -160,6 +184,7 @@ async def open_chat(
     if plan.check is not None:
         await run_tokenizer(engine, plan.check, Text)
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
+    plan = await _limit_reasoning(engine, plan, prompt)
     return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
 
 

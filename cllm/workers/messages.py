@@ -201,6 +201,12 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
 
 
+class SpellTokens(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of each token, of control tokens their spelling; answered with Pieces."""
+
+    tokens: tuple[int, ...]
+
+
 class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
     """Does this grammar compile? Answered with Text (empty)."""
 
@@ -215,6 +221,7 @@ TokenizerTask = (
     | TokenizePairs
     | RenderChat
     | Detokenize
+    | SpellTokens
     | CheckConstraint
 )
 
@@ -272,13 +279,17 @@ class Text(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    pieces: tuple[bytes, ...]
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str
     message: str
     field: str | None = None
 
 
-TokenizerAnswer = Tokens | TokenLists | Text | Refused
+TokenizerAnswer = Tokens | TokenLists | Text | Pieces | Refused
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

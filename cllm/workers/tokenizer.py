@@ -27,8 +27,10 @@ from cllm.workers.executor import settle
 from cllm.workers.messages import (
     CheckConstraint,
     Detokenize,
+    Pieces,
     Refused,
     RenderChat,
+    SpellTokens,
     Text,
     TokenizeChat,
     TokenizeInfill,
@@ -103,12 +105,20 @@ class TokenizerWorker:
                     return _all_limited(pairs, max_tokens, "documents")
                 case Detokenize(tokens):
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
+                case SpellTokens(tokens):
+                    return Pieces(tuple(map(self._spell, tokens)))
                 case CheckConstraint(spec):
                     with self._lock:
                         self._constraints.check(spec)
                     return Text("")
         except CllmError as error:
             return Refused(error.code, error.message, getattr(error, "field", None))
+
+    def _spell(self, token: int) -> bytes:
+        vocabulary = self._vocabulary
+        return (
+            vocabulary.spelling(token).encode() if vocabulary.is_control(token) else vocabulary.piece(token)
+        )
 
 
 def _limited(tokens: list[int], max_tokens: int, *, thinking: bool = False) -> Tokens:

@@ -10,14 +10,8 @@ import msgspec
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import make_template_options
-from cllm.server.protocol.base import (
-    Body,
-    ConstrainedBody,
-    StopText,
-    Text,
-    TokenIds,
-    sampling_field,
-)
+from cllm.server.protocol.base import Body, StopText, Text, TimedResponse, TokenIds
+from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 MAX_CHOICES = 64
@@ -63,6 +57,12 @@ class SchemaFormat(Body):
     strict: bool | None = Field(None, description="Ignored: the answer always validates", examples=[True])
 
 
+ReasoningFormat = Annotated[
+    Literal["auto", "deepseek", "deepseek-legacy", "none"],
+    Field(description="`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
+]
+
+
 class ResponseFormat(Body):
     """The form of the answer."""
 
@@ -73,6 +73,9 @@ class ResponseFormat(Body):
         None,
         description="The schema; required by the type `json_schema`",
         examples=[{"name": "answer", "schema": {"type": "object"}}],
+    )
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The schema of a `json_object`", examples=[{"type": "object"}]
     )
 
     @model_validator(mode="after")
@@ -114,12 +117,15 @@ class OpenAIBody(OpenAIFields):
     stream_options: StreamOptions | None = Field(
         None, description="What a stream sends besides the answer", examples=[{"include_usage": True}]
     )
+    timings_per_token: bool = Field(False, description="Give llama-server's `timings` in every event")
+    return_progress: bool = Field(False, description="Send events while the prompt is computed")
+    verbose: bool = Field(False, description="Give `__verbose`, what llama-server's `/completion` would say")
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None
-        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        return wanted.json_schema.schema_ if wanted.json_schema else wanted.schema_ or {"type": "object"}
 
     @property
     def include_usage(self) -> bool:
@@ -355,7 +361,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET  # by token id
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class Completion(TimedResponse, frozen=True, kw_only=True):
     """The response of `/v1/completions`, whole or one chunk of a stream."""
 
     id: str
@@ -394,6 +400,7 @@ def make_choice(
     body: CompletionBody, index: int, outputs: Sequence[RequestOutput], *, echo: str = "", offset: int = 0
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     logprobs = None

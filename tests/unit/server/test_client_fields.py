@@ -14,7 +14,7 @@ from cllm.config import EngineConfig, ServerConfig
 from cllm.errors import InvalidRequest
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
-from cllm.server.protocol.base import Body, ConstrainedBody
+from cllm.server.protocol.base import Body
 from cllm.server.protocol.chat import ChatBody, ConversationBody
 from cllm.server.protocol.completions import CompletionBody
 from cllm.server.protocol.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody
@@ -22,6 +22,7 @@ from cllm.server.protocol.generate import DecodeBody, EncodeBody, GenerateBody
 from cllm.server.protocol.llama import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
 from cllm.server.protocol.messages import CountBody, MessagesBody
 from cllm.server.protocol.responses import ResponsesBody
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.types import ConstraintKind, ConstraintSpec
 from cllm.workers.engine_worker import ThreadExecutor
@@ -123,9 +124,8 @@ def test_messages_of_the_older_form_come_back() -> None:
         functions=[WEATHER],
     )
     _, called, result = body.conversation().messages
-    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
-    assert result["role"] == "tool" and result["content"] == "rain"
-    assert result["tool_call_id"] == called["tool_calls"][0]["id"]
+    assert called["tool_calls"] == [{"function": {"name": "weather", "arguments": "{}"}}]
+    assert (result["role"], result["name"], result["content"]) == ("tool", "weather", "rain")
 
 
 @pytest.mark.parametrize(
