@@ -148,10 +148,15 @@ class ConstraintKind(StrEnum):
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """The structured output of an answer: a schema, regular expression, grammar or list of choices."""
+    """The structured output of an answer: a schema, regular expression, grammar or list of choices.
+
+    With `triggers` it applies from right after the first of these texts that is generated, be it as text or
+    as a control token; without, to the whole answer.
+    """
 
     kind: ConstraintKind
     source: str
+    triggers: tuple[str, ...] = ()
 
 
 class Pooling(StrEnum):

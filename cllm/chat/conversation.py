@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cllm.text.tool_formats import Tool, ToolFormat
+from cllm.text.chat_format import Tool
+from cllm.text.tool_formats import ToolFormat
 from cllm.workers.messages import Chat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
@@ -40,7 +41,6 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
             messages=tuple(tool_format.prepare(messages, self.tools)),
             tools=tuple(tool.for_template() for tool in shown),
             options=self.options,
-            opening=tool_format.forced_opening if self.forced else "",
             prefill=self.prefill,
             think=self.think and not constrained and not self.prefill,
         )

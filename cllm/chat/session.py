@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -14,45 +15,53 @@ import msgspec
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ParsedOutput
-from cllm.errors import InvalidRequest
+from cllm.errors import CllmError, EngineDied, InvalidRequest
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.text.call_grammar import make_call_grammar
+from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.output_parser import OutputEvent, OutputParser
-from cllm.text.tool_formats import ToolFormat, get_tool_format
-from cllm.types import Request, RequestOutput
-from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, Tokens
+from cllm.text.tool_formats import get_tool_format
+from cllm.types import FinishReason, Request, RequestOutput
+from cllm.workers.messages import CheckConstraint, Described, DescribeFormat, Text, TokenizeChat, Tokens
 
+log = logging.getLogger(__name__)
 ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
 
 
 class ChatPlan(msgspec.Struct, frozen=True):
-    """How a conversation is opened: tool-call format, prompt task and request."""
+    """How a conversation is opened: chat format, prompt task and request."""
 
     conversation: Conversation
-    tool_format: ToolFormat
+    chat_format: ChatFormat
     request: Request  # complete but for the prompt
     prompt: TokenizeChat
     check: CheckConstraint | None  # of the grammar of forced calls
 
 
-def plan_chat(engine: EngineClient, conversation: Conversation, request: Request) -> ChatPlan:
+def plan_chat(
+    engine: EngineClient, conversation: Conversation, request: Request, chat_format: ChatFormat
+) -> ChatPlan:
     """Plan a chat. `request` gives everything but the prompt (and the grammar of forced calls)."""
     engine.check_capacity()
     info, limits = loaded(engine)
-    tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
+    tools = conversation.tools
+    tool_format = get_tool_format(chat_format, info.template_for(tools=bool(tools)))
+    if not tool_format.template_takes_tools:
+        chat_format = msgspec.structs.replace(chat_format, calls=GENERIC.calls)
     constraint, check = request.constraint, None
     if conversation.forced:
         if constraint is not None:
             message = "tool_choice requires a call and the answer has a required format: give only one"
             raise InvalidRequest(message, "tool_choice")
-        constraint = tool_format.make_call_grammar(conversation.tools, parallel=conversation.parallel)
+        constraint = make_call_grammar(chat_format, tools, parallel=conversation.parallel)
+        assert constraint is not None
         check = CheckConstraint(constraint)
-    markers = tool_format.markers if conversation.tools and constraint is None else ()
-    request = msgspec.structs.replace(request, constraint=constraint, markers=markers)
+    request = msgspec.structs.replace(request, constraint=constraint, markers=chat_format.markers)
     chat = conversation.for_template(tool_format, constrained=constraint is not None)
     prompt = TokenizeChat(chat, limits.request_tokens)
-    return ChatPlan(conversation, tool_format, request, prompt, check)
+    return ChatPlan(conversation, chat_format, request, prompt, check)
 
 
 class ChatSession(Generic[StreamKind]):
@@ -92,24 +101,23 @@ class ChatSession(Generic[StreamKind]):
         return [(_parse(parser, output), output) for output in outputs]
 
     def _make_parser(self) -> OutputParser:
-        conversation, tool_format = self._plan.conversation, self._plan.tool_format
-        names = [tool.name for tool in conversation.tools]
-        if conversation.forced:
-            return OutputParser(tool_format, names, calling=True, parallel=conversation.parallel)
-        if self._plan.request.constraint is not None:
-            return OutputParser(reasoning=False)
+        conversation = self._plan.conversation
+        constrained = self._plan.request.constraint is not None and not conversation.forced
         return OutputParser(
-            tool_format if names else None,
-            names,
+            self._plan.chat_format,
+            () if constrained else conversation.tools,
             thinking=self._thinking,
+            forced=conversation.forced,
             parallel=conversation.parallel,
-            reasoning=conversation.reasoning,
+            reasoning=conversation.reasoning and not constrained,
         )
 
 
 def _parse(parser: OutputParser, output: RequestOutput) -> list[OutputEvent]:
     events = parser.feed(output.text) if output.text else []
-    return events if output.finish_reason is None else events + parser.finish()
+    if output.finish_reason is None:
+        return events
+    return events + parser.finish(cut=output.finish_reason is not FinishReason.STOP)
 
 
 def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[int, RequestOutput]]:
@@ -135,11 +143,39 @@ def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[i
         yield index, output
 
 
+async def get_chat_format(engine: EngineClient, *, tools: bool) -> ChatFormat:
+    """How the model writes an answer; the tokenizer is asked once. The generic format where it cannot say."""
+    if tools not in engine.chat_formats:
+        try:
+            answer = await run_tokenizer(engine, DescribeFormat(tools), Described)
+            engine.chat_formats[tools] = answer.chat_format
+        except (InvalidRequest, EngineDied) as error:
+            engine.chat_formats[tools] = _fall_back(error)
+    return engine.chat_formats[tools]
+
+
+def _get_chat_format_blocking(engine: EngineClient, *, tools: bool) -> ChatFormat:
+    if tools not in engine.chat_formats:
+        try:
+            answer = engine.tokenizer.submit(DescribeFormat(tools)).result()
+            assert isinstance(answer, Described)
+            engine.chat_formats[tools] = answer.chat_format
+        except (InvalidRequest, EngineDied) as error:
+            engine.chat_formats[tools] = _fall_back(error)
+    return engine.chat_formats[tools]
+
+
+def _fall_back(error: CllmError) -> ChatFormat:
+    log.warning("the chat template shows no format of tool calls (%s): the generic one is used", error.code)
+    return GENERIC
+
+
 async def open_chat(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[AsyncOutputStream]:
     """Submit n choices. Raises InvalidRequest (template, grammar), and what `EngineClient.submit` raises."""
-    plan = plan_chat(engine, conversation, request)
+    chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
+    plan = plan_chat(engine, conversation, request, chat_format)
     if plan.check is not None:
         await run_tokenizer(engine, plan.check, Text)
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
@@ -150,7 +186,8 @@ def open_chat_blocking(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[BlockingOutputStream]:
     """`open_chat` for threads, without time limits on tokenizer tasks."""
-    plan = plan_chat(engine, conversation, request)
+    chat_format = _get_chat_format_blocking(engine, tools=bool(conversation.tools))
+    plan = plan_chat(engine, conversation, request, chat_format)
     if plan.check is not None:
         engine.tokenizer.submit(plan.check).result()
     prompt = engine.tokenizer.submit(plan.prompt).result()
@@ -160,6 +197,8 @@ def open_chat_blocking(
 
 async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
-    tool_format = get_tool_format(loaded(engine)[0].template_for(tools=bool(conversation.tools)))
+    chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
+    template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
+    tool_format = get_tool_format(chat_format, template)
     chat = conversation.for_template(tool_format, constrained=constrained or conversation.forced)
     return len((await run_tokenizer(engine, TokenizeChat(chat, 0), Tokens)).tokens)

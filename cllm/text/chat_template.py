@@ -203,6 +203,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError("the % operator on text is not supported: use ~ or format")
         return super().call_binop(context, operator, left, right)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Templates may build lists of their own: what they are given is theirs alone."""
+        changes_list = isinstance(obj, list) and attr in ("append", "pop")
+        return changes_list or super().is_safe_attribute(obj, attr, value)
+
     def _check_length(self, length: int) -> None:
         if length > self._max_length:
             raise TemplateStopped(f"it makes a text of more than {self._max_length} characters")

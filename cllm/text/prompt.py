@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,9 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest
+from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.output_parser import THINK_END, THINK_START
+from cllm.text.format_analysis import derive_format
 from cllm.types import HasBound, InfillTokens, Vocabulary
+
+DERIVE_LIMIT_S = 2.0  # CPU time
 
 
 class ChatPrompt(NamedTuple):
@@ -33,12 +37,41 @@ class PromptBuilder:
         self._vocabulary = vocabulary
         self._template = template
         self._tool_template = tool_template or template
+        self._formats: dict[ChatTemplate, ChatFormat] = {}
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
         """Matches the text of any control token, the longest first."""
         spellings = sorted(self._vocabulary.special_texts, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spellings)) or "(?!)")
+
+    def describe(self, *, tools: bool) -> ChatFormat:
+        """How the model writes an answer, by the template of conversations with or without tools."""
+        template = self._tool_template if tools else self._template
+        if template is None:
+            return GENERIC
+        if template not in self._formats:
+            self._formats[template] = self._derive(template)
+        return self._formats[template]
+
+    def _derive(self, template: ChatTemplate) -> ChatFormat:
+        vocabulary = self._vocabulary
+        texts = {"bos_token": vocabulary.begin_text, "eos_token": vocabulary.end_text}
+        started = time.thread_time()
+
+        def render(**variables: Any) -> str:
+            if time.thread_time() - started > DERIVE_LIMIT_S:
+                raise InvalidRequest("the chat template is too slow to derive a format from it")
+            return template.render(**texts, **variables)
+
+        tokens: dict[str, int] = {}
+        for text in vocabulary.special_texts:
+            found = vocabulary.tokenize(text, add_special=False, parse_special=True)
+            if len(found) == 1:
+                tokens[text] = found[0]
+        ends = [text for text, token in tokens.items() if vocabulary.is_end(token)]
+        controls = {text: token for text, token in tokens.items() if vocabulary.is_control(token)}
+        return derive_format(render, controls, ends)
 
     def from_messages(
         self,
@@ -72,9 +105,11 @@ class PromptBuilder:
             return _map_strings(value, lambda text: self._controls.sub(hide, text))
 
         rendered = self.render(safe(list(messages)), tools=safe(list(tools)), options=safe(options or {}))
-        thinking = rendered.rstrip().endswith(THINK_START)
+        known = self.describe(tools=bool(tools))
+        thinking = any(rendered.rstrip().endswith(mark.strip()) for mark in known.reasoning_openings)
         if thinking and not think:
-            rendered = f"{rendered.rstrip()}\n\n{THINK_END}\n\n"
+            closing = known.reasoning_closings[0] if known.exact else f"\n\n{known.reasoning_closings[0]}\n\n"
+            rendered = rendered.rstrip() + closing
         rendered += opening + safe(prefill)
         parts = re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]

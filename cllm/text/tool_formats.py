@@ -8,13 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import msgspec
-
-from cllm.types import ConstraintKind, ConstraintSpec
+from cllm.text.chat_format import GENERIC, ChatFormat, Tool
 
 Message = dict[str, Any]
-MAX_CALLS = 16  # in one forced answer
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 INSTRUCTIONS = """\
 You can call these tools, described as JSON:
 {tools}
@@ -25,47 +21,10 @@ To call one, answer with nothing but a JSON object on a line of its own: \
 _NO_SYSTEM = re.compile(r"""raise_exception\(\s*["'][^"']*\bsystem\b""", re.IGNORECASE)
 
 
-class Tool(msgspec.Struct, frozen=True):
-    """A tool: a function the model may call; `parameters` is a JSON schema."""
-
-    name: str
-    description: str = ""
-    parameters: Mapping[str, Any] = {}
-
-    @property
-    def schema(self) -> Mapping[str, Any]:
-        return self.parameters or NO_PARAMETERS
-
-    def for_template(self) -> dict[str, Any]:
-        """The shape that published chat templates expect."""
-        function = {"name": self.name, "description": self.description, "parameters": self.schema}
-        return {"type": "function", "function": function}
-
-
 class ToolFormat:
-    """Tool-call format of one model family. Stateless; subclasses differ in what they declare.
+    """What a template takes of earlier tool calls. Stateless."""
 
-    A call is a JSON object between `opening` and `closing`. With `bare`, an answer that starts with such an
-    object is a call without any opening. `forced_opening` ends the prompt when a call is required; the
-    grammar applies from there.
-    """
-
-    opening: ClassVar[str] = ""
-    closing: ClassVar[str] = ""
-    bare: ClassVar[bool] = False
-    named_opening: ClassVar[str] = ""  # between a name and its arguments, where no object holds both
-    argument_key: ClassVar[str] = "arguments"
-    forced_opening: ClassVar[str] = ""
-    before: ClassVar[str] = ""  # of forced calls: before the first, between two, after the last
-    between: ClassVar[str] = "\n"
-    after: ClassVar[str] = ""
-    separators: ClassVar[tuple[str, ...]] = ()  # allowed around calls, without a meaning
-    markers: ClassVar[tuple[str, ...]] = ()  # possibly control tokens, which have no text
     template_takes_tools: ClassVar[bool] = True
-
-    def matches(self, template: str) -> bool:
-        """Whether the chat template was written for this format."""
-        return self.opening in template
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """Messages for the template: call arguments as objects, results with the name of their tool."""
@@ -75,50 +34,6 @@ class ToolFormat:
             for call in message.get("tool_calls") or ()
         }
         return [_prepare(message, names) for message in messages]
-
-    def make_call_grammar(self, tools: Sequence[Tool], *, parallel: bool) -> ConstraintSpec:
-        """Grammar of forced calls: only calls of these tools, with arguments valid by their schemas."""
-        schema = json.dumps(self._schema(tools))
-        more = f"(BETWEEN call){{0,{MAX_CALLS - 1}}}" if parallel else ""
-        parts = [
-            f"start: {'BEFORE' if self.before else ''} call {more} {'AFTER' if self.after else ''}",
-            f"call: %json {schema}",
-        ]
-        for terminal, text in (("BEFORE", self.before), ("BETWEEN", self.between), ("AFTER", self.after)):
-            if text:
-                parts.append(f"{terminal}: {json.dumps(text)}")
-        return ConstraintSpec(ConstraintKind.TOOLS, "\n".join(parts))
-
-    def _schema(self, tools: Sequence[Tool]) -> dict[str, Any]:
-        places = [f"/anyOf/{index}" for index in range(len(tools))] if len(tools) > 1 else [""]
-        key = self.argument_key
-        calls: list[dict[str, Any]] = []
-        for tool, place in zip(tools, places, strict=True):
-            arguments = _relocate(_forbid_extra_arguments(tool.schema), f"#{place}/properties/{key}")
-            properties = {"name": {"const": tool.name}, key: arguments}
-            required = {"required": ["name", key], "additionalProperties": False}
-            calls.append({"type": "object", "properties": properties, **required})
-        # Only the blanks that models were trained to write: free whitespace could go on without end.
-        style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "x-guidance": style}
-
-
-def _forbid_extra_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Close the schema of a tool without parameters: otherwise any object of any length is valid."""
-    empty = not schema.get("properties") and schema.keys() <= {"type", "properties", "required", "title"}
-    return {**schema, "additionalProperties": False} if empty else schema
-
-
-def _relocate(schema: Any, place: str) -> Any:
-    """Embed a schema at `place` of another one: its local references are adjusted."""
-    if isinstance(schema, Mapping):
-        return {
-            key: place + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _relocate(value, place)
-            for key, value in schema.items()
-        }
-    return [_relocate(item, place) for item in schema] if isinstance(schema, list) else schema
 
 
 def _prepare(message: Message, names: Mapping[str, str]) -> Message:
@@ -149,29 +64,8 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-class Hermes(ToolFormat):
-    """Hermes, Qwen and others: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
-
-    opening = "<tool_call>"
-    closing = "</tool_call>"
-    forced_opening = "<tool_call>\n"
-    between = "\n</tool_call>\n<tool_call>\n"
-    after = "\n</tool_call>"
-    markers = ("<tool_call>", "</tool_call>")
-
-
 class Llama3(ToolFormat):
-    """Llama 3: `{"name": …, "parameters": …}`, with or without `<|python_tag|>` before it."""
-
-    opening = "<|python_tag|>"
-    bare = True
-    argument_key = "parameters"
-    between = "; "
-    separators = ("[", "]", ",", ";")
-    markers = ("<|python_tag|>",)
-
-    def matches(self, template: str) -> bool:
-        return "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template)
+    """One call a message."""
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """Split messages of several calls: the template takes one call a message, followed by its result."""
@@ -192,16 +86,7 @@ class Llama3(ToolFormat):
 
 
 class Mistral(ToolFormat):
-    """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
-
-    opening = "[TOOL_CALLS]"
-    named_opening = "[ARGS]"
-    forced_opening = "[TOOL_CALLS]"
-    before = "["
-    between = ", "
-    after = "]"
-    separators = ("[", "]", ",")
-    markers = ("[TOOL_CALLS]", "[ARGS]")
+    """Short ids."""
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The templates accept only call ids of nine letters or digits."""
@@ -223,9 +108,7 @@ def _shorten(call_id: str) -> str:
 class Generic(ToolFormat):
     """Describes the tools in the system message; a call is a JSON object on a line of its own."""
 
-    bare = True
     template_takes_tools = False
-    separators = ("[", "]", ",", ";")
 
     def __init__(self, template: str = "") -> None:
         self._takes_system = _NO_SYSTEM.search(template) is None
@@ -257,8 +140,10 @@ class Generic(ToolFormat):
         return [{"role": "system", "content": text}, *prepared]
 
 
-def get_tool_format(template: str | None) -> ToolFormat:
-    """The format that the chat template was written for; templates without tools get the generic one."""
-    template = template or ""
-    formats: tuple[ToolFormat, ...] = (Mistral(), Hermes(), Llama3(), Generic(template))
-    return next(tool_format for tool_format in formats if tool_format.matches(template))
+def get_tool_format(chat_format: ChatFormat, template: str | None) -> ToolFormat:
+    """What the template takes; those that describe no tools, or write no calls, get the generic one."""
+    if not chat_format.takes_tools or chat_format.calls == GENERIC.calls:
+        return Generic(template or "")
+    if "[TOOL_CALLS]" in chat_format.calls.start:
+        return Mistral()
+    return Llama3() if chat_format.one_call else ToolFormat()

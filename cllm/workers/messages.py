@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from cllm.errors import ContextLengthExceeded
+from cllm.text.chat_format import ChatFormat
 from cllm.text.prompt import Gap, check_length
 from cllm.types import (
     ConstraintSpec,
@@ -219,6 +220,12 @@ class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
     spec: ConstraintSpec
 
 
+class DescribeFormat(msgspec.Struct, frozen=True, tag=True):
+    """How the model writes an answer, with tools or without; answered with Described."""
+
+    tools: bool = False
+
+
 TokenizerTask = (
     TokenizeText
     | TokenizeChat
@@ -228,6 +235,7 @@ TokenizerTask = (
     | RenderChat
     | Detokenize
     | CheckConstraint
+    | DescribeFormat
 )
 
 
@@ -284,13 +292,17 @@ class Text(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Described(msgspec.Struct, frozen=True, tag=True):
+    chat_format: ChatFormat
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str
     message: str
     field: str | None = None
 
 
-TokenizerAnswer = Tokens | TokenLists | Text | Refused
+TokenizerAnswer = Tokens | TokenLists | Text | Described | Refused
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

@@ -26,6 +26,8 @@ from cllm.workers.channel import Channel
 from cllm.workers.executor import settle
 from cllm.workers.messages import (
     CheckConstraint,
+    Described,
+    DescribeFormat,
     Detokenize,
     Refused,
     RenderChat,
@@ -112,6 +114,8 @@ class TokenizerWorker:
                     return _all_limited(pairs, max_tokens, "documents")
                 case Detokenize(tokens):
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
+                case DescribeFormat(tools):
+                    return Described(self._prompts.describe(tools=tools))
                 case CheckConstraint(spec):
                     with self._lock:
                         self._constraints.check(spec)

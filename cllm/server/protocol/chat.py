@@ -13,7 +13,7 @@ from cllm.chat.conversation import Conversation, ToolChoice, make_template_optio
 from cllm.chat.reply import ChatReply
 from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, ToolDescription, kinds
 from cllm.server.protocol.completions import CompletionUsage, Name, OpenAIBody, PromptTokensDetails
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, TokenLogprob
 
 MAX_MESSAGES = 4096

@@ -26,7 +26,7 @@ from cllm.server.protocol.base import (
     kinds,
 )
 from cllm.server.protocol.completions import Name
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
 BILLING_HEADER = "x-anthropic-billing-header:"

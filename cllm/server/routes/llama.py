@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm import __version__
+from cllm.chat.session import get_chat_format
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
@@ -173,7 +174,8 @@ async def apply_template(body: ConversationBody, http: HttpRequest) -> Response:
     engine = get_registry(http).current
     conversation = body.conversation()
     template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-    task = RenderChat(conversation.for_template(get_tool_format(template)))
+    chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
+    task = RenderChat(conversation.for_template(get_tool_format(chat_format, template)))
     return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
 
 

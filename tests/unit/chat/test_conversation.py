@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cllm.chat.conversation import Conversation, MessageBuilder, ToolChoice, normalize_message
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 
 TOOLS = [Tool("a"), Tool("b")]
 

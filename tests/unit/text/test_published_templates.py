@@ -10,9 +10,10 @@ import pytest
 
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
+from cllm.text.chat_format import Tool
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
-from cllm.text.tool_formats import Tool, get_tool_format
+from cllm.text.tool_formats import Generic, Mistral
 
 USER = {"role": "user", "content": "Is 1 < 2 & 3?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -76,7 +77,7 @@ def test_a_refused_system_role_is_named() -> None:
 
 
 def test_tools_go_where_a_template_without_a_system_role_takes_them() -> None:
-    tool_format = get_tool_format(ALTERNATING)
+    tool_format = Generic(ALTERNATING)
     messages = tool_format.prepare([USER, CALLING_AS_SENT, RESULT], [Tool("add", "Adds")])
     text = rendered(ALTERNATING, *messages)
     assert '{"name": "add", "description": "Adds"' in text and "Result of add: 3" in text
@@ -136,7 +137,7 @@ def test_tools_namespaces_slices_dates_and_indented_json() -> None:
 def test_a_template_that_wants_short_ids_gets_them() -> None:
     call = {"id": "call_0123456789abcdef", "function": {"name": "add", "arguments": "{}"}}
     result = {**RESULT, "tool_call_id": call["id"]}
-    messages = get_tool_format("[TOOL_CALLS]").prepare([{**CALLING, "tool_calls": [call]}, result], [])
+    messages = Mistral().prepare([{**CALLING, "tool_calls": [call]}, result], [])
     assert "<result>3</result>" in rendered(WITH_TOOLS, USER, *messages)
     assert messages[0]["tool_calls"][0]["id"] == messages[1]["tool_call_id"]
 

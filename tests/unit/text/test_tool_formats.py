@@ -1,27 +1,16 @@
-"""Dialects: chosen by the template, conversations prepared for it, and forced calls that always parse."""
+"""Conversations with tool calls, prepared for what a template takes."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import jsonschema
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cllm.errors import InvalidRequest
-from cllm.testing import END_TOKEN, FakeVocabulary
-from cllm.text.output_parser import OutputParser
-from cllm.text.structured_output import GrammarCompiler
-from cllm.text.tool_formats import Generic, Hermes, Llama3, Mistral, Tool, ToolFormat, get_tool_format
-from cllm.types import FinishReason
-from tests.profiles import examples
-from tests.unit.text.test_output_parser import Parts, events_of, joined
-from tests.unit.text.test_structured_output import answer, text
+from cllm.text.chat_format import Tool
+from cllm.text.tool_formats import Generic, Llama3, Mistral, ToolFormat
 
-COMPILER = GrammarCompiler(FakeVocabulary())
-FORMATS: tuple[ToolFormat, ...] = (Hermes(), Mistral(), Llama3(), Generic())
+FORMATS: tuple[ToolFormat, ...] = (ToolFormat(), Mistral(), Llama3(), Generic())
 each_dialect = pytest.mark.parametrize(
     "tool_format", FORMATS, ids=lambda tool_format: type(tool_format).__name__
 )
@@ -50,22 +39,6 @@ WEATHER = Tool(
 )
 NOTHING = Tool("now")
 SUNNY = {"city": "Bern", "unit": "C", "where": {"x": 4}}
-
-
-@pytest.mark.parametrize(
-    ("template", "kind"),
-    [
-        (None, Generic),
-        ("{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}", Generic),
-        ("… return a json object within <tool_call></tool_call> tags …", Hermes),
-        ("{{ '[TOOL_CALLS] [' }}{{ '[AVAILABLE_TOOLS]' }}", Mistral),
-        ("{{ '<|python_tag|>' + call.name }}", Llama3),
-        ("""{% if role == "ipython" %}{"name": name, "parameters": {}}{% endif %}""", Llama3),
-        ("<start_of_turn>{{ m.role }}{{ raise_exception('System role not supported') }}", Generic),
-    ],
-)
-def test_the_template_chooses(template: str | None, kind: type[ToolFormat]) -> None:
-    assert type(get_tool_format(template)) is kind
 
 
 # Conversations ------------------------------------------------------------------------------------
@@ -143,97 +116,3 @@ def test_arguments_that_are_no_object_stay_text(tool_format: ToolFormat, argumen
     (message,) = prepared
     found = message.get("tool_calls") or [{"function": json.loads(message["content"])}]
     assert found[0]["function"]["arguments"] == arguments
-
-
-# Forced calls -------------------------------------------------------------------------------------
-
-
-def accepts(tool_format: ToolFormat, tools: list[Tool], written: str, *, parallel: bool = True) -> bool:
-    """True when the grammar lets this be written and may end after it."""
-    constraint = COMPILER.compile(tool_format.make_call_grammar(tools, parallel=parallel))
-    for token in written.encode():
-        if constraint.complete or not constraint.mask()[token]:
-            return False
-        constraint.accept(token)
-    return constraint.complete or bool(constraint.mask()[END_TOKEN])
-
-
-def call(tool_format: ToolFormat, name: str, arguments: Any) -> str:
-    return json.dumps({"name": name, tool_format.argument_key: arguments})
-
-
-def forced(tool_format: ToolFormat, *calls: str) -> str:
-    return tool_format.before + tool_format.between.join(calls) + tool_format.after
-
-
-@each_dialect
-def test_the_grammar_takes_what_fits_and_nothing_else(tool_format: ToolFormat) -> None:
-    tools = [WEATHER, NOTHING]
-    sunny, now = call(tool_format, "weather", SUNNY), call(tool_format, "now", {})
-    assert accepts(tool_format, tools, forced(tool_format, sunny))
-    assert accepts(tool_format, tools, forced(tool_format, now))
-    assert accepts(tool_format, tools, forced(tool_format, sunny, now, sunny))
-    assert accepts(tool_format, tools, forced(tool_format, now), parallel=False)
-    assert not accepts(tool_format, tools, forced(tool_format, sunny, now), parallel=False)
-    assert not accepts(tool_format, tools, "")
-    assert not accepts(tool_format, tools, "Sure! " + forced(tool_format, now))
-    assert not accepts(tool_format, tools, forced(tool_format, call(tool_format, "other", {})))
-    assert not accepts(
-        tool_format, tools, forced(tool_format, call(tool_format, "weather", {"city": "Bern"}))
-    )
-    assert not accepts(
-        tool_format, tools, forced(tool_format, call(tool_format, "weather", {**SUNNY, "unit": "K"}))
-    )
-    wrong = {**SUNNY, "where": {"x": 10}}
-    assert not accepts(tool_format, tools, forced(tool_format, call(tool_format, "weather", wrong))), (
-        "$ref is followed"
-    )
-    assert not accepts(tool_format, [NOTHING], forced(tool_format, sunny))
-    assert not accepts(tool_format, [NOTHING], forced(tool_format, call(tool_format, "now", {"x": 1}))), (
-        "it takes none"
-    )
-
-
-@settings(deadline=None, max_examples=examples(25))
-@given(seed=st.integers(0, 1000), single=st.booleans(), parallel=st.booleans())
-@each_dialect
-def test_whatever_the_model_wants_its_calls_parse_and_fit(
-    tool_format: ToolFormat, seed: int, single: bool, parallel: bool
-) -> None:
-    tools = [WEATHER] if single else [WEATHER, NOTHING]
-    (deltas,) = answer(tool_format.make_call_grammar(tools, parallel=parallel), seed=seed, max_tokens=500)
-    reader = OutputParser(tool_format, [tool.name for tool in tools], calling=True, parallel=parallel)
-    parts = joined(events_of(reader, [delta.text for delta in deltas]))
-    assert parts.calls and (len(parts.calls) == 1 or parallel)
-    calls = parts.calls
-    if deltas[-1].finish_reason is FinishReason.STOP:
-        assert parts == Parts("", "", calls), text(deltas)
-    else:
-        assert parallel
-        calls = calls[:-1]  # the last may be cut short
-    for name, arguments in calls:
-        (tool,) = (tool for tool in tools if tool.name == name)
-        jsonschema.validate(arguments, dict(tool.schema))
-
-
-@each_dialect
-def test_a_hundred_tools(tool_format: ToolFormat) -> None:
-    tools = [Tool(f"tool_{index}", "x" * 50, WEATHER.parameters) for index in range(100)]
-    assert accepts(tool_format, tools, forced(tool_format, call(tool_format, "tool_99", SUNNY)))
-    assert not accepts(tool_format, tools, forced(tool_format, call(tool_format, "tool_100", SUNNY)))
-
-
-@each_dialect
-def test_parameters_that_cannot_be_honoured_are_refused(tool_format: ToolFormat) -> None:
-    with pytest.raises(InvalidRequest, match="tools"):
-        COMPILER.compile(
-            tool_format.make_call_grammar([Tool("f", "", {"$ref": "#/$defs/nowhere"})], parallel=True)
-        )
-
-
-@each_dialect
-def test_names_and_keys_that_need_care(tool_format: ToolFormat) -> None:
-    schema = {"type": "object", "properties": {'a"b\\': {"const": "é\n"}}, "required": ['a"b\\']}
-    tool = Tool("a.b-c_d", "", {**schema, "additionalProperties": False})
-    written = json.dumps({"name": tool.name, tool_format.argument_key: {'a"b\\': "é\n"}}, ensure_ascii=False)
-    assert accepts(tool_format, [tool], forced(tool_format, written))
