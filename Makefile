@@ -62,6 +62,9 @@ restart: .venv/ready ## the first token after a restart, with a known prefix of 
 oversized: .venv/ready ## 16 prompts of 7.8 MB at once, and a hello beside them: how long each takes
 	.venv/bin/python -m tests.soak.oversized $(ARGS)
 
+first-bytes: .venv/ready ## how soon a stream begins on every route while prompts of 4,000 tokens are read
+	.venv/bin/python -m tests.soak.first_bytes $(ARGS)
+
 pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV they need: preempted, answered, the right text
 	.venv/bin/python -m tests.soak.pressure --tiny build/tiny.gguf $(ARGS)
 
@@ -76,6 +79,12 @@ waiting: .venv/ready ## 50,000 requests wait: what submitting and cancelling cos
 
 schemas: .venv/ready-test ## 200 random JSON schemas: every answer validates; and what constraints cost
 	.venv/bin/python -m tests.soak.schemas $(ARGS)
+
+vocabularies: .venv/ready-test ## every constraint on every vocabulary in llama.cpp's source: none refused, all fit
+	.venv/bin/python -m tests.soak.vocabularies $(ARGS)
+
+templates: .venv/ready-test ## 70 published chat templates × 12 shapes of conversations, against Transformers (installed for it)
+	.venv/bin/python -m tests.soak.templates $(ARGS)
 
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
 	.venv/bin/python -m tests.soak.features $(ARGS)
@@ -108,4 +117,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas features exits doctor firsttoken clean
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas vocabularies features exits doctor firsttoken clean templates first-bytes

@@ -150,6 +150,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         30.0
     )
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
+    response_store_mb: Annotated[
+        int, _rare("RAM for the responses that each key can continue by their id, MiB. 0: none.", 0)
+    ] = 32
     slow_reader_s: Annotated[float, _rare("A stream not read for this long is ended, seconds.", gt=0)] = 30.0
     max_body_mb: Annotated[int, _rare("Largest request body, MiB.", 1)] = 8
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32

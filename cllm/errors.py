@@ -58,9 +58,9 @@ class ContextLengthExceeded(InvalidRequest):
         count = f"at least {prompt_tokens}" if at_least else prompt_tokens
         super().__init__(
             message
-            # Clients recognise this error by OpenAI's words: "maximum context length is".
-            or f"the prompt has {count} tokens, but this model's maximum context length is {limit}: "
-            "at most that many fit (prompt and answer together, at least one of them generated); "
+            # Clients recognise this error by Anthropic's words (then they shorten it) and by OpenAI's.
+            or f"prompt is too long: {prompt_tokens} tokens > {limit} maximum. It has {count} tokens, "
+            f"but this model's maximum context length is {limit}, prompt and answer together; "
             "shorten the prompt or start the server with a larger --ctx-size",
             field=field,
         )

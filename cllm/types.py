@@ -159,6 +159,15 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
     triggers: tuple[str, ...] = ()
 
 
+class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The budget of an answer's reasoning; when it is spent, the closing marker is forced. Token ids."""
+
+    budget: int  # tokens between the markers, in all; 0: reasoning ends at once
+    closing: tuple[int, ...]  # the closing marker
+    opening: tuple[int, ...] = ()  # the opening marker; empty: reasoning begins in the prompt only
+    inside: bool = False  # the prompt ends inside the reasoning
+
+
 class Pooling(StrEnum):
     """How the states of an input's tokens become one embedding."""
 
@@ -173,11 +182,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     prompt: tuple[int, ...]
-    max_tokens: int
+    max_tokens: int  # 0: only the prompt is computed
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
     logprobs: int = 0  # how many alternatives to report per token; 0 = none
+    prompt_logprobs: int = 0  # the same for the tokens of the prompt; then no prefix is reused
     constraint: ConstraintSpec | None = None
+    reasoning: ReasoningLimit | None = None
+    min_tokens: int = 0  # so many come before an end token or one of `stop_token_ids`
+    stop_token_ids: tuple[int, ...] = ()  # end the answer, as end tokens do
+    prediction: tuple[int, ...] = ()  # what the answer is expected to be, as draft tokens
     markers: tuple[str, ...] = ()  # control tokens whose spelling is part of the answer's text
     timeout_s: float | None = None  # from acceptance to the last token
     priority: int = 0  # higher goes first
@@ -246,6 +260,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     text: str = ""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt, once; its first token has none: 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # set on the last
     error: Failure | None = None  # set when finish_reason is error
@@ -393,6 +408,9 @@ class Vocabulary(HasBound, Protocol):
 
     def piece(self, token: int) -> bytes:
         """The bytes a token stands for; empty for control tokens."""
+
+    def spelling(self, token: int) -> str:
+        """How a token is written in a prompt; that of control tokens, too."""
 
     def is_end(self, token: int) -> bool:
         """True for end-of-generation tokens."""

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from cllm.types import Limits, ModelInfo, SamplingParams, TokenLogprob, TokenMask, Vocabulary
 
+SCORED_LOGITS = 1 << 22  # of the prompt tokens that are scored in one step: 16 MiB
 KVState = bytes | memoryview
 """The KV memory of one sequence, saved."""
 
@@ -43,6 +44,9 @@ class Row(NamedTuple):
 
     The last `outputs` tokens yield output: 0 in mid-prompt, 1 when a token is wanted, more for speculative
     decoding. Then the tokens after the first output are drafts to be verified.
+
+    `scored` are the tokens that follow as many tokens directly before the outputs: their log-probabilities
+    are wanted, with `scored_top` alternatives each.
     """
 
     seq_id: int
@@ -52,6 +56,13 @@ class Row(NamedTuple):
     sampler: Sampler | None
     mask: TokenMask | None = None
     logprobs: int = 0
+    scored: Sequence[int] = ()
+    scored_top: int = 0
+
+    @property
+    def lines(self) -> int:
+        """How many lines of logits it yields: first those of `scored`, then those of its outputs."""
+        return len(self.scored) + self.outputs
 
 
 class Batch(NamedTuple):
@@ -101,6 +112,7 @@ class RowResult(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None  # no token could be sampled for this row; its memory is as computed
+    scored: tuple[TokenLogprob, ...] = ()  # one for each of `Row.scored`
     embedding: bytes = b""  # float32, of an EMBED row
     sample_s: float = 0.0  # its part of the step's `sample_s`
 
@@ -116,12 +128,20 @@ class StepResult(NamedTuple):
     sample_s: float = 0.0  # sampling
 
 
+class DraftCost(NamedTuple):
+    """What drafts add to a decode step of one row, in such steps: verifying at all, and each draft token."""
+
+    verify: float
+    token: float
+
+
 class ModelRunner(Protocol):
     """A model and its KV memory. The owner thread's, but for what says that it may be called from any."""
 
     info: ModelInfo
     limits: Limits
     vocabulary: Vocabulary
+    draft_cost: DraftCost | None = None  # as measured at load
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.

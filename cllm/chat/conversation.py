@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from cllm.errors import InvalidRequest
 from cllm.text.chat_format import Tool
-from cllm.text.tool_formats import ToolFormat
-from cllm.workers.messages import Chat
+from cllm.text.folding import THOUGHTS
+from cllm.text.prompt import Chat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,24 +29,32 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = {}  # variables of the chat template
     reasoning: bool = True  # False: reasoning stays in the text
     think: bool = True  # False: reasoning that the template opens is closed
+    continued: bool = True  # False: an assistant's message at the end is not what the reply continues
+    reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
+
+    @property
+    def _continued(self) -> dict[str, Any]:
+        """The assistant's message that the reply continues, or an empty one."""
+        last = self.messages[-1]
+        return last if self.continued and last["role"] == "assistant" and not last.get("tool_calls") else {}
 
     @property
     def prefill(self) -> str:
         """The text that the reply continues: that of an assistant's message at the end."""
-        last = self.messages[-1]
-        continued = last["role"] == "assistant" and not last.get("tool_calls")
-        return str(last.get("content") or "") if continued else ""
+        return str(self._continued.get("content") or "")
 
-    def for_template(self, tool_format: ToolFormat, *, constrained: bool = False) -> Chat:
-        """The conversation as the chat template takes it; a constrained answer has no reasoning."""
-        messages = self.messages[:-1] if self.prefill else self.messages
-        shown = self.tools if tool_format.template_takes_tools else ()
+    def for_template(self, *, constrained: bool = False) -> Chat:
+        """The conversation as the tokenizer takes it; a constrained answer opens its reasoning at once."""
+        continued = self._continued
+        switches = [self.options.get(name) for name in ("enable_thinking", "thinking")]
         return Chat(
-            messages=tuple(tool_format.prepare(messages, self.tools)),
-            tools=tuple(tool.for_template() for tool in shown),
+            messages=self.messages[:-1] if continued else self.messages,
+            tools=tuple(tool.for_template() for tool in self.tools),
             options=self.options,
             prefill=self.prefill,
-            think=self.think and not constrained and not self.prefill,
+            think=self.think and False not in switches,
+            opened=constrained,
+            thoughts=get_thoughts(continued),
         )
 
 
@@ -77,8 +89,11 @@ class MessageBuilder:
     one message, because templates take only one. With `combine`, so do consecutive texts of any role.
     """
 
-    def __init__(self, *, combine: bool = False) -> None:
+    def __init__(self, field: str, *, combine: bool = False) -> None:
+        """`field` names the messages in errors."""
         self.messages: list[dict[str, Any]] = []
+        self.answered = False  # what is added now has been answered
+        self._field = field
         self._combine = combine
 
     def add_text(self, role: str, text: str) -> None:
@@ -88,18 +103,23 @@ class MessageBuilder:
         else:
             last["content"] = MESSAGE_JOINT.join(filter(None, (last["content"], text)))
 
+    def check_media(self, role: str, kind: str) -> None:
+        """Raises InvalidRequest for a part that is no text in what the user asks now."""
+        if role == "user" and not self.answered:
+            raise InvalidRequest(refuse_media(kind, self._field), self._field)
+
     def add_reasoning(self, text: str) -> None:
         """The assistant's reasoning, before the text or the calls that it led to."""
         message = self._assistant()
         message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def add_tool_call(self, call_id: str, name: str, arguments: str) -> None:
+    def add_tool_call(self, call_id: str | None, name: str, arguments: str) -> None:
         """A call by the assistant; `arguments` is JSON text."""
         calls = self._assistant().setdefault("tool_calls", [])
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def add_tool_result(self, call_id: str, text: str) -> None:
+    def add_tool_result(self, call_id: str | None, text: str) -> None:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _assistant(self) -> dict[str, Any]:
@@ -112,13 +132,68 @@ def _only_reasoning(message: dict[str, Any]) -> bool:
     return bool(message.get("reasoning_content")) and not message["content"] and "tool_calls" not in message
 
 
-def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of OpenAI's shape as chat templates take it: plain text content, no `developer` role."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    role = "system" if message["role"] == "developer" else message["role"]
-    return {**message, "role": role, "content": content}
+def note_media(kind: str) -> str:
+    """The text in the place of a part that is no text."""
+    return f"[{kind[:64]}: left out, this model accepts text only]"
+
+
+def refuse_media(kind: str, field: str) -> str:
+    """The error for a part that is no text, in what the model should answer."""
+    return (
+        f"{field}: content of type {kind[:64]!r} is not supported: this model accepts text only; "
+        "send the question without it"
+    )
+
+
+def count_answered(roles: Sequence[str]) -> int:
+    """How many messages have been answered. A message of the assistant at the end is not an answer yet."""
+    ended = [index for index, role in enumerate(roles[:-1]) if role == "assistant"]
+    return ended[-1] + 1 if ended else 0
+
+
+def normalize_messages(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Messages of OpenAI's shape as a `Conversation` has them. Raises InvalidRequest: see `refuse_media`."""
+    given = list(messages)
+    answered = count_answered([message["role"] for message in given])
+    return tuple(_normalize(message, answered=index < answered) for index, message in enumerate(given))
+
+
+def _normalize(message: dict[str, Any], *, answered: bool) -> dict[str, Any]:
+    """Plain text content, reasoning under one name, no `developer` and no `function` role."""
+    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    content = message.get("content") or message.get("refusal") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    thoughts = get_thoughts(message)
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") or "text"
+        if kind in THOUGHT_PARTS:
+            thoughts = thoughts or get_thoughts(part)
+        elif kind in TEXT_PARTS:
+            texts.append(part.get("text") or part.get("refusal") or "")
+        elif role == "user" and not answered:
+            raise InvalidRequest(refuse_media(kind, "messages"), "messages")
+        else:
+            texts.append(note_media(kind))
+    normalized = {key: value for key, value in message.items() if value is not None and key not in THOUGHTS}
+    normalized |= {"role": role, "content": MESSAGE_JOINT.join(texts)}
+    if called := normalized.pop("function_call", None):
+        normalized["tool_calls"] = [{"function": called}]
+    if thoughts and role == "assistant":
+        normalized["reasoning_content"] = thoughts
+    return normalized
+
+
+def get_thoughts(message: dict[str, Any]) -> str:
+    """The reasoning of an assistant's message or part, under whichever name it comes."""
+    found = next((message[name] for name in (*THOUGHTS, "text") if _is_thought(message, name)), "")
+    if isinstance(found, list):  # Mistral's parts
+        return "".join(part["text"] for part in found if isinstance(part, dict) and "text" in part)
+    return found
+
+
+def _is_thought(message: dict[str, Any], name: str) -> bool:
+    return bool(message.get(name)) and isinstance(message[name], str | list)
 
 
 def make_template_options(given: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
@@ -128,3 +203,10 @@ def make_template_options(given: dict[str, Any] | None, effort: str | None) -> d
         options.setdefault("reasoning_effort", effort)
         options.setdefault("enable_thinking", effort != "none")
     return options
+
+
+def write_arguments(arguments: Any) -> str:
+    """The arguments of a call as JSON text, however they come; none are an empty object."""
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)

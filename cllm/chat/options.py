@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
+from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_messages
 from cllm.errors import InvalidRequest
 from cllm.fields import describe_unknown, parse_fields
 from cllm.text.chat_format import Tool
@@ -77,18 +77,18 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Part(msgspec.Struct):
-    text: str
-    type: Literal["text"] = "text"
+    type: str = "text"
+    text: str | None = None
 
 
 class _CalledFunction(msgspec.Struct):
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class _Call(msgspec.Struct):
-    id: str
     function: _CalledFunction
+    id: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -211,7 +211,7 @@ def _parse_conversation(messages: Messages, options: ChatOptions) -> Conversatio
     tools = [Tool(each.name, each.description or "", each.parameters or {}) for each in functions]
     given = dict(options.get("chat_template_kwargs") or {})
     return Conversation(
-        messages=tuple(normalize_message(dict(message)) for message in messages),
+        messages=normalize_messages(map(dict, messages)),
         options=make_template_options(given, options.get("reasoning_effort")),
         reasoning=options.get("reasoning_format") != "none",
         **choice.apply(tools),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -22,11 +23,11 @@ from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.output_parser import OutputEvent, OutputParser
-from cllm.text.tool_formats import get_tool_format
-from cllm.types import FinishReason, Request, RequestOutput
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit, Request, RequestOutput
 from cllm.workers.messages import CheckConstraint, Described, DescribeFormat, Text, TokenizeChat, Tokens
 
 log = logging.getLogger(__name__)
+_replace = msgspec.structs.replace
 ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
 
 
@@ -37,31 +38,62 @@ class ChatPlan(msgspec.Struct, frozen=True):
     chat_format: ChatFormat
     request: Request  # complete but for the prompt
     prompt: TokenizeChat
-    check: CheckConstraint | None  # of the grammar of forced calls
+    check: CheckConstraint | None  # of the grammar of calls
+
+    def without_grammar(self) -> ChatPlan:
+        """The plan where the grammar of calls that are not forced cannot be used."""
+        return _replace(self, request=_replace(self.request, constraint=None), check=None)
+
+    def make_request(self, prompt: Tokens) -> Request:
+        """The request, its constraint and its limit of reasoning in force from where they belong."""
+        known, request = self.chat_format, self.request
+        constraint, budget = request.constraint, self.conversation.reasoning_budget
+        if constraint is not None and not constraint.triggers:
+            triggers: tuple[str, ...] = ()
+            if prompt.thinking:
+                triggers = tuple(mark.strip() for mark in known.reasoning_closings)
+            elif known.lead and not self.conversation.forced:  # its text has an opening
+                triggers = tuple(mark.removeprefix(known.lead) for mark in known.text_openings)
+            constraint = _replace(constraint, triggers=triggers)
+        limit = None
+        if budget is not None and known.closing_ids:
+            ids = {"opening": known.opening_ids, "closing": known.closing_ids}
+            limit = ReasoningLimit(budget=budget, inside=prompt.thinking, **ids)
+        return _replace(request, constraint=constraint, reasoning=limit)
 
 
 def plan_chat(
     engine: EngineClient, conversation: Conversation, request: Request, chat_format: ChatFormat
 ) -> ChatPlan:
-    """Plan a chat. `request` gives everything but the prompt (and the grammar of forced calls)."""
+    """Plan a chat. `request` gives everything but the prompt and the grammar of calls.
+
+    A constraint of the request is for the text of the answer: a forced call drops it.
+    """
     engine.check_capacity()
-    info, limits = loaded(engine)
-    tools = conversation.tools
-    tool_format = get_tool_format(chat_format, info.template_for(tools=bool(tools)))
-    if not tool_format.template_takes_tools:
-        chat_format = msgspec.structs.replace(chat_format, calls=GENERIC.calls)
-    constraint, check = request.constraint, None
-    if conversation.forced:
-        if constraint is not None:
-            message = "tool_choice requires a call and the answer has a required format: give only one"
-            raise InvalidRequest(message, "tool_choice")
-        constraint = make_call_grammar(chat_format, tools, parallel=conversation.parallel)
-        assert constraint is not None
-        check = CheckConstraint(constraint)
-    request = msgspec.structs.replace(request, constraint=constraint, markers=chat_format.markers)
-    chat = conversation.for_template(tool_format, constrained=constraint is not None)
-    prompt = TokenizeChat(chat, limits.request_tokens)
+    _, limits = loaded(engine)
+    constraint, check, tools = request.constraint, None, conversation.tools
+    form = constraint if not conversation.forced else None
+    # Besides a schema calls stay possible; any other form is the whole answer's.
+    if tools and (form is None or form.kind is ConstraintKind.JSON_SCHEMA):
+        free = form is None and not conversation.forced
+        constraint = make_call_grammar(chat_format, tools, parallel=conversation.parallel, forced=not free)
+        if form is not None and constraint is not None:
+            constraint = _make_either(constraint, form)
+        check = CheckConstraint(constraint) if constraint is not None else None
+    request = _replace(request, constraint=constraint, markers=chat_format.markers)
+    constrained = constraint is not None and not constraint.triggers
+    prompt = TokenizeChat(conversation.for_template(constrained=constrained), limits.request_tokens)
     return ChatPlan(conversation, chat_format, request, prompt, check)
+
+
+def _make_either(calls: ConstraintSpec, form: ConstraintSpec) -> ConstraintSpec:
+    """The grammar of an answer that is calls, or JSON by the form's schema."""
+    schema = json.loads(form.source)
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
+    rules = calls.source.replace("start:", "calls:", 1)
+    source = f"start: calls | form\nform: %json {json.dumps(schema)}\n{rules}"
+    return ConstraintSpec(ConstraintKind.TOOLS, source)
 
 
 class ChatSession(Generic[StreamKind]):
@@ -72,7 +104,7 @@ class ChatSession(Generic[StreamKind]):
     ) -> None:
         self.engine = engine
         self.prompt_tokens = len(prompt.tokens)
-        self.streams = submit_all(engine, plan.request, [prompt.tokens], n, kind)
+        self.streams = submit_all(engine, plan.make_request(prompt), [prompt.tokens], n, kind)
         self._plan = plan
         self._thinking = prompt.thinking
 
@@ -101,15 +133,15 @@ class ChatSession(Generic[StreamKind]):
         return [(_parse(parser, output), output) for output in outputs]
 
     def _make_parser(self) -> OutputParser:
-        conversation = self._plan.conversation
-        constrained = self._plan.request.constraint is not None and not conversation.forced
+        conversation, constraint = self._plan.conversation, self._plan.request.constraint
+        formed = constraint is not None and constraint.kind is not ConstraintKind.TOOLS
         return OutputParser(
             self._plan.chat_format,
-            () if constrained else conversation.tools,
+            () if formed else conversation.tools,
             thinking=self._thinking,
             forced=conversation.forced,
             parallel=conversation.parallel,
-            reasoning=conversation.reasoning and not constrained,
+            reasoning=conversation.reasoning and (self._thinking or not formed),
         )
 
 
@@ -166,8 +198,17 @@ def _get_chat_format_blocking(engine: EngineClient, *, tools: bool) -> ChatForma
 
 
 def _fall_back(error: CllmError) -> ChatFormat:
-    log.warning("the chat template shows no format of tool calls (%s): the generic one is used", error.code)
+    log.warning("no format of tool calls could be derived from the chat template: %s", error.code)
     return GENERIC
+
+
+def _use_without_grammar(plan: ChatPlan, error: InvalidRequest) -> ChatPlan:
+    """The plan without a refused grammar. Raises the error where the client asked for one."""
+    constraint = plan.request.constraint
+    if constraint is None or not constraint.triggers:
+        raise error
+    log.debug("the schemas of the tools make no grammar: calls are not constrained")
+    return plan.without_grammar()
 
 
 async def open_chat(
@@ -177,7 +218,10 @@ async def open_chat(
     chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
     plan = plan_chat(engine, conversation, request, chat_format)
     if plan.check is not None:
-        await run_tokenizer(engine, plan.check, Text)
+        try:
+            await run_tokenizer(engine, plan.check, Text)
+        except InvalidRequest as error:
+            plan = _use_without_grammar(plan, error)
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
 
@@ -189,7 +233,10 @@ def open_chat_blocking(
     chat_format = _get_chat_format_blocking(engine, tools=bool(conversation.tools))
     plan = plan_chat(engine, conversation, request, chat_format)
     if plan.check is not None:
-        engine.tokenizer.submit(plan.check).result()
+        try:
+            engine.tokenizer.submit(plan.check).result()
+        except InvalidRequest as error:
+            plan = _use_without_grammar(plan, error)
     prompt = engine.tokenizer.submit(plan.prompt).result()
     assert isinstance(prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, BlockingOutputStream)
@@ -197,8 +244,5 @@ def open_chat_blocking(
 
 async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
-    chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
-    template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-    tool_format = get_tool_format(chat_format, template)
-    chat = conversation.for_template(tool_format, constrained=constrained or conversation.forced)
+    chat = conversation.for_template(constrained=constrained or conversation.forced)
     return len((await run_tokenizer(engine, TokenizeChat(chat, 0), Tokens)).tokens)

@@ -67,7 +67,7 @@ class EngineCore:
         wake = partial(self.inbox.put, Wake())
         self.preparation = preparation(runner, wake=wake)
         limits = runner.limits
-        cost = cost or StepCostModel(split=not limits.unified)
+        cost = cost or StepCostModel(split=not limits.unified, batch1=runner.draft_cost)
         target_s = config.target_itl_ms * MILLISECOND
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))

@@ -173,6 +173,17 @@ class PrefillBudget:
         return StepShape(1 + self.cost.split, chunk, decoding, context + attended, tiled)
 
 
+def limit_scored(running: Iterable[Sequence], counts: dict[str, int], max_tokens: int) -> None:
+    """Bound the prompt tokens of a step that are scored: each takes a line of logits. One gets on."""
+    room = max(1, max_tokens)
+    for sequence in running:
+        if sequence.unscored and sequence.id in counts:
+            counts[sequence.id] = min(counts[sequence.id], room)
+            room -= counts[sequence.id]
+            if not counts[sequence.id]:
+                del counts[sequence.id]
+
+
 def bisect_largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `high` that fits, `low` if none does; what is larger than a misfit is one."""
     while low < high:

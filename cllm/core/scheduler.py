@@ -7,28 +7,25 @@ runs on the owner thread. Nothing here waits, and nothing here knows where reque
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping
 from typing import Any
 
-from cllm.backend.base import Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
+from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.transfer import KVTransfer
-from cllm.core.prefill_budget import PrefillBudget, choose_padding
+from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
 from cllm.core.sequence import Sequence, SlotPool, State, count_cells
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
+from cllm.core.token_masks import TokenMasks
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
-from cllm.text.structured_output import MaskBuilder
 from cllm.types import (
     Failure,
     FinishReason,
     Request,
     RequestOutput,
     TokenLogprob,
-    TokenMask,
 )
 
 log = logging.getLogger(__name__)
@@ -71,7 +68,7 @@ class Scheduler:
             across_tenants=share_across_tenants,
         )
         self._preparation = preparation
-        self._masks = MaskBuilder(runner.vocabulary.size)
+        self._masks = TokenMasks(runner.vocabulary)
         # A rejected draft is removed from memory, which not every memory can.
         can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
@@ -114,7 +111,10 @@ class Scheduler:
         self.prefix_cache.slots.tidy(self.running)
         self._check_positions()
         counts = self.budget.schedule_tokens(self.running.values(), self._urgency)
-        masks = self._build_masks(counts)
+        limit_scored(self.running.values(), counts, SCORED_LOGITS // self.runner.vocabulary.size)
+        masks, exhausted = self._masks.build(self.running.values(), counts)
+        for sequence, error in exhausted:
+            self._fail(sequence, error)
         limits = self.runner.limits
         left_out = [each for each in self.running.values() if each.id not in counts]
         drafts = self._spec_decode.draft(
@@ -140,30 +140,6 @@ class Scheduler:
         batch = Batch(tuple(rows), padding=padding)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
-
-    def _build_masks(self, counts: Mapping[str, int]) -> dict[str, TokenMask]:
-        """Masks of the sequences that sample under a grammar in this step, by request id.
-
-        A sequence whose grammar is exhausted fails.
-        """
-        sampling = [
-            (sequence, sequence.constraint)
-            for sequence in self.running.values()
-            if sequence.constraint is not None and counts.get(sequence.id, 0) == sequence.pending
-        ]
-        masks: dict[str, TokenMask] = {}
-        if not sampling:
-            return masks
-        started = time.perf_counter()
-        found = self._masks.masks([constraint for _, constraint in sampling])
-        mask_s = (time.perf_counter() - started) / len(sampling)
-        for (sequence, _), mask in zip(sampling, found, strict=True):
-            sequence.mask_s = mask_s
-            if isinstance(mask, CllmError):
-                self._fail(sequence, mask)
-            else:
-                masks[sequence.id] = mask
-        return masks
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Process the result of a batch; the outputs are then waiting in `take_outputs`."""
@@ -294,18 +270,29 @@ class Scheduler:
         if outcome.error is not None:
             self._fail(sequence, EngineError(outcome.error))
             return
+        if sequence.unscored:
+            sequence.score(outcome.scored, sequence.unscored)
         if not outcome.tokens:
+            if not sequence.pending:  # nothing but the prompt was wanted
+                self._finish(sequence, FinishReason.LENGTH, **self._prompt_logprobs(sequence))
             return
+        known = len(sequence.tokens)
         try:
             appended = sequence.append(outcome.tokens, self.runner.vocabulary)
         except CllmError as error:  # an exhausted grammar
             self._fail(sequence, error)
             return
-        unused = sequence.num_computed - len(sequence.tokens)  # accepted drafts beyond an end
+        used = known + appended.kept
+        if appended.reason is None:  # one token is computed next, even where it was an accepted draft
+            used = min(used, len(sequence.tokens) - 1)
+        unused = sequence.num_computed - used  # accepted drafts beyond an end
         if unused > 0 and not self._rollback_drafts(sequence, unused):
             return
-        logprobs = tuple(map(self._with_pieces, outcome.logprobs[: len(appended.tokens)]))
+        # With the prompt's own, that of an end token is reported, too: clients count on one a token.
+        count = len(appended.tokens) + bool(sequence.request.prompt_logprobs)
+        logprobs = tuple(map(self._with_pieces, outcome.logprobs[:count]))
         added: dict[str, Any] = {"text": appended.text, "tokens": appended.tokens, "logprobs": logprobs}
+        added |= self._prompt_logprobs(sequence)
         if appended.reason is None:
             self._outputs.append(RequestOutput(request_id=sequence.id, **added))
         else:
@@ -320,6 +307,11 @@ class Scheduler:
             self._fail(sequence, _as_engine_error(error))
             return False
         return True
+
+    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
+        """The log-probabilities of its prompt, for the first output after it."""
+        entries, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        return {"prompt_logprobs": tuple(map(self._with_pieces, entries))} if entries else {}
 
     def _with_pieces(self, entry: TokenLogprob) -> TokenLogprob:
         """A log-probability with the bytes of its tokens: the HTTP process has no vocabulary."""

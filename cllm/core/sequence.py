@@ -15,11 +15,12 @@ from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.preparation import Prepared
-from cllm.core.spec_decode import DraftState
+from cllm.core.spec_decode import DraftState, common_length
+from cllm.core.token_masks import ReasoningBudget
 from cllm.errors import IntegrityError
 from cllm.text.detokenizer import IncrementalDetokenizer
 from cllm.text.structured_output import Constraint
-from cllm.types import FinishReason, Request, TokenMask, Usage, Vocabulary
+from cllm.types import FinishReason, Request, TokenLogprob, TokenMask, Usage, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Appended(NamedTuple):
     tokens: tuple[int, ...]
     text: str
     reason: FinishReason | None  # set when it is over
+    kept: int  # how many of the sampled tokens these begin with
 
 
 class CellSegment:
@@ -99,6 +101,7 @@ class Sequence:
         self.detokenizer = IncrementalDetokenizer(request.stop)
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
+        self._reasoning = None if request.reasoning is None else ReasoningBudget(request.reasoning)
         self.preparing: Future[Prepared] | None = None  # done before it may start
         self.loading: Loading | None = None  # its prefix is being read from disk
         self.loaded: Match[Entry] | None = None  # what was read
@@ -111,6 +114,10 @@ class Sequence:
         self.checkpoints: list[Checkpoint] = []  # shortest first, all within what is computed
         self.stops: list[int] = []  # lengths at which a checkpoint is wanted, the next first
         self.drafts: DraftState | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []  # not yet reported
+        self.unscored = 0  # tokens of the prompt that still want theirs
+        if request.prompt_logprobs:
+            self.score([TokenLogprob(request.prompt[0], 0.0)], len(request.prompt))
         self.mask_s = 0.0  # its last token mask
         self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
         self.deferred = 0  # steps in a row that it took no part in because of that
@@ -129,6 +136,29 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def grammar(self) -> Constraint | None:
+        """The constraint on its next token, if there is one and it does not sleep."""
+        return None if self.constraint is None or self.constraint.asleep else self.constraint
+
+    @property
+    def due(self) -> Tokens[int]:
+        """Tokens that must come next: the end of a reasoning whose budget is spent."""
+        return () if self._reasoning is None else self._reasoning.due
+
+    @property
+    def endable(self) -> bool:
+        """It has the tokens it must have before it may end."""
+        return len(self.tokens) - len(self.request.prompt) >= self.request.min_tokens
+
+    @property
+    def draft_room(self) -> int:
+        """How many draft tokens may be verified: none where a token is masked, or the prompt scored."""
+        if self.grammar is not None or self.due or not self.endable or self.request.prompt_logprobs:
+            return 0
+        room = self.token_limit - len(self.tokens) - 1
+        return room if self._reasoning is None else int(min(room, self._reasoning.draft_room))
+
+    @property
     def answering(self) -> bool:
         """Its prompt is computed: what is pending was sampled, or forced by a grammar."""
         return self.num_computed >= len(self.request.prompt)
@@ -143,6 +173,20 @@ class Sequence:
     def computable(self) -> int:
         """How many pending tokens may go into one step: none beyond the next checkpoint."""
         return self.pending if not self.stops else min(self.pending, self.stops[0] - self.num_computed)
+
+    def score(self, entries: Tokens[TokenLogprob], unscored: int) -> None:
+        """Log-probabilities of the next tokens of its prompt, of which so many want theirs."""
+        self.prompt_logprobs += entries[:unscored]
+        self.unscored = unscored - len(entries[:unscored])
+
+    def _scored(self, end: int) -> Tokens[int]:
+        """The tokens that follow those computed next, up to `end`, where they are to be scored."""
+        if not self.unscored:
+            return ()
+        prompt = self.request.prompt
+        scored = prompt[max(self.num_computed + 1, len(prompt) - self.unscored) : end + 1]
+        # What follows the last is unknown: it stands for itself where no token is sampled there.
+        return (*scored, prompt[-1]) if end == len(prompt) and not self.request.max_tokens else scored
 
     def share_cells(self, source: CellHolder) -> None:
         """In a unified KV, all it has computed so far was copied from the source: the cells are the same."""
@@ -169,45 +213,73 @@ class Sequence:
 
         `drafts` follow them, to be verified: only where a token is wanted.
         """
-        wants_output = count == len(self.tokens) - self.num_computed
+        end = self.num_computed + count
+        wants_output = end == len(self.tokens) and self.request.max_tokens > 0
         assert wants_output or not drafts
         return Row(
             self.seq_id,
             self.num_computed,
-            [*self.tokens[self.num_computed : self.num_computed + count], *drafts],
+            [*self.tokens[self.num_computed : end], *drafts],
             wants_output + len(drafts),
             self.sampler,
             mask,
             self.request.logprobs,
+            self._scored(end),
+            self.request.prompt_logprobs,
         )
 
     def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
-        """Append sampled tokens, and those the grammar then forces, until something ends the answer."""
-        appended: list[int] = []
+        """Append sampled tokens, and those that are then forced, until something ends the answer."""
+        begin = len(self.tokens)
         texts: list[str] = []
         reason: FinishReason | None = None
         left = list(sampled)
-        constraint = self.constraint
         while left and reason is None:
             token = left.pop(0)
-            if vocabulary.is_end(token) and not self.request.sampling.ignore_eos:
+            if self._is_end(token, vocabulary):
                 reason = FinishReason.STOP
                 break
-            self.tokens.append(token)
-            appended.append(token)
-            piece = vocabulary.piece(token) if self._markers == {} else self._spell(token, vocabulary)
-            texts.append(self.detokenizer.push(piece))
-            if constraint is not None:
-                constraint.accept(token)
-            if self.detokenizer.stopped_by is not None or (constraint is not None and constraint.complete):
+            grammar = self.grammar
+            tokens: tuple[int, ...] = (token,)
+            if self.constraint is not None and grammar is None:
+                tokens = self._watch(token)
+                left = left if self.grammar is None else []  # what came after was sampled without it
+            for token in tokens:
+                self.tokens.append(token)
+                if self._reasoning is not None:
+                    self._reasoning.follow(self.tokens)
+                piece = vocabulary.piece(token) if self._markers == {} else self._spell(token, vocabulary)
+                texts.append(self.detokenizer.push(piece))
+            if grammar is not None:
+                grammar.accept(token)
+            if self.detokenizer.stopped_by is not None or (grammar is not None and grammar.complete):
                 reason = FinishReason.STOP
             elif len(self.tokens) >= self.token_limit:
                 reason = FinishReason.LENGTH
-            elif not left and constraint is not None:
-                left = self._forced(constraint)
+            elif (due := self.due) and left != due:
+                left = self._force(due)
+            elif not left and (grammar := self.grammar) is not None:
+                left = self._force(grammar.forced())
         if reason is not None:
             texts.append(self.detokenizer.finish())
-        return Appended(tuple(appended), "".join(texts), reason)
+        appended = tuple(self.tokens[begin:])
+        return Appended(appended, "".join(texts), reason, common_length(sampled, appended))
+
+    def _is_end(self, token: int, vocabulary: Vocabulary) -> bool:
+        request = self.request
+        return token in request.stop_token_ids or (
+            not request.sampling.ignore_eos and vocabulary.is_end(token)
+        )
+
+    def _watch(self, token: int) -> tuple[int, ...]:
+        """The tokens to append for a sampled one, which may wake the constraint."""
+        assert self.constraint is not None
+        tokens = tuple(self.constraint.follow(token))
+        if tokens != (token,):
+            self._force(tokens)
+        if not self.constraint.asleep:
+            self._reasoning = None  # from here on the grammar says what comes
+        return tokens[: self.token_limit - len(self.tokens)]
 
     def _spell(self, token: int, vocabulary: Vocabulary) -> bytes:
         """The token's bytes; those of a control token only where the client asked to see its spelling."""
@@ -223,20 +295,18 @@ class Sequence:
             }
         return self._markers.get(token) or vocabulary.piece(token)
 
-    def _forced(self, constraint: Constraint) -> list[int]:
+    def _force(self, tokens: Tokens[int]) -> list[int]:
         """Tokens that need no sampling; none where the client wants to see every token's probability."""
         if self.request.logprobs:
             return []
-        forced = list(constraint.forced())
-        if forced and self.sampler is not None:
-            self.sampler.accept(forced)
-        return forced
+        if tokens and self.sampler is not None:
+            self.sampler.accept(tokens)
+        return list(tokens)
 
     def shared_with(self, other: Sequence) -> int:
         """Length of the common prefix, at most all but this one's last token (that must be computed)."""
         limit = max(0, min(len(self.tokens) - 1, len(other.tokens)))
-        pairs = enumerate(zip(self.tokens[:limit], other.tokens, strict=False))
-        return next((length for length, (mine, theirs) in pairs if mine != theirs), limit)
+        return common_length(self.tokens[:limit], other.tokens)
 
     def usage(self) -> Usage:
         return Usage(

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from cllm.core.sequence import Sequence
 
 
+def common_length(one: Tokens[int], other: Tokens[int]) -> int:
+    """The length of the common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((length for length, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
 class NgramIndex:
     """Where each n-gram of a text stood last: hash chains in flat arrays, some twenty bytes a token.
 
@@ -132,6 +138,43 @@ class NgramDrafter:
             self._index, self._larger = self._larger, None
 
 
+class PredictionDrafter:
+    """Proposes the text that the client expects, from where the answer has got to in it.
+
+    Where the answer has left it, it is found again by the newest n-gram; until then `others` drafts.
+    """
+
+    SIZE = NgramIndex.SIZES[1]
+
+    def __init__(self, prediction: Tokens[int], prompt_tokens: int, others: Drafter | None) -> None:
+        self._prediction = prediction
+        self._others = others
+        self._known = prompt_tokens  # of the tokens at the last call
+        self._place = 0  # in the prediction, as far as the answer has followed it
+        self._follows = True
+        self._places: dict[tuple[int, ...], list[int]] = {}  # after each n-gram
+        for end in range(self.SIZE, len(prediction)):
+            self._places.setdefault(tuple(prediction[end - self.SIZE : end]), []).append(end)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._others.memory_bytes if isinstance(self._others, NgramDrafter) else 0
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        new, self._known = tokens[self._known :], len(tokens)
+        if self._follows:
+            right = common_length(new, self._prediction[self._place : self._place + len(new)])
+            self._place += right
+            self._follows = right == len(new)
+        if not self._follows:
+            places = self._places.get(tuple(tokens[-self.SIZE :]), [])
+            if found := next((place for place in places if place > self._place), 0):
+                self._place, self._follows = found, True
+        if self._follows and (expected := self._prediction[self._place : self._place + max_tokens]):
+            return list(expected)
+        return self._others.propose(tokens, max_tokens) if self._others is not None else []
+
+
 class DraftState:
     """One sequence's drafts: the standing proposal, and how often proposals come true.
 
@@ -184,7 +227,8 @@ class DraftState:
     @property
     def memory_bytes(self) -> int:
         """What an n-gram drafter keeps of the text; a draft model's memory is allocated at its start."""
-        return self._drafter.memory_bytes if isinstance(self._drafter, NgramDrafter) else 0
+        drafter = self._drafter
+        return drafter.memory_bytes if isinstance(drafter, NgramDrafter | PredictionDrafter) else 0
 
     def reject(self) -> None:
         """The drafts found no room: they must prove themselves again."""
@@ -203,6 +247,7 @@ class SpecDecodePolicy:
 
     NGRAM_ACCEPTANCE = 0.4  # to start with: three tokens that came true, and drafts pay for a lone sequence
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
+    MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 
     def __init__(
@@ -220,14 +265,21 @@ class SpecDecodePolicy:
         self._across_tenants = share_across_tenants
 
     def start(self, request: Request) -> DraftState | None:
-        """None where drafts are not wanted, or where a grammar would have to be asked about each."""
-        if not self._max_tokens or not request.speculate or request.constraint is not None:
+        """None where drafts are not wanted, or where a grammar would have to be asked about each.
+
+        A constraint that sleeps until a trigger allows them up to there.
+        """
+        constrained = request.constraint is not None and not request.constraint.triggers
+        if not self._max_tokens or not request.speculate or constrained:
             return None
         if self._draft_model is None:
             drafter, rate = self._new_drafter(), self.NGRAM_ACCEPTANCE
         else:
             tenant = "" if self._across_tenants else request.tenant
             drafter, rate = self._draft_model(tenant if request.reuse else None), self.MODEL_ACCEPTANCE
+        if request.prediction:
+            drafter = PredictionDrafter(request.prediction, len(request.prompt), drafter)
+            return DraftState(drafter, acceptance_rate=self.MODEL_ACCEPTANCE)
         if drafter is None:
             return None
         return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model is not None)
@@ -260,7 +312,7 @@ class SpecDecodePolicy:
                 if sequence.seq_id not in drafts and sequence.drafts is not None:
                     padding = [sequence.tokens[-1]] * plan.length
                     drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
-        return drafts
+        return _before_triggers(drafts, sequences)
 
     def _proposals(self, sequences: Collection[Sequence]) -> dict[int, DraftState]:
         longest = self._max_tokens
@@ -268,10 +320,9 @@ class SpecDecodePolicy:
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
         proposals: dict[int, DraftState] = {}
         for sequence in sequences:
-            if sequence.drafts is not None:
-                room = sequence.token_limit - len(sequence.tokens) - 1
-                if sequence.drafts.propose(sequence.tokens, min(longest, room)):
-                    proposals[sequence.seq_id] = sequence.drafts
+            drafts, room = sequence.drafts, min(longest, sequence.draft_room)
+            if drafts is not None and drafts.propose(sequence.tokens, room):
+                proposals[sequence.seq_id] = drafts
         return proposals
 
     def _best_plan(
@@ -287,9 +338,9 @@ class SpecDecodePolicy:
         rows, all_ids = len(sequences), [sequence.seq_id for sequence in sequences]
         max_padding = 0  # with unified KV no row needs padding; nor where one of them must not draft
         if cost.split and all(sequence.drafts is not None for sequence in sequences):
-            max_padding = min(sequence.token_limit - len(sequence.tokens) - 1 for sequence in sequences)
+            max_padding = min(sequence.draft_room for sequence in sequences)
         max_cost = max(2.0, max_step_s / cost.plain_step_s(rows))
-        best, best_rate = DraftPlan(), float(rows)  # tokens for a plain step's time
+        best, best_rate = DraftPlan(), self.MIN_GAIN * rows  # tokens for a plain step's time
         for length in range(1, max(len(state.proposal) for state in proposals.values()) + 1):
             able = [seq_id for seq_id, state in proposals.items() if len(state.proposal) >= length]
             tokens = rows + sum(proposals[seq_id].expected(length) for seq_id in able)
@@ -302,6 +353,16 @@ class SpecDecodePolicy:
                 if fits and tokens / relative > best_rate:
                     best, best_rate = DraftPlan(length, padded), tokens / relative
         return best
+
+
+def _before_triggers(drafts: dict[int, list[int]], sequences: Collection[Sequence]) -> dict[int, list[int]]:
+    """The drafts, cut before a token that would wake a constraint: what follows that is for the grammar."""
+    for sequence in sequences:
+        if sequence.seq_id in drafts and sequence.constraint is not None and sequence.constraint.watch:
+            draft = drafts.pop(sequence.seq_id)
+            if kept := draft[: sequence.constraint.watch.count_before(draft)]:
+                drafts[sequence.seq_id] = kept
+    return drafts
 
 
 def reject_drafts(batch: Batch, running: Mapping[int, Sequence]) -> bool:

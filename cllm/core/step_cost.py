@@ -11,16 +11,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Batch, StepResult
+from cllm.backend.base import Batch, DraftCost, StepResult
 
 Vector = npt.NDArray[np.float64]
 
 TILE = 64  # tokens: llama.cpp's flash attention on a CPU takes so many at once, and fewer one by one
 
-# Costs relative to a decode step without drafts. That of a lone row is fixed: the work of a request then
-# depends on its tokens alone, and the same request takes the same steps every time.
-BATCH1_VERIFY_COST = 0.75  # on a CPU, several tokens of one row take another path than a single one
-BATCH1_DRAFT_COST = 0.2  # each draft token of a lone row
+# Costs relative to a decode step without drafts. That of a lone row is measured at load and fixed from then
+# on: the work of a request depends on its tokens alone, and the same request takes the same steps every time.
+BATCH1_DRAFT_COST = DraftCost(verify=0.75, token=0.2)  # where it was not measured
 DEFAULT_DRAFT_COST = 0.5  # one draft token for each row, before it was measured
 EXTRA_UBATCH_COST = 0.6  # split KV computes rows of another length in a ubatch of their own
 DEFAULT_TRANSFER_S = 2.5e-10  # a byte between KV memory and host RAM, before it was measured
@@ -146,8 +145,16 @@ class StepCostModel:
     UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2], float)
     DOUBT_AFTER = 8  # times that drafts seemed too expensive
 
-    def __init__(self, *, split: bool = True, known: StepCost | None = None, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        split: bool = True,
+        known: StepCost | None = None,
+        batch1: DraftCost | None = None,
+        frozen: bool = False,
+    ) -> None:
         self.split = split  # then rows of unequal length are computed apart
+        self._batch1 = batch1 or BATCH1_DRAFT_COST
         self.frozen = frozen
         self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
         self._number = 0
@@ -220,7 +227,7 @@ class StepCostModel:
     def draft_step(self, rows: int, drafting: Collection[int], length: int) -> float:
         """Relative cost of a step in which these ids of `rows` have `length` draft tokens each."""
         if rows == 1:
-            return 1 + BATCH1_VERIFY_COST + BATCH1_DRAFT_COST * length
+            return 1 + self._batch1.verify + self._batch1.token * length
         share = len(drafting) / rows
         known = self._draft_cost.get(rows, {})
         nearest = min(known, key=lambda seen: abs(seen - length * share), default=None)

@@ -80,10 +80,12 @@ class PackedOutputs:
         self._tokens = array("i")
         self._logprobs = bytearray()
         self._ends = array("q")  # of the parts of it, one for each output
+        self._prompt_logprobs: tuple[TokenLogprob, ...] = ()  # they come once, as they are
 
     def add(self, output: RequestOutput) -> None:
         self._text += output.text.encode("utf-8", "surrogatepass")
         self._tokens.extend(output.tokens)
+        self._prompt_logprobs += output.prompt_logprobs
         if output.logprobs:
             self._logprobs += _logprobs_encoder.encode(output.logprobs)
             self._ends.append(len(self._logprobs))
@@ -103,6 +105,7 @@ class PackedOutputs:
             text=self._text.decode("utf-8", "surrogatepass") + newest.text,
             tokens=(*self._tokens, *newest.tokens),
             logprobs=(*logprobs, *newest.logprobs),
+            prompt_logprobs=self._prompt_logprobs + newest.prompt_logprobs,
         )
 
 
@@ -120,16 +123,10 @@ class AsyncOutputStream(OutputStream):
 
     async def next(self) -> RequestOutput:
         """All that is unread, or what comes next. Not to be called again after the terminal output."""
-        while self._newest is None:  # as `begun`, without another coroutine: this runs once a token
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._take()
-
-    async def begun(self) -> None:
-        """Return when there is something to read. Takes nothing."""
         while self._newest is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        return self._take()
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 from fastapi import FastAPI
@@ -23,6 +24,8 @@ from cllm.server.middleware import (
 )
 from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
+EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
+
 
 def create_app(
     engines: Mapping[str, EngineClient | EngineRegistry], config: ServerConfig, keys: KeyRing | None = None
@@ -38,6 +41,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry = registry
+    app.state.started = int(time.time())
+    app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
     keys = keys or KeyRing(config.api_keys, config.api_key)
@@ -62,7 +67,12 @@ def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig
     app.add_middleware(AuthMiddleware, keys=keys, host=config.host, count_refusal=count_refusal)
     if origins := split_list(config.cors_origins):
         app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
         TrustedHostMiddleware,

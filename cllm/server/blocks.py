@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from cllm.chat.reply import ParsedOutput, ReplyBuilder
 from cllm.chat.session import ChatSession
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.protocol.base import StructResponse
-from cllm.server.sse import GONE, EventStream, collect, encode_named
+from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode_named
 from cllm.text.output_parser import OutputEvent
 from cllm.types import RequestOutput
 
@@ -27,6 +27,8 @@ class StreamEvent(msgspec.Struct):
 
 class BlockRenderer(ABC):
     """Renders one reply while it is built. A whole response is what its events add up to."""
+
+    beat: ClassVar[bytes] = COMMENT  # what a stream sends while there is nothing to send
 
     def __init__(self) -> None:
         self._reply = ReplyBuilder()
@@ -60,7 +62,7 @@ class BlockRenderer(ABC):
     ) -> Response:
         """The HTTP response, whole or streamed."""
         if stream:
-            return EventStream(session.engine, session.streams, self.chunks(session))
+            return EventStream(session.engine, session.streams, self.chunks(session), self.beat)
         outputs = await collect(session.engine, session.streams, http)
         if outputs is None:
             return Response(status_code=GONE)

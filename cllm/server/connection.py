@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 from collections import deque
 from http import HTTPStatus
 from pathlib import Path
@@ -13,17 +14,21 @@ from typing import Any
 import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from cllm.config import ServerConfig
 from cllm.server.errors import error_body
+from cllm.server.sse import COMMENT
 
 log = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS = 32  # for child processes that must be replaced, and for files
 READ_AT_ONCE = 1 << 20  # bytes of a body that are read in one turn of the event loop
 LINGER_S = 1.0  # closing at once on a client that still sends would reset the response away
+PROBE_S = 0.01  # from a client's last byte to the first look at whether it still reads
+MAX_PROBE_S = 0.5
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -95,11 +100,39 @@ class ReadTurns:
             loop.call_soon(self._resume_next, loop)
 
 
+class PlainSend:
+    """The `send` of a cycle whose client is of HTTP/1.0, or waits for `100 Continue`.
+
+    A response of unknown length goes to HTTP/1.0 without chunks; the end of the connection is its end. A
+    response that comes before the client was asked to continue closes the connection: whether the body
+    follows it is not known.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, *, chunks: bool) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._chunks = chunks
+
+    async def __call__(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            cycle.keep_alive = cycle.keep_alive and not cycle.waiting_for_100_continue
+            names = {name.lower() for name, _ in message["headers"]}
+            if not self._chunks and b"content-length" not in names:
+                cycle.chunked_encoding = False
+        elif not self._chunks and not cycle.expected_content_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
 class GuardedConnection(HttpToolsProtocol):
     """uvicorn's connection, with deadlines for what the client sends.
 
     A header must be complete `header_s` after the connection is made, or after the first byte that follows a
     response; a body `body_s` after its header, however steadily it drips. A late client gets a 408.
+
+    A client may close its sending side and wait for its response. One that has disconnected looks the same,
+    but resets the connection when something is sent to it: so it is sent something without a meaning.
     """
 
     def __init__(
@@ -117,6 +150,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._in_header = True
         self._header_bytes = 0
         self._hung_up = False
+        self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -150,6 +184,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._in_header = False
         super().on_headers_complete()
         self.headers = []  # of trailers, which follow the body: the scope does not get them
+        old = self.scope["http_version"] == "1.0"
+        if old or self.cycle.waiting_for_100_continue:
+            self.cycle.waiting_for_100_continue = not old
+            self.cycle.send = PlainSend(self.cycle, chunks=not old)  # type: ignore[method-assign]
         self._set_deadline(self._limits.body_s, "body")
 
     def on_body(self, body: bytes) -> None:
@@ -167,7 +205,44 @@ class GuardedConnection(HttpToolsProtocol):
         self._in_header, self._header_bytes = True, 0
         super().on_message_complete()
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_complete and not cycle.more_body
+        # TLS has no half-closed connections, and of pipelined requests another may be answered now.
+        if self._hung_up or not waits or self.pipeline or self.scheme == "https":
+            return None
+        self._half_closed = True
+        self.loop.call_later(PROBE_S, self._probe, PROBE_S)
+        return True
+
+    def _probe(self, waited_s: float) -> None:
+        """Close the connection if its client has disconnected."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if not self.cycle.response_started and self.scope["http_version"] == "1.0":
+            gone = waited_s > LINGER_S  # there is nothing that could be sent before the response
+        else:
+            if waited_s == PROBE_S:
+                self.transport.write(self._make_probe())
+            gone = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if gone:
+            self.transport.abort()
+        else:
+            pause_s = min(waited_s, MAX_PROBE_S)
+            self.loop.call_later(pause_s, self._probe, waited_s + pause_s)
+
+    def _make_probe(self) -> bytes:
+        """What means nothing to the client: only event streams are of unknown length."""
+        cycle = self.cycle
+        if not cycle.response_started:
+            return _CONTINUE
+        if cycle.chunked_encoding:
+            return b"%x\r\n%b\r\n" % (len(COMMENT), COMMENT)
+        return b"" if cycle.expected_content_length else COMMENT
+
     def on_response_complete(self) -> None:
+        if self._half_closed and not self.pipeline:
+            self.transport.close()
         super().on_response_complete()
         begun = self._in_header and self._header_bytes  # the next request is partly here already
         if begun and self.cycle.response_complete and not self.pipeline and self._deadline is None:

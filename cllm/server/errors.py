@@ -139,6 +139,8 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
     # Unions add the name of the branch; the field is the first part.
     field = where[0] if where else None
     message = str(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "too_long" and isinstance(first.get("input"), str):
+        message = message.replace(" items after validation", " characters")  # pydantic's words in a union
     if first["type"] == "missing" and len(where) > 1:
         message = f"{where[-1]!r} is missing"
     if field is None and (named := message.partition(": ")[0]).isidentifier():

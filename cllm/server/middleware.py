@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.errors import ClientError, Forbidden, Unauthorized
+from cllm.errors import ClientError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
 from cllm.server.errors import error_body, error_status
 from cllm.server.keys import KeyRing
@@ -43,14 +43,16 @@ def split_list(setting: str) -> list[str]:
 class HeadersMiddleware:
     """Adds `X-Queue-Position` where a request was queued, and `request-id` to Anthropic's routes. Outermost.
 
-    It also leaves the server's own `send` in the scope: a stream's body need not pass the layers, which only
-    look at its start.
+    HEAD is answered as GET; the server leaves the body out. The server's own `send` is left in the scope: a
+    stream's body need not pass the layers, which only look at its start.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}  # a copy: the server's own scope says what it must leave out
         scope[DIRECT_SEND] = send
 
         async def send_with_headers(message: Message) -> None:
@@ -66,7 +68,7 @@ class HeadersMiddleware:
 
 
 class TrustedHostMiddleware:
-    """Refuses a foreign `Host` header (403), which is how a rebound DNS name shows.
+    """Refuses a foreign `Host` header (403), which is how a rebound DNS name shows, and a missing one (400).
 
     A loopback listener accepts the names of this machine, its own address, and `allowed_hosts`. Any other
     listener accepts every name, unless `allowed_hosts` is set.
@@ -80,16 +82,23 @@ class TrustedHostMiddleware:
         self._is_allowed = lru_cache(256)(self._parse_allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._checks and scope["type"] == "http":
-            for name, value in scope["headers"]:
-                # Every browser sends the header; a plain program may leave it out.
-                if name == b"host" and value and not self._is_allowed(value.decode("latin-1")):
-                    self._count_refusal(Forbidden.code)
-                    message = "this server does not accept this Host header: add its name to --allowed-hosts"
-                    body = error_body(scope["path"], 403, Forbidden.code, message)
-                    await JSONResponse(body, 403)(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 and scope["http_version"] != "1.0":
+            await self._refuse(400, InvalidRequest.code, "send exactly one Host header", scope, receive, send)
+        elif self._checks and any(host and not self._is_allowed(host.decode("latin-1")) for host in hosts):
+            message = "this server does not accept this Host header: add its name to --allowed-hosts"
+            await self._refuse(403, Forbidden.code, message, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _refuse(
+        self, status: int, code: str, message: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._count_refusal(code)
+        await JSONResponse(error_body(scope["path"], status, code, message), status)(scope, receive, send)
 
     def _parse_allowed(self, host: str) -> bool:
         if host.startswith("["):
@@ -171,10 +180,10 @@ def _get_key(scope: Scope) -> str | None:
 
 
 class BodyLimitMiddleware:
-    """Refuses large headers (431), bodies that are not JSON (415), and bodies over the limit (413).
+    """Refuses large headers (431), bodies that are not plain JSON (415), and bodies over the limit (413).
 
-    A body is counted as it streams in, before anything parses it, unless its header promises a length within
-    the limit: the server reads no more than that.
+    Where the header has a length, it decides: the server reads no more than that. Else a body is counted as
+    it streams in, before anything parses it.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_header_bytes: int) -> None:
@@ -191,20 +200,30 @@ class BodyLimitMiddleware:
         size += sum(len(name) + len(value) for name, value in headers)
         values = dict(headers)
         kind = values.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        encoding = values.get(b"content-encoding", b"identity").strip().lower()
+        length = values.get(b"content-length", b"")
+        promised = length.isdigit() and b"transfer-encoding" not in values
         if size > self._max_header_bytes:
             message = f"the headers are over the limit of {self._max_header_bytes} bytes"
-            body = error_body(scope["path"], 431, "headers_too_large", message)
-            await JSONResponse(body, 431)(scope, receive, send)
+            refusal = (431, "headers_too_large", message)
         elif scope["method"] == "POST" and kind not in (b"", b"application/json"):
             # Without a type a body is not parsed at all: any page can send one without a preflight request.
             message = "the body must be JSON: send it with 'Content-Type: application/json'"
-            body = error_body(scope["path"], 415, "unsupported_media_type", message)
-            await JSONResponse(body, 415)(scope, receive, send)
+            refusal = (415, "unsupported_media_type", message)
+        elif scope["method"] == "POST" and encoding != b"identity":
+            message = "the body must not be compressed: send it without 'Content-Encoding'"
+            refusal = (415, "unsupported_media_type", message)
+        elif promised and int(length) > self._max_bytes:
+            refusal = (413, "payload_too_large", self._too_large)
         else:
-            length = values.get(b"content-length", b"")
-            promised = length.isdigit() and b"transfer-encoding" not in values
-            within = promised and int(length) <= self._max_bytes
-            await self._app(scope, receive if within else self._counting(receive), send)
+            await self._app(scope, receive if promised else self._counting(receive), send)
+            return
+        body = error_body(scope["path"], refusal[0], *refusal[1:])
+        await JSONResponse(body, refusal[0])(scope, receive, send)
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
 
     def _counting(self, receive: Receive) -> Receive:
         seen = 0
@@ -215,9 +234,7 @@ class BodyLimitMiddleware:
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
                 # FastAPI makes a 400 of every other error that reading a body raises.
-                raise HTTPException(
-                    413, f"the body is over the limit of {self._max_bytes} bytes (--max-body-mb)"
-                )
+                raise HTTPException(413, self._too_large)
             return message
 
         return counted

@@ -156,7 +156,8 @@ def _responses(path: str, method: str, about: dict[str, Any], required: str | No
         statuses |= {401, 500, 503}
     if method == "post":
         statuses |= {400, 408, 413, 415}
-        statuses |= {404} if path.startswith("/v1/") else set()
+    if path.startswith("/v1/") and (method == "post" or "{" in path):
+        statuses.add(404)
     if about["computes"]:
         statuses |= {429, 504}
         found["200"]["headers"] = _POSITION

@@ -19,11 +19,13 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import respond
 from cllm.server.middleware import DIRECT_SEND, wait_for_disconnect
-from cllm.types import Failure, RequestOutput
+from cllm.types import RequestOutput
 
 _encoder = msgspec.json.Encoder()
 GONE = 499  # the status of a response whose client has disconnected
 DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"  # an event that every client ignores
+BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
 
 
 def encode(event: Any) -> bytes:
@@ -69,35 +71,32 @@ async def collect(
         watcher.cancel()
 
 
-async def first_failure(streams: Sequence[AsyncOutputStream]) -> Failure | None:
-    """Wait for the first output of any stream; returns its failure, if it is one."""
-    waiting = [asyncio.ensure_future(stream.begun()) for stream in streams]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-    return next((stream.failure for stream in streams if stream.failure is not None), None)
-
-
 class EventStream(Response):
     """The outputs of requests as server-sent events. When it ends, requests that still run are cancelled.
 
-    The head is sent with the first event: a failure before that is a response with its own status, not an
-    event. A client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
+    The head is sent at once, before any output: a failure is an event, unless it is known already. While
+    there is nothing to send, a `beat` is: clients and proxies give up a connection that stays silent. A
+    client that reads nothing for `slow_reader_s` (of the app's state) is disconnected.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, engine: EngineClient, streams: Sequence[AsyncOutputStream], events: AsyncIterator[bytes]
+        self,
+        engine: EngineClient,
+        streams: Sequence[AsyncOutputStream],
+        events: AsyncIterator[bytes],
+        beat: bytes = COMMENT,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._engine = engine
         self._streams = streams
         self._events = events
-        self._stuck_since: float | None = None  # the client has read nothing since then
+        self._beat = beat
+        self._beating: asyncio.Future[None] | None = None  # the write of a beat
+        self._wrote_at = time.monotonic()  # when the last write began
+        self._writing = True  # it has not ended; the head is the first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         position = max(stream.queue_position for stream in self._streams)
@@ -105,30 +104,51 @@ class EventStream(Response):
         sender = asyncio.ensure_future(self._send(scope, receive, send))
         watcher = asyncio.ensure_future(cancel_on_disconnect(self._engine, self._streams, receive))
         try:
-            limit_s: float = scope["app"].state.slow_reader_s
-            both = {sender, watcher}
-            while not (await asyncio.wait(both, timeout=limit_s / 4, return_when=asyncio.FIRST_COMPLETED))[0]:
-                if self._stuck_since is not None and time.monotonic() - self._stuck_since > limit_s:
-                    self._engine.metrics.slow_readers.inc()
-                    break
+            await self._watch({sender, watcher}, scope, send)
         finally:
-            watcher.cancel()
-            sender.cancel()
+            for task in filter(None, (watcher, sender, self._beating)):
+                task.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await sender
             for stream in self._streams:
                 self._engine.cancel(stream.request_id)
 
+    async def _watch(self, tasks: set[asyncio.Future[None]], scope: Scope, send: Send) -> None:
+        """Return when one of the tasks has ended, or when the client reads nothing; beat meanwhile."""
+        limit_s: float = scope["app"].state.slow_reader_s
+        while True:
+            silent_s = 0.0 if self._writing else time.monotonic() - self._wrote_at
+            wait_s = min(limit_s / 4, BEAT_S - silent_s)
+            if (await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                return
+            silent_s = time.monotonic() - self._wrote_at
+            if self._writing and silent_s > limit_s:
+                self._engine.metrics.slow_readers.inc()
+                return
+            if not self._writing and silent_s >= BEAT_S:
+                self._wrote_at, self._writing = time.monotonic(), True
+                self._beating = asyncio.ensure_future(self._write_beat(scope.get(DIRECT_SEND, send)))
+
+    async def _write_beat(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._beat, "more_body": True})
+        self._wrote_at, self._writing, self._beating = time.monotonic(), False, None
+
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (failure := await first_failure(self._streams)) is not None:
+        failure = next((stream.failure for stream in self._streams if stream.failure is not None), None)
+        if failure is not None:
             answer = respond(Request(scope), from_code(failure.code, failure.message))
             await answer(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._writing = False
         send = scope.get(DIRECT_SEND, send)
         async for chunk in self._events:
-            self._stuck_since = time.monotonic()
+            while self._beating is not None:
+                await self._beating
+            self._wrote_at, self._writing = time.monotonic(), True
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            self._stuck_since = None
-        self._stuck_since = time.monotonic()
+            self._writing = False
+        while self._beating is not None:
+            await self._beating
+        self._wrote_at, self._writing = time.monotonic(), True
         await send({"type": "http.response.body", "body": b"", "more_body": False})

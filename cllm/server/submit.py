@@ -23,8 +23,11 @@ def get_registry(http: HttpRequest) -> EngineRegistry:
 
 
 def check_model(name: str | None) -> None:
-    """Any plain name is served by the one loaded model; raises ModelNotFound for a path."""
-    if name is not None and (".." in name or name.startswith(("/", "~")) or "\\" in name):
+    """Any plain name is served by the one loaded model; raises ModelNotFound for a path that leads elsewhere.
+
+    A name may begin with a slash: some servers name a model by its folder, and their clients send that.
+    """
+    if name is not None and (".." in name or name.startswith("~") or "\\" in name):
         raise ModelNotFound("this model does not exist: GET /v1/models lists the models served")
 
 

@@ -86,6 +86,9 @@ class FakeVocabulary:
     def piece(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
+    def spelling(self, token: int) -> str:
+        return {END_TOKEN: self.end_text, TURN: "<|x|>"}.get(token, "")
+
     def is_end(self, token: int) -> bool:
         return token == END_TOKEN
 
@@ -215,7 +218,8 @@ class FakeRunner(ModelRunner):
         results = []
         for row in batch.rows:
             self.memory[row.seq_id].extend(row.tokens)
-            results.append(self._sample(row) if row.outputs else RowResult())
+            result = self._sample(row) if row.outputs else RowResult()
+            results.append(result._replace(scored=self._score(row)))
         return StepResult(StepStatus.DONE, tuple(results), ubatches=1, compute_s=self.step_s)
 
     def _sample(self, row: Row) -> RowResult:
@@ -236,6 +240,16 @@ class FakeRunner(ModelRunner):
                 break
         logprobs = tuple(TokenLogprob(token, 0.0, ((token, 0.0),)) for token in tokens)
         return RowResult(tuple(tokens), logprobs if row.logprobs else ())
+
+    def _score(self, row: Row) -> tuple[TokenLogprob, ...]:
+        """A token that the model would have sampled is certain, any other has the probability 1/e."""
+        memory = self.memory[row.seq_id]
+        known = len(memory) - row.lines + 1
+        likely = [next_token(memory[: known + place]) for place in range(len(row.scored))]
+        return tuple(
+            TokenLogprob(token, 0.0 if token == best else -1.0, ((best, 0.0),) * row.scored_top)
+            for token, best in zip(row.scored, likely, strict=True)
+        )
 
     def _embed(self, batch: Batch) -> StepResult:
         limits, held = self.limits.embed, self.embedding_memory

@@ -50,6 +50,7 @@ def make_call_grammar(
         triggers = (skipped, *form.other_openings)
     count = min(MAX_CALLS, max(MIN_CALLS, len(tools))) if forced else MAX_CALLS
     grammar = _Grammar(chat_format, tools)
+    grammar.exact = forced
     source = grammar.write(skipped, count if parallel and not chat_format.one_call else 1)
     return ConstraintSpec(ConstraintKind.TOOLS, source, triggers)
 
@@ -64,6 +65,7 @@ class _Grammar:
         self._controls = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._tools = tools
         self._rules: list[str] = []
+        self.exact = True  # blanks between calls are those of the format
 
     def write(self, skipped: str, count: int) -> str:
         """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
@@ -74,7 +76,7 @@ class _Grammar:
         if form.style is CallStyle.JSON:
             self._add("body", f"%json {json.dumps(self._schema())}")
             names = ["body"]
-        between = self._text(form.between)
+        between = self._text(form.between) if self.exact or form.between.strip() else r"/[ \n]{0,2}/"
         # The first call may lack the beginning of its opening; the name in an opening needs the tool.
         first = [self._framed(name, tool, skipped) for name, tool in self._named(names)]
         later = [self._framed(name, tool, "") for name, tool in self._named(names)]

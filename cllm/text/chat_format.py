@@ -105,7 +105,10 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     argument_text: bool = False  # arguments as JSON text; else as an object
     one_call: bool = False  # one call a message
     reasoning_field: str = ""  # the field of a message that holds reasoning; "parts": a part of its content
-    tokens: tuple[tuple[str, int], ...] = ()  # control tokens in the markers, by their text
+    # Of the vocabulary: control tokens in the markers by their text, and the tokens around reasoning.
+    tokens: tuple[tuple[str, int], ...] = ()
+    opening_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:

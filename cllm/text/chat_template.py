@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ _REMOVED = "center filesizeformat pprint random striptags urlencode urlize wordw
 
 class TemplateStopped(Exception):
     """The template exceeded a limit; the message names it."""
+
+
+class TemplateRefused(Exception):
+    """The template raised an error on these messages; it may take them in another shape."""
 
 
 _libc = ctypes.CDLL(None)
@@ -93,12 +98,19 @@ class ChatTemplate:
     """One chat template, compiled on first use: a malformed one affects chat requests only."""
 
     def __init__(self, source: str, guard: Guard = nullcontext) -> None:
-        self._source = source
+        self.source = source
         self._guard = guard
         self._lock = threading.Lock()  # the environment counts for one render at a time
 
     def render(self, **variables: Any) -> str:
         """Render the template. Any failure inside it raises InvalidRequest."""
+        try:
+            return self.attempt(**variables)
+        except TemplateRefused as error:
+            raise InvalidRequest(str(error), field="messages") from None
+
+    def attempt(self, **variables: Any) -> str:
+        """Render the template. Raises TemplateRefused for its own errors, InvalidRequest for others."""
         try:
             with self._lock, self._guard():
                 return self._environment.run(self._compiled, variables)
@@ -107,9 +119,12 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             reason = f"cannot be used: line {error.lineno}: {error.message}"
         except jinja2.TemplateError as error:
-            reason = f"refuses these messages: {error.message}"
+            raise TemplateRefused(
+                f"the model's chat template refuses these messages: {error.message}"
+            ) from None
         except Exception as error:  # a template can raise anything
-            reason = f"failed on these messages ({type(error).__name__})"
+            name = type(error).__name__
+            raise TemplateRefused(f"the model's chat template failed on these messages ({name})") from None
         raise InvalidRequest(f"the model's chat template {reason}", field="messages")
 
     @cached_property
@@ -118,9 +133,9 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        if len(self._source) > MAX_SOURCE:
-            raise TemplateStopped(f"it has {len(self._source)} characters, the limit is {MAX_SOURCE}")
-        return self._environment.from_string(self._source)
+        if len(self.source) > MAX_SOURCE:
+            raise TemplateStopped(f"it has {len(self.source)} characters, the limit is {MAX_SOURCE}")
+        return self._environment.from_string(self.source)
 
 
 class _CountingGenerator(CodeGenerator):
@@ -156,7 +171,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters["tojson"] = tojson
         self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda form: time.strftime(form)
+        self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._started = 0.0
         self._ticks = 0
         self._max_length = 0

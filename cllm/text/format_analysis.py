@@ -74,7 +74,7 @@ def _derive(probe: Probe) -> ChatFormat:
         calls = None
     found = ChatFormat(
         takes_tools=probe.takes_tools,
-        writes_calls=calls is not None,
+        writes_calls=bool(probe.call),
         after_text=_find_after_text(probe),
     )
     if calls is None:

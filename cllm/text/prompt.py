@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,11 +15,34 @@ import msgspec
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.text.chat_format import GENERIC, ChatFormat
-from cllm.text.chat_template import ChatTemplate
-from cllm.text.format_analysis import derive_format
+from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
+from cllm.text.folding import Message, describe_tools, prepare, write_calls_as_text
+from cllm.text.template_probes import Folding
 from cllm.types import HasBound, InfillTokens, Vocabulary
 
+log = logging.getLogger(__name__)
+CHATML = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 DERIVE_LIMIT_S = 2.0  # CPU time
+NO_FOLD = "folding its system texts, equal roles and tool calls into other messages did not help"
+# What templates call the switch of the reasoning, with the value that is off.
+OFF = {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled", "thinking_budget": 0}
+EFFORTS = ("reasoning_effort", "reasoning_strength", "thinking_effort")
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A conversation for the chat template, and how the prompt goes on after it."""
+
+    messages: tuple[dict[str, Any], ...]  # as the client sent them
+    tools: tuple[dict[str, Any], ...] = ()
+    options: dict[str, Any] = {}  # variables of the template
+    prefill: str = ""  # the client's start of the answer
+    think: bool = True  # False: reasoning that the template opens is closed
+    thoughts: str = ""  # the client's start of the reasoning
+    opened: bool = False  # the prompt opens the reasoning of a model that would open it itself
 
 
 class ChatPrompt(NamedTuple):
@@ -33,10 +58,11 @@ class PromptBuilder:
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
     ) -> None:
-        """`tool_template` is the template for conversations with tools, where the model has two."""
+        """`tool_template` is for conversations with tools, where the model has two. None: ChatML."""
         self._vocabulary = vocabulary
-        self._template = template
-        self._tool_template = tool_template or template
+        self._template = template or ChatTemplate(CHATML)
+        self._tool_template = tool_template or self._template
+        self._foldings: dict[ChatTemplate, Folding] = {}
         self._formats: dict[ChatTemplate, ChatFormat] = {}
 
     @cached_property
@@ -48,48 +74,39 @@ class PromptBuilder:
     def describe(self, *, tools: bool) -> ChatFormat:
         """How the model writes an answer, by the template of conversations with or without tools."""
         template = self._tool_template if tools else self._template
-        if template is None:
-            return GENERIC
         if template not in self._formats:
             self._formats[template] = self._derive(template)
         return self._formats[template]
 
     def _derive(self, template: ChatTemplate) -> ChatFormat:
-        vocabulary = self._vocabulary
-        texts = {"bos_token": vocabulary.begin_text, "eos_token": vocabulary.end_text}
+        from cllm.text.format_analysis import derive_format  # only where templates are rendered
+
         started = time.thread_time()
+        texts = {"bos_token": self._vocabulary.begin_text, "eos_token": self._vocabulary.end_text}
 
         def render(**variables: Any) -> str:
             if time.thread_time() - started > DERIVE_LIMIT_S:
                 raise InvalidRequest("the chat template is too slow to derive a format from it")
             return template.render(**texts, **variables)
 
-        tokens: dict[str, int] = {}
-        for text in vocabulary.special_texts:
-            found = vocabulary.tokenize(text, add_special=False, parse_special=True)
-            if len(found) == 1:
-                tokens[text] = found[0]
-        ends = [text for text, token in tokens.items() if vocabulary.is_end(token)]
-        controls = {text: token for text, token in tokens.items() if vocabulary.is_control(token)}
-        return derive_format(render, controls, ends)
+        def tokenize(text: str) -> tuple[int, ...]:
+            return tuple(self._vocabulary.tokenize(text, add_special=False, parse_special=True))
 
-    def from_messages(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] | None = None,
-        opening: str = "",
-        prefill: str = "",
-        think: bool = True,
-        max_tokens: int = 0,
-    ) -> ChatPrompt:
+        found = {text: tokenize(text) for text in self._vocabulary.special_texts}
+        tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
+        ends = [text for text, token in tokens.items() if self._vocabulary.is_end(token)]
+        controls = {text: token for text, token in tokens.items() if self._vocabulary.is_control(token)}
+        derived = derive_format(render, controls, ends)
+        return msgspec.structs.replace(
+            derived,
+            opening_ids=tokenize(derived.reasoning_openings[0].strip()),
+            closing_ids=tokenize(derived.reasoning_closings[0].rstrip()),
+        )
+
+    def tokenize(self, chat: Chat, max_tokens: int = 0) -> ChatPrompt:
         """Tokens of a conversation; they end where the assistant's message starts.
 
         Raises ContextLengthExceeded before a text is tokenised that cannot have `max_tokens` tokens or fewer.
-        `tools` and `options` go to the template. `opening` comes from the server and may be a control token;
-        `prefill` is the client's start of the answer. With `think` off, reasoning that the template opens is
-        closed.
 
         The text of control tokens in client input is replaced by placeholders before the template renders,
         and restored as plain text afterwards. So no message can end its own turn.
@@ -104,13 +121,7 @@ class PromptBuilder:
         def safe(value: Any) -> Any:
             return _map_strings(value, lambda text: self._controls.sub(hide, text))
 
-        rendered = self.render(safe(list(messages)), tools=safe(list(tools)), options=safe(options or {}))
-        known = self.describe(tools=bool(tools))
-        thinking = any(rendered.rstrip().endswith(mark.strip()) for mark in known.reasoning_openings)
-        if thinking and not think:
-            closing = known.reasoning_closings[0] if known.exact else f"\n\n{known.reasoning_closings[0]}\n\n"
-            rendered = rendered.rstrip() + closing
-        rendered += opening + safe(prefill)
+        rendered, thinking = self._compose(chat, safe)
         parts = re.split(f"\ue000{nonce}:(\\d+)\ue001", rendered)
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
         check_length(self._vocabulary, parts, max_tokens)
@@ -120,36 +131,117 @@ class PromptBuilder:
                 tokens += self._vocabulary.tokenize(part, add_special=False, parse_special=False)
             elif part:
                 tokens += self._vocabulary.tokenize(part, add_special=index == 0, parse_special=True)
-        return ChatPrompt(tokens, thinking and think)
+        return ChatPrompt(tokens, thinking)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as the template renders it. Raises InvalidRequest."""
+    def render(self, chat: Chat) -> str:
+        """The prompt of a conversation as text. Raises InvalidRequest."""
+        return self._compose(chat, lambda value: _map_strings(value, str))[0]
+
+    def _compose(self, chat: Chat, safe: Callable[[Any], Any]) -> tuple[str, bool]:
+        """The prompt, and whether it ends inside the reasoning; `safe` hides control tokens of a client."""
+        rendered = self._render(chat, safe)
+        known = self.describe(tools=bool(chat.tools))
+        start, end = known.reasoning_openings[0], known.reasoning_closings[0]
+        thinking = rendered.rstrip().endswith(start.strip())
+        own = known.exact and known.reasoning_field and not (known.lead or known.text_openings)
+        if chat.opened and chat.think and own and not thinking and not chat.prefill:
+            closed = rendered.rstrip().endswith(end.strip())  # a switch of the template did
+            rendered, thinking = rendered + start * (not closed), not closed
+        if chat.thoughts:
+            before = rendered.rstrip() if thinking else rendered + start.rstrip()
+            rendered, thinking = f"{before}\n{safe(chat.thoughts)}", True
+        if thinking and (chat.prefill or not chat.think):
+            blanks = "\n" if chat.thoughts else "\n\n"
+            closing = end if known.exact and chat.thoughts else f"{blanks}{end.strip()}\n\n"
+            rendered, thinking = rendered.rstrip() + closing, False
+        return rendered + safe(chat.prefill), thinking
+
+    def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
+        """Render with the folds that the template needs; with others as well, while it refuses."""
+        tools: Sequence[Mapping[str, Any]] = chat.tools
         template = self._tool_template if tools else self._template
-        if template is None:
-            raise InvalidRequest("this model has no chat template: send a plain prompt", field="messages")
-        own = {
-            "messages": messages,
-            "tools": tools or None,
+        folding = self._folding(template)
+        prepared = prepare(chat.messages)
+        known = self.describe(tools=bool(tools))
+        generic = known.calls == GENERIC.calls
+        in_words = bool(tools) and (generic or not (known.takes_tools and folding.takes_tools))
+        if in_words:
+            prepared, tools = describe_tools(prepared, tools, known.calls), ()
+        if not (known.writes_calls or generic):
+            prepared = write_calls_as_text(prepared, known.calls)
+        as_text = in_words and generic
+        variables = self._variables(safe(list(tools)), safe(self._switches(template, chat.options)))
+        variables["tools"] = variables["tools"] or folding.no_tools
+        refusal = ""
+        for shape in folding.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
+            try:
+                rendered = template.attempt(**variables, messages=safe(shape))
+            except TemplateRefused as error:
+                refusal = refusal or str(error)
+            else:
+                if refusal:
+                    log.debug("a conversation was folded further than the template needs by itself")
+                return rendered
+        raise InvalidRequest(f"{refusal} ({NO_FOLD})", field="messages")
+
+    def _variables(self, tools: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """What a template may read, as Transformers and llama.cpp give it."""
+        now = datetime.now()
+        return {
+            "enable_thinking": True,
+            "documents": None,
+            "date_string": now.strftime("%d %b %Y"),
+            "datetime": now.strftime("%b %d %Y"),
+            "functions": tojson(tools, indent=2) if tools else "",
             "add_generation_prompt": True,
+            **options,
+            "tools": tools,
             "bos_token": self._vocabulary.begin_text,
             "eos_token": self._vocabulary.end_text,
         }
-        variables = {**(options or {}), **own}
+
+    def _folding(self, template: ChatTemplate) -> Folding:
+        """Which folds a template needs; found once."""
+        if template not in self._foldings:
+            folding = Folding(lambda messages, tools: self._try(template, messages, tools))
+            log.debug("the chat template needs these folds: %s", ", ".join(folding.names) or "none")
+            self._foldings[template] = folding
+        return self._foldings[template]
+
+    def _try(
+        self, template: ChatTemplate, messages: list[Message], tools: list[Any] | None, **options: Any
+    ) -> str | None:
+        """Messages of our own through the template; None where it refuses them."""
+        variables = self._variables(tools or [], options)
         try:
-            return template.render(**variables)
-        except InvalidRequest as error:
-            refused = "refuses these messages" in error.message  # not: exceeded a limit, or does not compile
-            if refused and len(messages) > 1 and messages[0].get("role") == "system":
-                template.render(**{**variables, "messages": messages[1:]})  # raises if the reason is another
-                hint = "it takes no system message: put that text into the first user message"
-                raise InvalidRequest(f"{error.message} ({hint})", field="messages") from None
-            raise
+            return template.attempt(**{**variables, "tools": tools, "messages": _map_strings(messages, str)})
+        except TemplateRefused:
+            return None
+
+    def _switches(self, template: ChatTemplate, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The client's variables; a switch of the reasoning under each of its names."""
+        wanted = [options[name] for name in ("enable_thinking", "thinking") if name in options]
+        switches = OFF if False in wanted else {"enable_thinking": True, "thinking": True} if wanted else {}
+        effort = options.get("reasoning_effort")
+        if not isinstance(effort, str):
+            return {**switches, **options}
+        question, tools = [{"role": "user", "content": ""}], self._folding(template).no_tools
+        for value in _similar_efforts(effort, template.source):
+            efforts = {**switches, **dict.fromkeys(EFFORTS, value)}
+            if self._try(template, question, tools, **efforts) is not None:
+                return {**efforts, **options, "reasoning_effort": value}
+        return {**switches, **{key: value for key, value in options.items() if key != "reasoning_effort"}}
+
+
+def _similar_efforts(effort: str, source: str) -> Iterator[str]:
+    """The effort, and what a template may have in its place; no effort, only by a name that it knows."""
+    if effort == "none":
+        yield from (
+            name for name in ("none", "no_think", "minimal") if re.search(f"[\"']{name}[\"']", source)
+        )
+    else:
+        yield effort
+    yield "low" if effort in ("none", "minimal", "low") else "high"
 
 
 def check_length(vocabulary: HasBound, texts: Iterable[str], max_tokens: int) -> None:

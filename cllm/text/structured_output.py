@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
+from cllm.text.json_schema import close_schemas
 from cllm.types import GRAMMAR_CACHE_BYTES, ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
 
 MAX_SOURCE = 256 << 10  # characters
@@ -28,6 +29,7 @@ MAX_LEXER_STATES = 1 << 16  # of one grammar; they are made while it is used
 STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
 TOKEN_BYTES = 16_000  # by which a token of an answer makes its grammar grow, at most; usually by none
 MAX_CHECKED = 1024  # grammars known to be valid
+_MARK = "\x02"  # a control character: no token has it together with other text
 _EXHAUSTED = "the grammar allows no further token, but the answer is not complete"
 _TOO_MANY_STATES = (
     f"the grammar needs more than {MAX_LEXER_STATES} states: use shorter repetitions, or none (maxLength)"
@@ -55,13 +57,78 @@ class CompiledGrammar:
         return self.compiled_bytes + min(self.tokens * TOKEN_BYTES, MAX_LEXER_STATES * STATE_BYTES)
 
 
-class Constraint:
-    """Grammar state of one answer. Can be rolled back."""
+class TriggerWatch:
+    """Watches an answer for the texts that wake a constraint. Control tokens count by their spelling."""
 
-    def __init__(self, grammar: CompiledGrammar, vocabulary_size: int) -> None:
+    def __init__(self, triggers: Sequence[str], vocabulary: Vocabulary) -> None:
+        self._triggers = [trigger.encode() for trigger in triggers]
+        self._vocabulary = vocabulary
+        self._longest = max(map(len, self._triggers))
+        self._newest = b""  # of the answer, as much as a trigger can begin in
+
+    def spell(self, token: int) -> bytes:
+        vocabulary = self._vocabulary
+        piece = vocabulary.piece(token)
+        return vocabulary.spelling(token).encode() if not piece and vocabulary.is_control(token) else piece
+
+    def push(self, token: int) -> int | None:
+        """How many bytes of a token follow a trigger that it completes; None: it completes none."""
+        text = self._newest + self.spell(token)
+        ends = [at + len(trigger) for trigger in self._triggers if (at := text.find(trigger)) >= 0]
+        self._newest = text[len(text) - min(len(text), self._longest - 1) :]
+        return len(text) - min(ends) if ends else None
+
+    def count_before(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens would come before one that completes a trigger."""
+        newest = self._newest
+        count = next((place for place, token in enumerate(tokens) if self.push(token) is not None), None)
+        self._newest = newest
+        return len(tokens) if count is None else count
+
+
+class Constraint:
+    """Grammar state of one answer. With a `watch` it sleeps until a trigger was generated."""
+
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        tokenizer: LLTokenizer,
+        vocabulary_size: int,
+        watch: TriggerWatch | None = None,
+    ) -> None:
         self._grammar = grammar
+        self._tokenizer = tokenizer
         self._matcher = grammar.matcher.deep_copy()
         self._size = vocabulary_size
+        self.watch = watch
+
+    @property
+    def asleep(self) -> bool:
+        return self.watch is not None
+
+    def follow(self, token: int) -> Sequence[int]:
+        """While it sleeps: the tokens to append for a sampled one. It is awake afterwards if that was due.
+
+        A token may hold the end of a trigger and more. What is more must fit the grammar, or is left out:
+        then the tokens are those that spell the first part.
+        """
+        assert self.watch is not None
+        beyond = self.watch.push(token)
+        if beyond is None:
+            return (token,)
+        spelled, self.watch = self.watch.spell(token), None
+        begun, rest = spelled[: len(spelled) - beyond], spelled[len(spelled) - beyond :]
+        if self._consume(rest):
+            return (token,)
+        return self._tokenizer.tokenize_bytes(begun) or (token,)
+
+    def _consume(self, text: bytes) -> bool:
+        """Advance by a text; False, and nothing has changed, if the grammar does not allow it."""
+        tokens = self._tokenizer.tokenize_bytes(text) if text else []
+        fits = self._matcher.validate_tokens(tokens) == len(tokens)
+        if not fits or self._tokenizer.decode_bytes(tokens) != text:
+            return False
+        return not tokens or self._matcher.consume_tokens(tokens)
 
     def mask(self) -> TokenMask:
         """The tokens allowed next. Raises InvalidRequest when the grammar is exhausted."""
@@ -105,7 +172,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, vocabulary: Vocabulary, cache_bytes: int = GRAMMAR_CACHE_BYTES) -> None:
-        self._size = vocabulary.size
+        self._vocabulary = vocabulary
         wrapper = TokenizerWrapper(_Tokenizer(vocabulary))
         self._tokenizer = LLTokenizer(wrapper, eos_token=sorted(vocabulary.ends))
         self._cache_bytes = cache_bytes
@@ -119,6 +186,7 @@ class GrammarCompiler:
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
         """A new constraint. Raises InvalidRequest for a grammar that is invalid or too complex."""
+        triggers, spec = tuple(filter(None, spec.triggers)), ConstraintSpec(spec.kind, spec.source)
         if (grammar := self._cached.pop(spec, None)) is None:
             before = _allocated_bytes()
             matcher = self._compile(spec)
@@ -128,7 +196,8 @@ class GrammarCompiler:
         self._cached[spec] = grammar
         while self.memory_bytes > self._cache_bytes:
             self._cached.popitem(last=False)
-        return Constraint(grammar, self._size)
+        watch = TriggerWatch(triggers, self._vocabulary) if triggers else None
+        return Constraint(grammar, self._tokenizer, self._vocabulary.size, watch)
 
     def check(self, spec: ConstraintSpec) -> None:
         """Raise InvalidRequest where `compile` would. Keeps no grammar."""
@@ -140,8 +209,15 @@ class GrammarCompiler:
                 self._checked.popitem(last=False)
 
     def _compile(self, spec: ConstraintSpec) -> LLMatcher:
+        try:
+            return self._make_matcher(spec, close_schemas(spec))
+        except InvalidRequest:  # a closed schema must not be what is refused
+            return self._make_matcher(spec, spec.source)
+
+    def _make_matcher(self, spec: ConstraintSpec, source: str) -> LLMatcher:
         field = spec.kind.field
-        matcher = LLMatcher(self._tokenizer, to_llguidance(spec), log_level=0, limits=_LIMITS)
+        grammar = to_llguidance(ConstraintSpec(spec.kind, source))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"{field}: {_first_line(matcher.get_error())}", field)
         copy = matcher.deep_copy()
@@ -235,9 +311,43 @@ class _Tokenizer:
         ]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+        """Tokens that spell the text exactly, as in the middle of a longer one.
+
+        Some vocabularies put a blank before a text, some rewrite it. So it is tokenized behind a mark, too,
+        that no token has in common with other text; what spells more or less than the text is not used.
+        """
+        wanted = text if isinstance(text, bytes) else text.encode()
+        for before in ("", _MARK):
+            plain = before + wanted.decode("utf-8", "replace")
+            tokens = self._vocabulary.tokenize(plain, add_special=False, parse_special=False)
+            pieces = [self.tokens[token] for token in tokens]
+            extra = sum(map(len, pieces)) - len(wanted)
+            ends = accumulate(map(len, pieces), initial=0)
+            first = next((number for number, end in enumerate(ends) if end == extra), None)
+            if first is not None and b"".join(pieces[first:]) == wanted:
+                return tokens[first:]
+        return self._tokenize_greedily(wanted)
+
+    def _tokenize_greedily(self, wanted: bytes) -> list[int]:
+        """The longest token at each place; ends where there is none."""
+        tokens: list[int] = []
+        begin = 0
+        while begin < len(wanted):
+            longest = min(self._longest, len(wanted) - begin)
+            pieces = (wanted[begin : begin + length] for length in range(longest, 0, -1))
+            if (piece := next((piece for piece in pieces if piece in self._by_piece), None)) is None:
+                break
+            tokens.append(self._by_piece[piece])
+            begin += len(piece)
+        return tokens
+
+    @cached_property
+    def _by_piece(self) -> dict[bytes, int]:
+        return {piece: token for token, piece in enumerate(self.tokens) if piece}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.tokens))
 
 
 class MaskBuilder:

@@ -6,13 +6,12 @@ The same objects travel through a queue (engine in a thread) or, as MessagePack,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
 from cllm.errors import ContextLengthExceeded
 from cllm.text.chat_format import ChatFormat
-from cllm.text.prompt import Gap, check_length
+from cllm.text.prompt import Chat, Gap, check_length
 from cllm.types import (
     ConstraintSpec,
     Failure,
@@ -158,17 +157,6 @@ class TokenizeText(msgspec.Struct, frozen=True, tag=True):
     max_tokens: int = 0
     add_special: bool = True
     parse_special: bool = False  # True only where the client is trusted to write control tokens
-
-
-class Chat(msgspec.Struct, frozen=True):
-    """A conversation as the chat template takes it; see `PromptBuilder.from_messages`."""
-
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    options: dict[str, Any] = {}
-    opening: str = ""
-    prefill: str = ""
-    think: bool = True
 
 
 class TokenizeChat(msgspec.Struct, frozen=True, tag=True):

@@ -91,18 +91,9 @@ class TokenizerWorker:
                     tokens = vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
                     return _limited(tokens, max_tokens)
                 case RenderChat(chat):
-                    rendered = self._prompts.render(chat.messages, tools=chat.tools, options=chat.options)
-                    return Text(rendered + chat.opening + chat.prefill)
+                    return Text(self._prompts.render(chat))
                 case TokenizeChat(chat, max_tokens):
-                    prompt = self._prompts.from_messages(
-                        chat.messages,
-                        tools=chat.tools,
-                        options=chat.options,
-                        opening=chat.opening,
-                        prefill=chat.prefill,
-                        think=chat.think,
-                        max_tokens=max_tokens,
-                    )
+                    prompt = self._prompts.tokenize(chat, max_tokens)
                     return _limited(prompt.tokens, max_tokens, thinking=prompt.thinking)
                 case TokenizeInfill(gap, max_tokens, cut_to):
                     return _limited(infill_prompt(vocabulary, gap, cut_to), max_tokens)

@@ -10,6 +10,7 @@ import pytest
 from cllm import LLM
 from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.probe import run_probe
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.errors import ShuttingDown
@@ -86,3 +87,9 @@ def test_closing_while_llama_loads_returns_at_once(
         assert not thread.is_alive()
     assert [type(error) for error in errors] == [ShuttingDown]
     assert not any(thread.name == "cllm-engine" for thread in threading.enumerate())
+
+
+def test_the_probe_passes_with_the_smallest_batches(models: dict[str, Path]) -> None:
+    """In this vocabulary its text has more tokens than a batch."""
+    result = run_probe(EngineConfig(model=str(models["dense"]), threads=1, batch_tokens=32))
+    assert result.passed, result.detail

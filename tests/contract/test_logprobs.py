@@ -6,19 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from cllm.backend.base import Batch, Row, StepStatus
 from cllm.backend.llama.runner import LlamaRunner
+from cllm.core import scheduler
 from cllm.types import SamplingParams, TokenLogprob
-from tests.driver.engine import words
+from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import NATIVE, open_runner
 from tests.driver.runner import native
 from tests.tiny_models import VOCABULARY
 
 CLOSE = 1e-3
+ROUNDING = 0.05  # a prompt in chunks against the same token by token, f16 cells
 
 
 @pytest.fixture(scope="module", params=NATIVE, ids=lambda kind: kind.label)
@@ -99,3 +102,45 @@ def test_no_logprobs_are_returned_unless_asked_for(runner: LlamaRunner) -> None:
     runner.truncate(0, 0)
     runner.truncate(1, 0)
     assert result.rows[0].logprobs == () and len(result.rows[1].logprobs[0].top) == 3
+
+
+# Prompts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_prompt_logprobs_are_the_models_own(
+    runner: LlamaRunner, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three prompts at once, computed in chunks; against llama.cpp's logits after each token alone."""
+    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 11 * VOCABULARY)
+    driver = StepDriver(runner, cache_mb=8)
+    prompts = [words(seed, length) for seed, length in ((0, 7), (1, 40), (1, 33))]
+    requests = [
+        msgspec.structs.replace(ask(f"r{number}", prompt, max_tokens), prompt_logprobs=3)
+        for number, prompt in enumerate(prompts)
+    ]
+    driver.submit(*requests)
+    driver.finish()
+    driver.prefix_cache.clear()
+    assert max(len(row.scored) for batch in driver.runner.batches for row in batch.rows) <= 12
+    for answer, prompt in zip(driver.answers.values(), prompts, strict=True):
+        assert tuple(entry.token for entry in answer.prompt_logprobs) == prompt
+        assert answer.work.cached_tokens == 0 and len(answer.tokens) == max_tokens
+        expected = _score_one_by_one(runner, prompt)
+        for entry, (logprob, best) in zip(answer.prompt_logprobs[1:], expected, strict=True):
+            assert abs(entry.logprob - logprob) < ROUNDING
+            assert len(entry.top) == 3 and abs(entry.top[0][1] - best) < ROUNDING
+
+
+def _score_one_by_one(runner: LlamaRunner, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
+    """For each token but the first: its log-probability, and that of the likeliest."""
+    sampler = runner.create_sampler(SamplingParams(temperature=0))
+    found = []
+    for place, token in enumerate(prompt[:-1]):
+        row = Row(0, place, (token,), 1, sampler, logprobs=VOCABULARY)
+        (outcome,) = runner.run(Batch((row,))).rows
+        likely = dict(outcome.logprobs[0].top)
+        found.append((likely[prompt[place + 1]], max(likely.values())))
+    runner.truncate(0, 0)
+    sampler.close()
+    return found

@@ -37,6 +37,7 @@ class Answer:
     text: str = ""
     tokens: Tokens = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embeddings: tuple[bytes, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -49,6 +50,7 @@ class Answer:
         self.text += output.text
         self.tokens += output.tokens
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.embeddings += output.embeddings
         self.finish_reason = output.finish_reason
         self.usage = output.usage

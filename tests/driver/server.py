@@ -261,9 +261,9 @@ StartServer = Callable[..., Server]  # the fixture `start`
 
 
 def parse_events(lines: Iterator[str]) -> Iterator[Any]:
-    """Server-sent events: `data: JSON`, an empty line, nothing else."""
+    """Server-sent events: `data: JSON`, an empty line, comments, nothing else."""
     for line in lines:
-        if line:
+        if line and line != ":":
             assert line.startswith("data: "), line
             yield json.loads(line.removeprefix("data: "))
 

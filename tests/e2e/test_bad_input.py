@@ -41,8 +41,8 @@ BODIES = {
 # What is put beside {"prompt": "x"}, as JSON text; the message must begin with the field's name.
 FIELDS = {
     "prompt": ["null", "5", '["x"]', '{"a": 1}', '""', r'"\ud83d"', r'"x\udc00y"'],
-    "max_tokens": ["true", '"16"', "1.5", "NaN", "1e400", "-1", "0", "null", "[]"],
-    "temperature": ["-1", "11", "NaN", "Infinity", "-Infinity", "1e400", '"0"', "true", "null"],
+    "max_tokens": ["true", '"16"', "1.5", "NaN", "1e400", "-2", "0", "[]"],
+    "temperature": ["-1", "11", "NaN", "Infinity", "-Infinity", "1e400", '"0"', "true"],
     "top_p": ["2", "-0.1", "NaN", '"x"'],
     "top_k": ["-2", "1.5", "true", "3000000000"],
     "min_p": ["1.5", "-1", "NaN"],
@@ -51,10 +51,10 @@ FIELDS = {
     "frequency_penalty": ["3", "-3"],
     "presence_penalty": ["3", "-3"],
     "mirostat": ["3", "-1", "true"],
-    "seed": ["-2", "1.5", "true", "1e400", str(2**63)],
+    "seed": [str(-(2**63) - 1), "1.5", "true", "1e400", str(2**63)],
     "stop": ["5", "[5]", '""', '[""]', json.dumps("s" * 257), json.dumps(["s"] * 17), r'"a\u0000b"', "{}"],
-    "stream": ["1", '"true"', "null"],
-    "ignore_eos": ["1", "null"],
+    "stream": ["1", '"true"'],
+    "ignore_eos": ["1"],
     "logit_bias": ['{"512": 1}', '{"-1": 1}', '{"x": 1}', '{"1": 101}', '{"1": NaN}', "[1]", '{"1": "x"}'],
 }
 

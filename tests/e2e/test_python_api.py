@@ -146,14 +146,6 @@ def test_an_assistant_message_at_the_end_is_continued(llm: LLM) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"n": 0}, "n"),
-        (
-            {
-                "tools": [CLOCK],
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
-            "tool_choice",
-        ),
     ],
 )
 def test_wrong_options_of_a_chat_name_their_field(llm: LLM, options: dict[str, Any], field: str) -> None:

@@ -200,10 +200,9 @@ def test_reasoning_are_an_item_of_their_own(thinking: Server) -> None:
     ("fields", "kind", "param", "said"),
     [
         ({"model": "../../etc/passwd"}, openai.NotFoundError, None, "model"),
-        ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id", "stateless"),
-        ({"conversation": "conv_1"}, openai.BadRequestError, "conversation", "stateless"),
-        ({"background": True}, openai.BadRequestError, "background", "stateless"),
-        ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools", "'web_search'"),
+        ({"previous_response_id": "resp_1"}, openai.NotFoundError, None, "whole conversation"),
+        ({"conversation": "conv_1"}, openai.BadRequestError, "conversation", "previous_response_id"),
+        ({"background": True}, openai.BadRequestError, "background", "not supported"),
         ({"tools": [WEATHER, WEATHER]}, openai.BadRequestError, "tools", "same name"),
         ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "mcp"}}, openai.BadRequestError, "tool_choice", "'mcp'"),
@@ -215,9 +214,9 @@ def test_reasoning_are_an_item_of_their_own(thinking: Server) -> None:
             "input",
             "text only",
         ),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "stored"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError, "input", "at least 1"),
         ({"input": [{"type": "message"}]}, openai.BadRequestError, "input", "missing"),
-        ({"input": "hello " * 9000}, openai.BadRequestError, None, "at most"),
+        ({"input": "hello " * 9000}, openai.BadRequestError, None, "maximum context length is"),
         ({"max_output_tokens": 0}, openai.BadRequestError, "max_output_tokens", "1"),
         ({"top_logprobs": 21}, openai.BadRequestError, "top_logprobs", "20"),
         ({"metadata": {"a": "x" * 513}}, openai.BadRequestError, "metadata", "512"),
@@ -244,12 +243,44 @@ def test_errors_are_the_sdks_own(
         assert refusal.value.param == param
 
 
-def test_nothing_is_stored(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stored_response_can_be_continued(client: openai.OpenAI, stream: bool) -> None:
+    first = client.responses.create(
+        model="any", input="Count: 1, 2, 3", instructions="Be brief.", max_output_tokens=8, temperature=0
+    )
+    assert first.to_dict()["store"] is True and client.responses.retrieve(first.id) == first
+    more: dict[str, Any] = {"model": "any", "max_output_tokens": 4, "temperature": 0}
+    said: Any
+    if stream:
+        events = list(
+            client.responses.create(input="And then?", previous_response_id=first.id, stream=True, **more)
+        )
+        said = events[-1].response
+    else:
+        said = client.responses.create(input="And then?", previous_response_id=first.id, **more)
+    whole: Any = [
+        {"role": "user", "content": "Count: 1, 2, 3"},
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "And then?"},
+    ]
+    again = client.responses.create(input=whole, store=False, **more)
+    assert (said.output_text, said.usage.input_tokens) == (again.output_text, again.usage.input_tokens)
+    assert said.previous_response_id == first.id and client.responses.retrieve(said.id).id == said.id
+    with pytest.raises(openai.NotFoundError, match="whole conversation"):
+        client.responses.retrieve(again.id)
+    client.responses.delete(first.id)
+    for gone in (lambda: client.responses.retrieve(first.id), lambda: client.responses.delete(first.id)):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
+            gone()
+    with pytest.raises(openai.NotFoundError, match="whole conversation"):
+        client.responses.create(input="x", previous_response_id=said.id, **more)
+
+
+def test_what_is_not_offered_of_a_stored_response_is_404(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="any", input="x", max_output_tokens=1)
-    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="stateless"):
-            ask(answer.id)
-    with pytest.raises(openai.NotFoundError, match="stateless"):
+    with pytest.raises(openai.NotFoundError, match="retrieved and deleted"):
+        client.responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError, match="retrieved and deleted"):
         client.responses.input_items.list(answer.id)
 
 

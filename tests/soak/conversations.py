@@ -160,7 +160,8 @@ def leave(client: Client, history: History) -> None:
     else:
         path, body["messages"] = "/v1/chat/completions", _messages(history)
     with client.open("POST", path, body) as response:
-        response.readline()
+        while (line := response.readline()) and (b'"content":"' not in line or b'"content":""' in line):
+            pass  # what precedes the first token
 
 
 def replay(client: Client, turns: Sequence[Turn], **fields: Any) -> list[Answer]:

@@ -11,7 +11,7 @@ from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
 from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, say
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.prompt import PromptBuilder
+from cllm.text.prompt import Chat, PromptBuilder
 from cllm.types import FinishReason, Request, RequestOutput
 from cllm.workers.messages import Report, StepReport
 from tests.profiles import examples
@@ -46,12 +46,12 @@ def test_one_byte_a_token_the_text_is_the_oracles(case: tuple[str, list[str], li
 
 def test_in_a_conversation_the_last_script_counts() -> None:
     prompts = PromptBuilder(FakeVocabulary(), ChatTemplate(CHAT_TEMPLATE))
-    messages = [
+    messages = (
         {"role": "user", "content": say("first")},
         {"role": "assistant", "content": "first"},
         {"role": "user", "content": say("second, é")},
-    ]
-    deltas = answer(prompts.from_messages(messages).tokens)
+    )
+    deltas = answer(prompts.tokenize(Chat(messages)).tokens)
     assert "".join(delta.text for delta in deltas) == "second, é"
 
 

@@ -29,6 +29,7 @@ MIN_THREADED_S = 1e-3
 TINY = 1e-9
 FAILED = "the next token could not be sampled"
 _NOTHING = RowResult()
+Scores = tuple[TokenLogprob, ...]
 log = logging.getLogger(__name__)
 
 
@@ -94,10 +95,21 @@ class BatchSampler:
             self._pool.shutdown()
 
     def sample(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
-        """The tokens of each row; `logits` holds one line per output, in the order of the rows.
+        """The tokens of each row; `logits` holds the lines of each row, in the order of the rows.
 
         Tokens that a sampler excludes are taken out of its lines.
         """
+        if not any(row.scored for row in rows):
+            return self._sample(rows, logits)
+        scores, logits = _score(rows, logits)
+        results = self._sample(rows, logits)
+        return tuple(
+            result._replace(scored=scored, sample_s=result.sample_s + seconds)
+            for result, (scored, seconds) in zip(results, scores, strict=True)
+        )
+
+    def _sample(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
+        """`logits` holds one line per output."""
         work = _make_work(rows, logits)
         plain = [one for one in work if one.row.mask is None and one.sampler.chain is None]
         found: dict[int, RowResult] = {}
@@ -132,6 +144,23 @@ class BatchSampler:
         # They ran at the same time: together they took as long as the step had to wait for them.
         overlap = (time.perf_counter() - started) / max(sum(result.sample_s for result in results), TINY)
         return [result._replace(sample_s=overlap * result.sample_s) for result in results]
+
+
+def _score(rows: Sequence[Row], logits: Logits) -> tuple[list[tuple[Scores, float]], Logits]:
+    """The log-probabilities that each row wants of given tokens, with the time it took; the other lines."""
+    scores: list[tuple[Scores, float]] = []
+    outputs: list[int] = []
+    first = 0
+    for row in rows:
+        started = time.perf_counter()
+        found = tuple(
+            log_probabilities(logits[first + place], token, row.scored_top)
+            for place, token in enumerate(row.scored)
+        )
+        scores.append((found, time.perf_counter() - started))
+        outputs += range(first + len(row.scored), first + row.lines)
+        first += row.lines
+    return scores, logits[outputs]
 
 
 def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:

@@ -306,11 +306,11 @@ class NativeBatch:
         assert ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] < len(self._ids), f"rows {ids}"
         base = self._base
         self.struct.n_tokens = count
-        if count == len(rows):  # all generate: one assignment for all of them
+        if count == len(rows):  # one token each: one assignment for all of them
             self._token[:count] = [row.tokens[0] for row in rows]
             self._position[:count] = [row.position for row in rows]
             self._id_pointer[:count] = [base + 4 * seq_id for seq_id in ids]
-            self._output[:count] = [row.outputs for row in rows]
+            self._output[:count] = [row.lines for row in rows]
             return
         begin = 0
         self._output[:count] = 0
@@ -319,5 +319,5 @@ class NativeBatch:
             self._token[begin:end] = row.tokens
             self._position[begin:end] = np.arange(row.position, row.position + len(row.tokens))
             self._id_pointer[begin:end] = base + 4 * row.seq_id
-            self._output[end - row.outputs : end] = 1
+            self._output[end - row.lines : end] = 1
             begin = end

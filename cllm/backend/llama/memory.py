@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 from gguf.constants import GGMLQuantizationType
 
+from cllm.backend.base import SCORED_LOGITS
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share
 from cllm.backend.llama.devices import gpu_memory, supports_gpu
 from cllm.backend.llama.draft_model import SLOTS
@@ -209,7 +210,8 @@ class MemoryFit:
     def _compute(self, parallel: int, batch: int, cells: int) -> int:
         """Processes and buffers of the largest step. Logits that are not asked for stay untouched pages."""
         header, config = self._header, self._config
-        outputs = min(batch, parallel * (1 + config.draft_tokens))
+        scored = SCORED_LOGITS // max(1, header.vocabulary)
+        outputs = min(batch, max(scored, parallel * (1 + config.draft_tokens)))
         # What a layer has in its hands for each token, at its widest.
         widths = 8 * header.number("embedding_length") + 3 * header.number("feed_forward_length")
         # Flash attention needs the mask only (f16), otherwise there are scores for each head (f32).

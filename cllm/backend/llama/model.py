@@ -189,11 +189,11 @@ class LlamaVocabulary:
 
     @cached_property
     def begin_text(self) -> str:
-        return self._spelling(self._api.llama_vocab_bos(self.pointer))
+        return self.spelling(self._api.llama_vocab_bos(self.pointer))
 
     @cached_property
     def end_text(self) -> str:
-        return self._spelling(self._api.llama_vocab_eos(self.pointer))
+        return self.spelling(self._api.llama_vocab_eos(self.pointer))
 
     @cached_property
     def infill(self) -> InfillTokens | None:
@@ -211,7 +211,7 @@ class LlamaVocabulary:
         found = {name: token for name, read in named.items() if (token := read(self.pointer)) >= 0}
         return InfillTokens(**found) if {"prefix", "suffix", "middle"} <= found.keys() else None
 
-    def _spelling(self, token: int) -> str:
+    def spelling(self, token: int) -> str:
         if not 0 <= token < self.size:
             return ""
         return str(self._api.llama_vocab_get_text(self.pointer, token).decode("utf-8", "replace"))

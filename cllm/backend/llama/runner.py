@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import numpy as np
 from cllm.backend.base import (
     Batch,
     BatchKind,
+    DraftCost,
     Drafter,
     KVState,
     ModelRunner,
@@ -36,6 +38,9 @@ from cllm.config import EngineConfig
 from cllm.types import Limits, SamplingParams
 
 MAX_SAMPLER_THREADS = 8
+MEASURED_DRAFT = 8  # tokens
+MEASURED_ROUNDS = 3
+MEASURED_S = 0.5  # then no further round: a large model's steps take long, and vary less
 
 
 class LlamaRunner(ModelRunner):
@@ -101,9 +106,37 @@ class LlamaRunner(ModelRunner):
         if self._embedding is not None:
             self._embedding.run(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
             return
-        self._batch.fill((Row(0, 0, (0, 0), 0, None),))
-        self._context.decode(self._batch.struct)
+        self._decode_s(2)
+        if self._config.draft_tokens:
+            self.draft_cost = self._measure_drafts(1 + min(self._config.draft_tokens, MEASURED_DRAFT))
+
+    def _measure_drafts(self, longest: int) -> DraftCost | None:
+        """One kind of CPU verifies eight draft tokens in twice the time of a step, another in eight times.
+
+        The shortest of a few times counts: what else the machine does only makes steps longer.
+        """
+        shortest: dict[int, float] = {}
+        started = time.perf_counter()
+        for _ in range(MEASURED_ROUNDS):
+            for tokens in (1, 2, longest):
+                shortest[tokens] = min(self._decode_s(tokens), shortest.get(tokens, math.inf))
+            if time.perf_counter() - started > MEASURED_S:
+                break
+        if longest <= 2 or not all(shortest.values()):
+            return None
+        step_s = shortest[1]
+        token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
+        return DraftCost(verify=max(0.0, shortest[2] / step_s - 1 - token), token=token)
+
+    def _decode_s(self, tokens: int) -> float:
+        """Seconds to compute so many tokens of an empty sequence, each with output; 0 if that fails."""
+        started = time.perf_counter()
+        self._batch.fill((Row(0, 0, (0,) * tokens, tokens, None),))
+        code = self._context.decode(self._batch.struct)
+        self._api.llama_synchronize(self._context.pointer)
+        seconds = time.perf_counter() - started
         self._context.remove(0)
+        return 0.0 if code else seconds
 
     def _read_limits(self, config: EngineConfig) -> Limits:
         context = self._context
@@ -152,9 +185,9 @@ class LlamaRunner(ModelRunner):
         status = get_status(code)
         if status is not StepStatus.DONE:
             return StepResult(status, code=code, compute_s=decoded - self._submitted_at)
-        outputs = sum(row.outputs for row in batch.rows)
-        if outputs:
-            results = self.batch_sampler.sample(batch.rows, self._context.logits(outputs))
+        lines = sum(row.lines for row in batch.rows)
+        if lines:
+            results = self.batch_sampler.sample(batch.rows, self._context.logits(lines))
         else:
             results = (RowResult(),) * len(batch.rows)
         # A recurrent memory is split by sequence in either layout.

@@ -161,10 +161,13 @@ def build_chain(
 def log_probabilities(logits: Logits, token: int, count: int) -> TokenLogprob:
     """The chosen token's log-probability and the `count` likeliest, under the model's own distribution."""
     count = min(count, len(logits))
-    top = np.argpartition(logits, -count)[-count:]
-    top = top[np.argsort(-logits[top], kind="stable")]
+    if count == 1:
+        top = logits.argmax(axis=0, keepdims=True)
+    else:
+        top = np.argpartition(logits, -count)[-count:]
+        top = top[np.argsort(-logits[top], kind="stable")]
     highest = float(logits[top[0]])
-    normaliser = highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
+    normaliser = highest + float(np.log(np.exp(logits - logits[top[0]]).sum(dtype=np.float64)))
     return TokenLogprob(
         token,
         float(logits[token]) - normaliser,

@@ -56,9 +56,6 @@ class DeviceKVCache(PrefixTier[SlotContent]):
         return self._by_slot.get(seq_id)
 
     def insert(self, entry: SlotContent) -> None:
-        """Cache what a slot holds. Where the same tokens are held already, those are cleared."""
-        for other in self.covered(entry, len(entry.tokens)):
-            self.clear(other)
         super().insert(entry)
         self._by_slot[entry.seq_id] = entry
 

@@ -83,6 +83,8 @@ class PrefixCache:
         """
         if not sequence.request.reuse or len(sequence.tokens) <= MIN_RESTORE_TOKENS or sequence.swapped:
             return None
+        if sequence.unscored:  # its prompt is to be computed
+            return None
         running = tuple(running)
         self.loader.take(sequence)
         best = self._find_now(sequence, running)

@@ -78,11 +78,11 @@ class PrefixTier(Generic[Prefix]):
         index = self._indexes.get(tenant)
         return index.matches(tokens, min_length) if index is not None else []
 
-    def covered(self, entry: CachedPrefix, min_length: int = 1) -> list[Prefix]:
+    def covered(self, entry: CachedPrefix) -> list[Prefix]:
         """Entries whose tokens are all among the first of this one's."""
         return [
             match.value
-            for match in self.matches(entry.tenant, entry.tokens, min_length)
+            for match in self.matches(entry.tenant, entry.tokens, 1)
             if len(match.value.tokens) == match.length
         ]
 

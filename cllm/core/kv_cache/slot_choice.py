@@ -90,7 +90,7 @@ class SlotChoice:
         """Before a step: it shall not pay for what free slots hold, nor for gaps between the running ones."""
         if self._cost.split:
             self._close_gap(running)
-        elif self._runner.limits.unified:
+        else:
             self._shed(running.values())
 
     def _shed(self, running: Collection[Sequence]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from fastapi.routing import APIRoute
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,9 +28,12 @@ from starlette.responses import Response
 from cllm.errors import InvalidRequest
 from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
 
+log = logging.getLogger(__name__)
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
 MAX_BIASES = 1024
+MAX_PRIORITY = 100
+MIN_TIMEOUT_S = 0.001
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 DOCUMENTED = "x-documented"  # what `documented` says, on its way to the OpenAPI page
@@ -134,12 +140,29 @@ TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+@cache
+def _integer_keys(body: type[BaseModel]) -> frozenset[str]:
+    """The keys of a body whose values are integers."""
+
+    def is_integer(kind: Any) -> bool:
+        return kind is int or (get_origin(kind) is Annotated and get_args(kind)[0] is int)
+
+    keys: set[str] = set()
+    for name, field in body.model_fields.items():
+        if any(map(is_integer, (field.annotation, *get_args(field.annotation)))):
+            alias = field.validation_alias
+            keys |= {name, *map(str, alias.choices)} if isinstance(alias, AliasChoices) else {name}
+    return frozenset(keys)
+
+
 class Body(BaseModel):
-    """A strict request body: `true` is no integer, "1" is no number, NaN and infinity are nothing."""
+    """A strict request body: `true` is no integer, "1" is no number, NaN and infinity are nothing.
+
+    Null stands for a field that was left out, and 64.0 for 64: some languages have no integers.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-    drops_nulls: ClassVar[bool] = False  # null at the top stands for a field that was left out
-    meant_nulls: ClassVar[frozenset[str]] = frozenset()  # but for these, where null has a meaning
+    meant_nulls: ClassVar[frozenset[str]] = frozenset()  # fields where null has a meaning
 
     @model_validator(mode="before")
     @classmethod
@@ -154,15 +177,28 @@ class Body(BaseModel):
             depth += 1
             if depth >= MAX_DEPTH:
                 raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-        if cls.drops_nulls and isinstance(value, dict):
-            return {key: item for key, item in value.items() if item is not None or key in cls.meant_nulls}
-        return value
+        if not isinstance(value, dict):
+            return value
+        integers = _integer_keys(cls)
+        return {
+            key: int(item) if type(item) is float and key in integers and item.is_integer() else item
+            for key, item in value.items()
+            if item is not None or key in cls.meant_nulls
+        }
 
 
-class NullableBody(Body):
-    """A body in which null stands for a field that was left out."""
+def _as_limit(value: int) -> int | None:
+    if value < 1 and value != -1:
+        raise ValueError("must be at least 1, or -1 for as many as fit")
+    return None if value == -1 else value
 
-    drops_nulls = True
+
+TokenLimit = Annotated[int, Field(ge=-1), AfterValidator(_as_limit)]
+"""A number of tokens to generate; -1, which becomes None: as many as fit."""
+
+
+def _clamp_priority(value: int) -> int:
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, value))
 
 
 class SchedulingBody(Body):
@@ -170,13 +206,17 @@ class SchedulingBody(Body):
 
     timeout: float | None = Field(
         None,
-        gt=0,
+        ge=MIN_TIMEOUT_S,
         le=86400,
         description="Seconds from acceptance to the last token, then 504; the server's own limit applies too",
         examples=[30],
     )
-    priority: int = Field(
-        0, ge=-100, le=100, description="Higher goes first; waiting raises it by one a second"
+    priority: Annotated[int, AfterValidator(_clamp_priority)] = Field(
+        0,
+        ge=-(2**63),
+        le=2**63 - 1,
+        description=f"Higher goes first, from -{MAX_PRIORITY} to {MAX_PRIORITY} (the nearest counts); "
+        "waiting raises it by one a second",
     )
     cache_prompt: bool = Field(True, description="Use the prefix cache: match from it and store to it")
     speculate: bool = Field(True, description="Allow speculative decoding; the text is the same either way")
@@ -222,7 +262,7 @@ class SamplingBody(_SamplingFields):
     seed: int | None = sampling_field(
         "seed",
         default=None,
-        ge=-1,
+        ge=-(2**63),
         le=2**63 - 1,
         description="The same seed gives the same text; none or -1: random",
         examples=[7],
@@ -246,71 +286,117 @@ class SamplingBody(_SamplingFields):
         return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing)
 
 
+Grammar = Annotated[SourceText, Field(min_length=1)]
+Choices = Annotated[list[StopText], Field(min_length=1, max_length=256)]
+
+
+class StructuredOutputs(Body):
+    """Structured output in vLLM's words."""
+
+    json_schema: JsonObject | SourceText | None = Field(
+        None, alias="json", description="A JSON schema, also as text", examples=[{"type": "object"}]
+    )
+    json_object: bool = Field(False, description="Any JSON object")
+    regex: Grammar | None = Field(None, description="A regular expression", examples=["[0-9]+"])
+    choice: Choices | None = Field(None, description="Texts to choose from", examples=[["red", "blue"]])
+    grammar: Grammar | None = Field(None, description="A grammar", examples=['root ::= "yes" | "no"'])
+
+
 class ConstrainedBody(SamplingBody):
     """Structured output: at most one of these fields, or of the API's own field named by `form`."""
 
     form: ClassVar[str] = ""
 
-    grammar: SourceText | None = Field(
-        None,
-        min_length=1,
-        description="The answer follows this GBNF or Lark grammar",
-        examples=['root ::= "yes" | "no"'],
+    grammar: Grammar | None = Field(
+        None, description="The answer follows this GBNF or Lark grammar", examples=['root ::= "yes" | "no"']
     )
-    regex: SourceText | None = Field(
+    regex: Grammar | None = Field(
         None,
-        min_length=1,
         description="The whole answer matches this regular expression",
         examples=["[0-9]{4}-[0-9]{2}"],
     )
-    choice: list[StopText] | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="The answer is one of these texts",
-        examples=[["red", "blue"]],
+    choice: Choices | None = Field(
+        None, description="The answer is one of these texts", examples=[["red", "blue"]]
     )
     json_schema: dict[str, Any] | None = Field(
         None,
         description="The answer is JSON that validates against this schema",
         examples=[{"type": "array", "items": {"type": "integer"}}],
     )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="The same as vLLM has it", examples=[{"choice": ["red", "blue"]}]
+    )
+    guided_json: JsonObject | SourceText | None = Field(
+        None, description="`json_schema` by vLLM's older name, also as text", examples=[{"type": "object"}]
+    )
+    guided_regex: Grammar | None = Field(None, description="`regex` by that name", examples=["[0-9]+"])
+    guided_choice: Choices | None = Field(
+        None, description="`choice` by that name", examples=[["red", "blue"]]
+    )
+    guided_grammar: Grammar | None = Field(
+        None, description="`grammar` by that name", examples=['root ::= "yes" | "no"']
+    )
 
     def form_schema(self) -> dict[str, Any] | None:
         """The schema that the API's own field asks for."""
         return None
 
+    def _constraints(self) -> list[tuple[str, ConstraintKind, Any]]:
+        """What the answer must look like: field, kind and value of each that was given."""
+        more = self.structured_outputs or StructuredOutputs.model_validate({})
+        nested = "structured_outputs"
+        given = (
+            ("grammar", ConstraintKind.GRAMMAR, self.grammar),
+            ("guided_grammar", ConstraintKind.GRAMMAR, self.guided_grammar),
+            (nested, ConstraintKind.GRAMMAR, more.grammar),
+            ("regex", ConstraintKind.REGEX, self.regex),
+            ("guided_regex", ConstraintKind.REGEX, self.guided_regex),
+            (nested, ConstraintKind.REGEX, more.regex),
+            ("choice", ConstraintKind.CHOICE, self.choice),
+            ("guided_choice", ConstraintKind.CHOICE, self.guided_choice),
+            (nested, ConstraintKind.CHOICE, more.choice),
+            ("json_schema", ConstraintKind.JSON_SCHEMA, self.json_schema),
+            ("guided_json", ConstraintKind.JSON_SCHEMA, self.guided_json),
+            (nested, ConstraintKind.JSON_SCHEMA, more.json_schema),
+            (nested, ConstraintKind.JSON_SCHEMA, {"type": "object"} if more.json_object else None),
+            (self.form.partition(".")[0], ConstraintKind.JSON_SCHEMA, self.form_schema()),
+        )
+        return [each for each in given if each[2] is not None]
+
     def constraint(self) -> ConstraintSpec | None:
         """The constraint on the answer; raises InvalidRequest when there are several."""
-        own = self.form and getattr(self, self.form.partition(".")[0])
-        given = [
-            (kind, value)
-            for kind, value in (
-                (ConstraintKind.GRAMMAR, self.grammar),
-                (ConstraintKind.REGEX, self.regex),
-                (ConstraintKind.CHOICE, self.choice),
-                (ConstraintKind.JSON_SCHEMA, self.json_schema),
-                (ConstraintKind.JSON_SCHEMA, self.form_schema() if own else None),
-            )
-            if value is not None
-        ]
+        given = self._constraints()
         if not given:
             return None
         if len(given) > 1:
-            others = ("grammar", "regex", "choice", "json_schema", *filter(None, [self.form]))
-            message = f"give only one of {', '.join(others)}"
-            raise InvalidRequest(message, self.form_field)
-        kind, value = given[0]
+            fields = " and ".join(dict.fromkeys(field for field, *_ in given))
+            raise InvalidRequest(f"{fields}: give only one, they all say what the answer is", given[-1][0])
+        _, kind, value = given[0]
         return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value))
 
     @property
     def form_field(self) -> str:
         """The field that holds the schema, for errors."""
-        given = self.json_schema is not None or not self.form
-        return "json_schema" if given else self.form.partition(".")[0]
+        return next((field for field, *_ in self._constraints()), "json_schema")
 
 
-UNSUPPORTED_MEDIA = "this model accepts text only"
+def skip_tools(*known: str, default: str) -> BeforeValidator:
+    """Before a list of tools: leaves out those of a type that cannot be called here.
+
+    A missing type is the `default`.
+    """
+
+    def skip(value: Any) -> Any:
+        taken = []
+        for tool in value if isinstance(value, list) else ():
+            kind = (tool.get("type") if isinstance(tool, dict) else None) or default
+            if kind in known:
+                taken.append(tool)
+            else:
+                log.debug("skipped a tool of type %.64r: it cannot be called here", kind)
+        return taken if isinstance(value, list) else value
+
+    return BeforeValidator(skip)
 
 
 def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None = None) -> BeforeValidator:
@@ -339,7 +425,6 @@ def kinds(*known: str, default: str | None = None, why: Mapping[str, str] | None
 ToolDescription = Annotated[
     Text | None,
     Field(
-        max_length=1 << 14,
         description="What the tool does and when to call it, for the model",
         examples=["The weather in a city, now"],
     ),

@@ -7,17 +7,23 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_message
+from cllm.chat.conversation import TEXT_PARTS, Conversation, ToolChoice, normalize_messages, write_arguments
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, ToolDescription, kinds
-from cllm.server.protocol.completions import CompletionUsage, Name, OpenAIBody, PromptTokensDetails
+from cllm.server.protocol.base import Body, JsonObject, Text, TokenLimit, ToolDescription, kinds
+from cllm.server.protocol.completions import (
+    CompletionUsage,
+    Name,
+    OpenAIBody,
+    PromptTokensDetails,
+    ThinkingBody,
+)
 from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, TokenLogprob
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 128
+MAX_TOOLS = 4096
 
 # What the bodies of the three chat APIs share: types of fields, descriptions, examples.
 QUESTION = "What is AI?"
@@ -26,11 +32,21 @@ REASONING = "The user wants to know what AI is."
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", examples=["get_weather"])]
-ToolMode = Literal["none", "auto", "required"]
-Effort = Annotated[
-    Annotated[str, Field(max_length=32)] | None,
-    Field(description="A variable for the chat template; `none` switches reasoning off", examples=["low"]),
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,256}$", examples=["get_weather"])]
+AnyValue = Annotated[
+    Any, WithJsonSchema({"type": ["object", "array", "string", "number", "boolean", "null"]})
+]
+# In the history: as a client has it, whatever it is.
+CalledName = Annotated[Text, Field(description="The tool that was called", examples=["get_weather"])]
+CallId = Annotated[Text | None, Field(description="The id from the response", examples=["call_1"])]
+Arguments = Annotated[
+    Text,
+    BeforeValidator(write_arguments),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}),
+    Field(description="Its arguments, as JSON text or as an object", examples=["{}"]),
+]
+ToolMode = Annotated[
+    Literal["none", "auto", "required"], BeforeValidator(lambda mode: "required" if mode == "any" else mode)
 ]
 TemplateOptions = Annotated[
     Annotated[JsonObject, Field(max_length=32)] | None,
@@ -38,34 +54,53 @@ TemplateOptions = Annotated[
 ]
 
 
-class TextPart(Body):
-    type: Literal["text"] = Field(description="Always `text`: the model accepts text only")
-    text: Text = Field(description="The text of this part", examples=[QUESTION])
+class ContentPart(Body):
+    """A part of a message. In the history, what is no text is replaced by a note."""
 
+    type: Annotated[str, Field(max_length=64)] = Field(
+        description="`text`, or `refusal` and `thinking` of the assistant; else refused in the last question",
+        examples=["text"],
+    )
+    text: Text | None = Field(None, description="The text of this part", examples=[QUESTION])
+    refusal: Text | None = Field(None, description="The text of a refusal", examples=["Rather not."])
+    thinking: Text | list[Any] | None = Field(None, description="Reasoning", examples=[REASONING])
 
-TextParts = Annotated[
-    list[Annotated[TextPart, kinds("text", why={"": UNSUPPORTED_MEDIA})]], Field(max_length=MAX_MESSAGES)
-]
+    @model_validator(mode="after")
+    def _has_text(self) -> ContentPart:
+        if self.type in TEXT_PARTS and self.text is None and self.refusal is None:
+            raise ValueError("'text' is missing")
+        return self
 
 
 class CalledFunction(Body):
-    name: FunctionName = Field(description="The tool that was called")
-    arguments: Text = Field("{}", description="Its arguments as JSON text")
+    name: CalledName
+    arguments: Arguments = "{}"
 
 
 class ToolCallBody(Body):
     """A tool call of an earlier assistant message."""
 
-    id: Name = Field(description="The id from the response", examples=["call_1"])
-    type: Literal["function"] = Field("function", description="Always `function`")
+    id: CallId = None
+    type: Name | None = Field("function", description="Always `function`")
     function: CalledFunction = Field(description="The tool and its arguments", examples=[{"name": "now"}])
 
 
+def _drop_objects(value: Any) -> Any:
+    return value if isinstance(value, str) else None
+
+
+Reasoning = Annotated[
+    Text | None,
+    BeforeValidator(_drop_objects),
+    Field(description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]),
+]
+
+
 class MessageBody(Body):
-    """One message, text only."""
+    """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The author")
-    content: Text | TextParts | None = Field(
+    content: Text | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Text, or parts of text; the text of control tokens stays plain text",
         examples=[QUESTION, [{"type": "text", "text": QUESTION}]],
@@ -76,16 +111,17 @@ class MessageBody(Body):
         description="Tool calls of an assistant message",
         examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
     )
-    tool_call_id: Name | None = Field(None, description="The call that this answers", examples=["call_1"])
-    reasoning_content: Text | None = Field(
-        None, description="Reasoning of the assistant, for templates that repeat it", examples=[REASONING]
-    )
+    tool_call_id: Text | None = Field(None, description="The call that this answers", examples=["call_1"])
+    refusal: Text | None = Field(None, description="In the place of the content", examples=["Rather not."])
+    reasoning_content: Reasoning = None
+    reasoning: Reasoning = None
+    thinking: Reasoning = None
 
 
 class FunctionBody(Body):
     """A function the model may call."""
 
-    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 64")
+    name: FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 256")
     description: ToolDescription = None
     parameters: JsonObject | None = Field(
         None, description="JSON schema of its arguments; left out: it takes none", examples=[PARAMETERS]
@@ -112,7 +148,44 @@ class ChosenTool(Body):
     function: ChosenFunction = Field(description="Its name", examples=[{"name": "get_weather"}])
 
 
-class ConversationBody(Body):
+class AllowedFunctions(Body):
+    mode: Literal["auto", "required"] = Field(description="Whether one must be called")
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)] = Field(
+        description="Some of the tools", examples=[[{"type": "function", "function": {"name": "now"}}]]
+    )
+
+
+class AllowedChatTools(Body):
+    """The tools that may be called."""
+
+    type: Literal["allowed_tools"] = Field(description="Always `allowed_tools`")
+    allowed_tools: AllowedFunctions = Field(
+        description="Which tools, and whether one must be called",
+        examples=[{"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}],
+    )
+
+
+Chosen = Annotated[
+    ChosenTool | AllowedChatTools, Field(discriminator="type"), kinds("function", "allowed_tools")
+]
+
+
+def _convert_function_messages(messages: Any) -> Any:
+    """Messages of the older form, with functions for tools: a call has the function's name for an id."""
+    if not isinstance(messages, list):
+        return messages
+    converted: list[Any] = []
+    for message in messages:
+        if isinstance(message, dict) and message.get("role") == "function":
+            message = {**message, "role": "tool", "tool_call_id": f"call_{message.get('name')}"}
+        elif isinstance(message, dict) and isinstance(call := message.get("function_call"), dict):
+            calls = [{"id": f"call_{call.get('name')}", "type": "function", "function": call}]
+            message = {**message, "tool_calls": message.get("tool_calls") or calls}
+        converted.append(message)
+    return converted
+
+
+class ConversationBody(ThinkingBody):
     """Messages and tools, as `/apply-template` also takes them."""
 
     messages: list[MessageBody] = Field(
@@ -126,46 +199,87 @@ class ConversationBody(Body):
         description="Functions the model may call",
         examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
     )
-    tool_choice: ToolMode | ChosenTool = Field("auto", description=TOOL_CHOICE)
+    tool_choice: ToolMode | Chosen = Field("auto", description=TOOL_CHOICE)
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
+    functions: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS)] | None = Field(
+        None,
+        description="`tools` in OpenAI's older form; the answer then has a `function_call`",
+        examples=[[{"name": "now", "description": "The time"}]],
+    )
+    function_call: Literal["none", "auto"] | ChosenFunction | None = Field(
+        None, description="`tool_choice` for `functions`", examples=["auto", {"name": "now"}]
+    )
     chat_template_kwargs: TemplateOptions = None
-    reasoning_effort: Effort = None
     reasoning_format: Literal["auto", "none"] = Field(
         "auto", description="`auto`: reasoning goes to `reasoning_content`; `none`: it stays in the text"
     )
 
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
+        None,
+        description="`false`: an assistant message at the end is history, not continued",
+        examples=[True],
+    )
+
     model_config = ConfigDict(json_schema_extra={"example": {"messages": MESSAGES}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _convert_functions(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "messages" in value:
+            return {**value, "messages": _convert_function_messages(value["messages"])}
+        return value
 
     @model_validator(mode="after")
     def _check_tools(self) -> ConversationBody:
-        self._choice.check([tool.function.name for tool in self.tools or ()])
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's")
+        self._choice.check([function.name for function in self._functions])
         return self
 
     @property
+    def older_form(self) -> bool:
+        """Whether the tools are `functions`, and the answer's calls a `function_call`."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def _functions(self) -> list[FunctionBody]:
+        return [tool.function for tool in self.tools or ()] or self.functions or []
+
+    @property
     def _choice(self) -> ToolChoice:
-        wanted = self.tool_choice
-        if isinstance(wanted, ChosenTool):
-            return ToolChoice(mode="required", names=(wanted.function.name,), parallel=False)
-        return ToolChoice(mode=wanted, parallel=self.parallel_tool_calls)
+        if self.older_form:
+            wanted = self.function_call or "auto"
+            if isinstance(wanted, ChosenFunction):
+                return ToolChoice(mode="required", names=(wanted.name,), parallel=False)
+            return ToolChoice(mode=wanted, parallel=False)
+        parallel = self.parallel_tool_calls
+        match self.tool_choice:
+            case ChosenTool(function=function):
+                return ToolChoice(mode="required", names=(function.name,), parallel=False)
+            case AllowedChatTools(allowed_tools=allowed):
+                names = tuple(tool.function.name for tool in allowed.tools)
+                return ToolChoice(mode=allowed.mode, names=names, parallel=parallel)
+            case mode:
+                return ToolChoice(mode=mode, parallel=parallel)
 
     def conversation(self) -> Conversation:
         """The conversation in the terms of `cllm.chat`."""
         return Conversation(
-            messages=tuple(normalize_message(each.model_dump(exclude_none=True)) for each in self.messages),
-            options=make_template_options(self.chat_template_kwargs, self.reasoning_effort),
+            messages=normalize_messages(each.model_dump(exclude_none=True) for each in self.messages),
             reasoning=self.reasoning_format != "none",
-            **self._choice.apply([tool.function.tool() for tool in self.tools or ()]),
+            continued=self.continue_final_message is not False,
+            **self.thinking_options(self.chat_template_kwargs),
+            **self._choice.apply([function.tool() for function in self._functions]),
         )
 
 
 class ChatBody(ConversationBody, OpenAIBody):
     """`POST /v1/chat/completions`."""
 
-    max_tokens: int | None = Field(
+    max_tokens: TokenLimit | None = Field(
         None,
-        ge=1,
-        validation_alias=AliasChoices("max_completion_tokens", "max_tokens"),
-        description="Maximum tokens to generate (also `max_tokens`); null: as many as fit",
+        validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict"),
+        description="Maximum tokens to generate (also `max_tokens`, `n_predict`); null or -1: as many as fit",
         examples=[64],
     )
     logprobs: bool = Field(False, description="Return log-probabilities of the sampled tokens")
@@ -249,9 +363,10 @@ class ReplyMessage(msgspec.Struct):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallResult] | UnsetType = UNSET
+    function_call: CalledFunctionResult | UnsetType = UNSET
 
     @classmethod
-    def from_reply(cls, reply: ChatReply) -> ReplyMessage:
+    def from_reply(cls, reply: ChatReply, *, older_form: bool = False) -> ReplyMessage:
         calls = [
             ToolCallResult(CalledFunctionResult(call.arguments, call.name), call.id, "function")
             for call in reply.tool_calls
@@ -259,13 +374,16 @@ class ReplyMessage(msgspec.Struct):
         return cls(
             reply.text if reply.text or not calls else None,
             reasoning_content=reply.reasoning or UNSET,
-            tool_calls=calls or UNSET,
+            tool_calls=calls if calls and not older_form else UNSET,
+            function_call=calls[0].function if calls and older_form else UNSET,
         )
 
 
-def get_finish_reason(reason: FinishReason, *, called: bool) -> str:
-    """`tool_calls` where the answer stopped after a call."""
-    return "tool_calls" if called and reason is FinishReason.STOP else reason.value
+def get_finish_reason(reason: FinishReason, *, called: bool, older_form: bool = False) -> str:
+    """`tool_calls` (in the older form `function_call`) where the answer stopped after a call."""
+    if called and reason is FinishReason.STOP:
+        return "function_call" if older_form else "tool_calls"
+    return reason.value
 
 
 class ChatChoice(msgspec.Struct):
@@ -295,6 +413,7 @@ class ChunkDelta(msgspec.Struct, omit_defaults=True):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallResult] | UnsetType = UNSET
+    function_call: CalledFunctionResult | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):

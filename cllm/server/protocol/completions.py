@@ -1,4 +1,4 @@
-"""Request and response of `/v1/completions` and `/v1/models`, and the fields that OpenAI's routes share."""
+"""Request and response of `/v1/completions`, and the fields that OpenAI's routes share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
+from cllm.chat.conversation import make_template_options
 from cllm.server.protocol.base import (
     Body,
     ConstrainedBody,
-    NullableBody,
     StopText,
     Text,
     TokenIds,
+    TokenLimit,
     sampling_field,
 )
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
@@ -24,6 +25,14 @@ MAX_CHOICES = 64
 MAX_PROMPTS = 256
 
 Name = Annotated[str, Field(max_length=256)]
+ReasoningBudget = Annotated[
+    Annotated[int, Field(ge=-1)] | None,
+    Field(description="Tokens of reasoning; 0: none, -1: no limit", examples=[1024]),
+]
+Effort = Annotated[
+    Annotated[str, Field(max_length=32)] | None,
+    Field(description="A variable for the chat template; `none` switches reasoning off", examples=["low"]),
+]
 
 
 class ModelBody(Body):
@@ -72,7 +81,7 @@ class ResponseFormat(Body):
         return self
 
 
-class OpenAIFields(NullableBody, ModelBody, ConstrainedBody):
+class OpenAIFields(ModelBody, ConstrainedBody):
     """Fields that `/v1/responses` shares with `OpenAIBody`."""
 
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
@@ -116,6 +125,79 @@ class OpenAIBody(OpenAIFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+class ThinkingMode(Body):
+    """Reasoning, as the APIs of some models switch it."""
+
+    type: Annotated[str, Field(max_length=32)] = Field(
+        description="`enabled` or `disabled`; others leave it to the template", examples=["disabled"]
+    )
+    budget_tokens: ReasoningBudget = None
+
+
+class ReasoningOptions(Body):
+    """Reasoning, as OpenRouter's clients ask for it."""
+
+    effort: Effort = None
+    enabled: bool | None = Field(None, description="Reasoning, on or off", examples=[False])
+    max_tokens: ReasoningBudget = None
+
+
+class ThinkingBody(Body):
+    """How much the model reasons, in the words of several APIs; the first that is given decides."""
+
+    reasoning_effort: Effort = None
+    enable_thinking: bool | None = Field(None, description="Reasoning, on or off", examples=[False])
+    thinking: bool | ThinkingMode | None = Field(
+        None, description="Reasoning, on or off", examples=[{"type": "disabled"}]
+    )
+    reasoning: ReasoningOptions | None = Field(
+        None, description="How much to reason", examples=[{"effort": "low"}]
+    )
+    thinking_budget: ReasoningBudget = None
+    reasoning_budget: ReasoningBudget = None
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+
+    @property
+    def budget(self) -> int | None:
+        """How many tokens of reasoning there may be; None: no limit."""
+        mode = self.thinking if isinstance(self.thinking, ThinkingMode) else None
+        given = (
+            self.thinking_budget,
+            self.reasoning_budget,
+            mode.budget_tokens if mode is not None else None,
+            self.reasoning.max_tokens if self.reasoning is not None else None,
+        )
+        found = next((budget for budget in given if budget is not None), None)
+        return None if found == -1 else found
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason; None: as its template has it."""
+        mode = self.thinking.type if isinstance(self.thinking, ThinkingMode) else self.thinking
+        given = (
+            self.enable_thinking,
+            {"enabled": True, "disabled": False}.get(mode) if isinstance(mode, str) else mode,
+            self.reasoning.enabled if self.reasoning is not None else None,
+            False if self.budget == 0 else None,
+            None if self.effort is None else self.effort != "none",
+        )
+        return next((wanted for wanted in given if wanted is not None), None)
+
+    def thinking_options(self, given: dict[str, Any] | None) -> dict[str, Any]:
+        """The fields of `Conversation` that follow, with template variables that were `given`."""
+        options = dict(given or {})
+        if self.thinks is not None:
+            options.setdefault("enable_thinking", self.thinks)
+        return {
+            "options": make_template_options(options, self.effort),
+            "think": self.thinks is not False,
+            "reasoning_budget": self.budget,
+        }
+
+
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
@@ -135,8 +217,8 @@ class CompletionBody(OpenAIBody):
         description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: int | None = Field(
-        16, ge=1, description="Maximum number of tokens to generate; null: as many as fit"
+    max_tokens: TokenLimit | None = Field(
+        16, description="Maximum number of tokens to generate; null or -1: as many as fit"
     )
     best_of: int | None = Field(
         None,
@@ -228,20 +310,6 @@ COMPLETION_EXAMPLE = Completion(
     choices=[CompletionChoice(0, " there was a", finish_reason=FinishReason.STOP)],
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
 )
-
-
-class Model(msgspec.Struct, frozen=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int = 0
-    owned_by: str = "cllm"
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """The response of `/v1/models`."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
 
 
 def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> CompletionUsage:

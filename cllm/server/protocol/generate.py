@@ -1,14 +1,18 @@
-"""Requests and responses of cllm's own routes: /generate, /encode, /decode, /model/info."""
+"""Requests and responses of cllm's own routes (/generate, /encode, /decode), and what describes the model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from pydantic import ConfigDict, Field
 
-from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds
-from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Usage
+from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds, TokenLimit
+from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Pooling, Usage
+
+# In the chat templates of models that reason.
+REASONING_MARKERS = ("<think>", "[THINK]", "<|channel|>", "reasoning_content", "enable_thinking")
 
 
 class GenerateBody(ConstrainedBody):
@@ -17,8 +21,8 @@ class GenerateBody(ConstrainedBody):
     prompt: Text = Field(
         min_length=1, description="Raw text; no chat template is applied", examples=["Once upon a time"]
     )
-    max_tokens: int = Field(
-        256, ge=1, description="Maximum number of tokens to generate; clamped to what fits"
+    max_tokens: TokenLimit | None = Field(
+        256, description="Maximum number of tokens to generate; clamped to what fits; -1: as many as fit"
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=16)] = Field(
         default=[], description="Texts that end the answer and are not part of it", examples=[["\n\n"]]
@@ -143,3 +147,78 @@ MODEL_EXAMPLE = ModelInfoResponse(
         embed=EmbedLimits(tokens=4096, batch_tokens=512, rows=32, chunked=True),
     ),
 )
+
+
+class ModelMeta(msgspec.Struct, frozen=True):
+    """What llama-server says of a model."""
+
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model. `capabilities`: completion, chat, tools, reasoning, embeddings, rerank."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "cllm"
+    root: str
+    max_model_len: int
+    context_length: int
+    capabilities: list[str]
+    meta: ModelMeta
+
+
+LISTED_MODEL = Model(
+    id="SmolLM2-135M-Instruct",
+    created=1767225600,
+    root="SmolLM2-135M-Instruct",
+    max_model_len=4096,
+    context_length=4096,
+    capabilities=["completion", "chat", "tools", "embeddings"],
+    meta=ModelMeta(49152, 4096, 8192, 576, 134515584, 96862464),
+)
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def make_model(info: ModelInfo, limits: Limits, created: int, name: str = "") -> Model:
+    """The model that is served, under the `name` it was asked for by."""
+    context = limits.request_tokens if info.generates else limits.embed.tokens
+    return Model(
+        id=name or info.name,
+        created=created,
+        root=info.name,
+        max_model_len=context,
+        context_length=context,
+        capabilities=list(_list_capabilities(info)),
+        meta=ModelMeta(
+            info.vocabulary_size,
+            context,
+            info.context_train,
+            info.embedding_length,
+            info.parameters,
+            info.size_bytes,
+        ),
+    )
+
+
+def _list_capabilities(info: ModelInfo) -> Iterator[str]:
+    template = info.template_for(tools=True)
+    if info.generates:
+        yield "completion"
+        if template is not None:
+            yield from ("chat", "tools")
+            if any(marker in template for marker in REASONING_MARKERS):
+                yield "reasoning"
+    yield "rerank" if info.pooling is Pooling.RANK else "embeddings"

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from cllm.chat.conversation import MESSAGE_JOINT, Conversation, MessageBuilder, ToolChoice
+from cllm.chat.conversation import (
+    MESSAGE_JOINT,
+    Conversation,
+    MessageBuilder,
+    ToolChoice,
+    count_answered,
+    note_media,
+)
 from cllm.errors import InvalidRequest
 from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
 from cllm.server.protocol.base import (
-    UNSUPPORTED_MEDIA,
     Body,
     ConstrainedBody,
     JsonObject,
-    NullableBody,
     StopText,
     Text,
+    TokenLimit,
     ToolDescription,
-    kinds,
+    skip_tools,
 )
-from cllm.server.protocol.completions import Name
+from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
 BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_MESSAGES = 4096
-MAX_TOOLS = 512
+MAX_TOOLS = 4096
 MAX_BLOCKS = 4096
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", examples=["get_weather"])]
-_MEDIA = {"image": UNSUPPORTED_MEDIA, "document": UNSUPPORTED_MEDIA}
-_NO_SERVER_TOOLS = {"": "this server executes no tools, it only returns calls of the client's tools"}
+_KNOWN = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_OTHER: dict[str, Any] = {"not": {"enum": [*_KNOWN, "mcp_tool_use", "mcp_tool_result"]}}
 
 
 class TextBlock(Body):
@@ -48,16 +52,56 @@ class TextBlock(Body):
         builder.add_text(role, self.text)
 
 
-Texts = Annotated[list[Annotated[TextBlock, kinds("text", why=_MEDIA)]], Field(max_length=MAX_BLOCKS)]
+class OtherBlock(Body):
+    """A block that is no text, or of a tool that Anthropic's servers execute. A note replaces it."""
+
+    type: Name = Field(description="`image`, `document` …", examples=["image"], json_schema_extra=_OTHER)
+    source: chat.AnyValue = Field(None, description="A document's text is taken", examples=[{"data": "x"}])
+    content: chat.AnyValue = Field(
+        None, description="Text blocks of a search result are taken", examples=[[]]
+    )
+
+    @property
+    def text(self) -> str:
+        """The text of a document or a search result, else a note."""
+        source = self.source if isinstance(self.source, dict) else {}
+        found = [source.get("data")] if source.get("type") == "text" else []
+        content = self.content if isinstance(self.content, list) else []
+        found += [block.get("text") for block in content if isinstance(block, dict)]
+        return MESSAGE_JOINT.join(text for text in found if isinstance(text, str)) or note_media(self.type)
+
+    def add_to(self, builder: MessageBuilder, role: str) -> None:
+        if self.type.startswith("server_tool") or self.type.endswith("_tool_result"):
+            log.debug("skipped a block of type %.64r: another server's tool", self.type)
+            return
+        if self.text == note_media(self.type):
+            builder.check_media(role, self.type)
+        builder.add_text(role, self.text)
 
 
-def join_text(content: str | list[TextBlock] | None) -> str:
+def _block_kind(*known: str) -> Discriminator:
+    """Tells blocks apart by their type; all that are not `known` are `other`."""
+
+    def find(block: Any) -> str:
+        kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+        kind = str(kind).removeprefix("mcp_")  # a call that another server made
+        return kind if kind in known else "other"
+
+    return Discriminator(find)
+
+
+Other = Annotated[OtherBlock, Tag("other")]
+TextOrOther = Annotated[Annotated[TextBlock, Tag("text")] | Other, _block_kind("text")]
+Texts = Annotated[list[TextOrOther], Field(max_length=MAX_BLOCKS)]
+
+
+def join_text(content: str | list[TextBlock | OtherBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return MESSAGE_JOINT.join(block.text for block in content)
 
 
-def join_system(content: str | list[TextBlock] | None) -> str:
+def join_system(content: str | list[TextBlock | OtherBlock] | None) -> str:
     """The text of a system prompt, each block without Claude Code's billing header.
 
     That line is for Anthropic's accounting and differs by session. Left in front, it would change the
@@ -77,24 +121,26 @@ def _drop_billing_header(text: str) -> str:
 class ToolUseBlock(Body):
     """An earlier tool call of the assistant."""
 
-    type: Literal["tool_use"] = Field(description="Always `tool_use`")
-    id: Name = Field(description="The id from the response", examples=["toolu_1"])
-    name: ToolName = Field(description="The tool that was called")
-    input: JsonObject = Field(default={}, description="Its arguments", examples=[{"city": "Bern"}])
+    type: Literal["tool_use", "mcp_tool_use"] = Field(description="Always `tool_use`")
+    id: chat.CallId = None
+    name: chat.CalledName
+    input: chat.Arguments = "{}"
 
     def add_to(self, builder: MessageBuilder, role: str) -> None:
-        builder.add_tool_call(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
+        builder.add_tool_call(self.id, self.name, self.input)
 
 
 class ToolResultBlock(Body):
     """The result of a tool call."""
 
-    type: Literal["tool_result"] = Field(description="Always `tool_result`")
-    tool_use_id: Name = Field(description="The call that this answers", examples=["toolu_1"])
+    type: Literal["tool_result", "mcp_tool_result"] = Field(description="Always `tool_result`")
+    tool_use_id: Text | None = Field(None, description="The call that this answers", examples=["toolu_1"])
     content: Text | Texts | None = Field(
         None, description="Text, or blocks of text", examples=["Rain", [{"type": "text", "text": "Rain"}]]
     )
-    is_error: bool = Field(False, description="The call failed: `Error: ` is put before the content")
+    is_error: bool | None = Field(
+        None, description="The call failed: `Error: ` is put before the content", examples=[False]
+    )
 
     def add_to(self, builder: MessageBuilder, role: str) -> None:
         text = join_text(self.content)
@@ -106,7 +152,7 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"] = Field(description="Always `thinking`")
     thinking: Text = Field(description="The reasoning", examples=[chat.REASONING])
-    signature: Text = Field("", description="Ignored: reasoning is not signed here", examples=[""])
+    signature: Text | None = Field(None, description="Ignored: reasoning is not signed here", examples=[""])
 
     def add_to(self, builder: MessageBuilder, role: str) -> None:
         if self.thinking:
@@ -121,12 +167,17 @@ class RedactedThinkingBlock(Body):
 
 
 UserBlock = Annotated[
-    TextBlock | ToolResultBlock, Field(discriminator="type"), kinds("text", "tool_result", why=_MEDIA)
+    Annotated[TextBlock, Tag("text")] | Annotated[ToolResultBlock, Tag("tool_result")] | Other,
+    _block_kind("text", "tool_result"),
 ]
 AssistantBlock = Annotated[
-    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock,
-    Field(discriminator="type"),
-    kinds("text", "tool_use", "thinking", "redacted_thinking", why=_MEDIA),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Other,
+    _block_kind(*_KNOWN),
 ]
 
 
@@ -157,8 +208,8 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 class ClientTool(Body):
     """`cache_control` is ignored."""
 
-    type: Literal["custom"] = Field("custom", description="May be left out; server tools are refused")
-    name: ToolName = Field(description="Letters, digits, `_`, `-` and `.`, at most 128")
+    type: Literal["custom"] | None = Field("custom", description="May be left out", examples=["custom"])
+    name: chat.FunctionName = Field(description="Letters, digits, `_`, `-` and `.`, at most 256")
     description: ToolDescription = None
     input_schema: JsonObject = Field(description="JSON schema of its arguments", examples=[chat.PARAMETERS])
 
@@ -168,7 +219,9 @@ class ClientTool(Body):
 
 class ToolChoiceBody(Body):
     type: Literal["auto", "any", "tool", "none"] = Field(description="`any`, `tool`: one must be called")
-    name: ToolName | None = Field(None, description="With `tool`: its name", examples=["get_weather"])
+    name: chat.FunctionName | None = Field(
+        None, description="With `tool`: its name", examples=["get_weather"]
+    )
     disable_parallel_tool_use: bool = Field(False, description="At most one call in an answer")
 
     @model_validator(mode="after")
@@ -180,9 +233,7 @@ class ToolChoiceBody(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="The template's `enable_thinking`")
-    budget_tokens: int | None = Field(
-        None, ge=1, description="Not enforced: see `max_tokens`", examples=[1024]
-    )
+    budget_tokens: ReasoningBudget = None
 
 
 class Metadata(Body):
@@ -195,16 +246,16 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    effort: chat.Effort = Field(None, description="A variable for the chat template: `reasoning_effort`")
+    effort: Effort = Field(None, description="A variable for the chat template: `reasoning_effort`")
     format: JsonFormat | None = Field(
         None, description="A schema for the answer", examples=[{"type": "json_schema", "schema": {}}]
     )
 
 
-Tools = list[Annotated[ClientTool, kinds("custom", default="custom", why=_NO_SERVER_TOOLS)]]
+Tools = Annotated[list[ClientTool], Field(max_length=MAX_TOOLS), skip_tools("custom", default="custom")]
 
 
-class CountBody(NullableBody, ConstrainedBody):
+class CountBody(ConstrainedBody):
     """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     form = "output_config.format"
@@ -219,7 +270,7 @@ class CountBody(NullableBody, ConstrainedBody):
         examples=[chat.MESSAGES],
     )
     system: Text | Texts | None = Field(None, description="Instructions", examples=["Be brief."])
-    tools: Annotated[Tools, Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: Tools | None = Field(
         None, description="Tools the model may call", examples=[[{"name": "now", "input_schema": {}}]]
     )
     tool_choice: ToolChoiceBody | None = Field(
@@ -230,6 +281,9 @@ class CountBody(NullableBody, ConstrainedBody):
     )
     output_config: OutputConfig | None = Field(
         None, description="Schema, effort", examples=[{"effort": "low"}]
+    )
+    output_format: JsonFormat | None = Field(
+        None, description="`output_config.format` by its older name", examples=[None]
     )
     temperature: float = Field(0.8, ge=0, le=1, description="0 is greedy")
     chat_template_kwargs: chat.TemplateOptions = None
@@ -254,6 +308,7 @@ class CountBody(NullableBody, ConstrainedBody):
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.output_config.format if self.output_config is not None else None
+        wanted = wanted or self.output_format
         return None if wanted is None else wanted.schema_
 
     def conversation(self) -> Conversation:
@@ -262,14 +317,17 @@ class CountBody(NullableBody, ConstrainedBody):
             messages=tuple(self._build_messages()),
             options=self._options(),
             think=self.thinking is None or self.thinking.type != "disabled",
+            reasoning_budget=self.thinking.budget_tokens if self.thinking is not None else None,
             **self._choice.apply([tool.tool() for tool in self.tools or ()]),
         )
 
     def _build_messages(self) -> list[dict[str, Any]]:
-        builder = MessageBuilder(combine=True)
+        builder = MessageBuilder("messages", combine=True)
+        answered = count_answered([message.role for message in self.messages])
         if system := join_system(self.system):
             builder.add_text("system", system)
-        for message in self.messages:
+        for index, message in enumerate(self.messages):
+            builder.answered = index < answered
             if isinstance(message, SystemMessage):
                 if system := join_system(message.content):
                     builder.add_text(message.role, system)
@@ -294,7 +352,9 @@ class CountBody(NullableBody, ConstrainedBody):
 class MessagesBody(CountBody):
     """`POST /v1/messages`."""
 
-    max_tokens: int = Field(ge=1, description="Maximum tokens to generate, reasoning included", examples=[64])
+    max_tokens: TokenLimit = Field(
+        description="Maximum tokens to generate, reasoning included; -1: as many as fit", examples=[64]
+    )
     stop_sequences: Annotated[list[StopText], Field(max_length=16)] | None = Field(
         None, description="Stop strings; they are not part of the answer", examples=[["\n\n"]]
     )

@@ -2,57 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from cllm.chat.conversation import Conversation, MessageBuilder, ToolChoice, make_template_options
+from cllm.chat.conversation import (
+    Conversation,
+    MessageBuilder,
+    ToolChoice,
+    count_answered,
+    make_template_options,
+)
 from cllm.errors import InvalidRequest
 from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
-from cllm.server.protocol.base import UNSUPPORTED_MEDIA, Body, JsonObject, Text, kinds
-from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatTokenLogprob, FunctionBody, FunctionName
-from cllm.server.protocol.completions import Name, OpenAIFields
+from cllm.server.protocol.base import Body, JsonObject, Text, TokenLimit, kinds
+from cllm.server.protocol.chat import MAX_TOOLS, ChatTokenLogprob, FunctionName
+from cllm.server.protocol.completions import Effort, Name, OpenAIFields
+from cllm.server.protocol.items import CALLABLE, Item, Items, MessageItem, ResponseTools
 
 LOGPROBS = "message.output_text.logprobs"
-_ONLY = {"": "this server executes no tools, it only returns calls of type 'function'"}
-_FUNCTION = kinds("function", why=_ONLY)
-_NO_STORE = {
-    "item_reference": "nothing is stored, so there is nothing to refer to: send the items themselves"
-}
-_MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), UNSUPPORTED_MEDIA)
-
-
-class FunctionTool(FunctionBody):
-    type: Literal["function"] = Field(description="Always `function`")
+_ONLY = {"": "this server executes no tools, it only returns calls of the client's own tools"}
 
 
 class NamedFunction(Body):
-    type: Literal["function"] = Field(description="This one must be called")
+    type: Literal["function", "custom"] = Field(description="This one must be called")
     name: FunctionName = Field(description="One of the tools")
 
 
 class AllowedTools(Body):
     type: Literal["allowed_tools"] = Field(description="Only these may be called")
     mode: Literal["auto", "required"] = Field(description="Whether one must be called")
-    tools: Annotated[list[Annotated[NamedFunction, _FUNCTION]], Field(min_length=1, max_length=MAX_TOOLS)] = (
-        Field(description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]])
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), CALLABLE] = Field(
+        description="Some of the tools", examples=[[{"type": "function", "name": "get_weather"}]]
     )
 
 
 Chosen = Annotated[
     NamedFunction | AllowedTools,
     Field(discriminator="type"),
-    kinds("function", "allowed_tools", why=_ONLY),
+    kinds("function", "custom", "allowed_tools", why=_ONLY),
 ]
 
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="The format of the answer")
     name: Name | None = Field(None, description="Of the schema; ignored", examples=["answer"])
-    description: Text | None = Field(None, max_length=1 << 14, description="Ignored", examples=["An age"])
+    description: Text | None = Field(None, description="Ignored", examples=["An age"])
     schema_: JsonObject | None = Field(
         None, alias="schema", description="The schema that the answer matches", examples=[chat.SCHEMA]
     )
@@ -73,98 +72,12 @@ class TextBody(Body):
 
 
 class ReasoningBody(Body):
-    effort: chat.Effort = None
+    effort: Effort = None
     summary: Annotated[str, Field(max_length=32)] | None = Field(
         None, description="Ignored: reasoning is returned in full, not summarised", examples=["auto"]
     )
 
 
-class ItemText(Body):
-    type: Literal["input_text", "output_text", "text"] = Field(description="All three are read alike")
-    text: Text = Field(description="The text of this part", examples=[chat.QUESTION])
-
-
-class RefusalPart(Body):
-    type: Literal["refusal"] = Field(description="A refusal of the assistant")
-    text: Text = Field(alias="refusal", description="The text of this part", examples=["Rather not."])
-
-
-Part = Annotated[
-    ItemText | RefusalPart,
-    Field(discriminator="type"),
-    kinds("input_text", "output_text", "text", "refusal", why=_MEDIA),
-]
-Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
-
-
-def join_text(content: str | list[ItemText | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-class MessageItem(Body):
-    type: Literal["message"] = Field("message", description="May be left out")
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="The author")
-    content: Text | Parts = Field(
-        description="Text, or parts of text; the text of control tokens stays plain text",
-        examples=[chat.QUESTION, [{"type": "input_text", "text": chat.QUESTION}]],
-    )
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_text("system" if self.role == "developer" else self.role, join_text(self.content))
-
-
-class FunctionCallItem(Body):
-    """An earlier tool call of the assistant."""
-
-    type: Literal["function_call"] = Field(description="Always `function_call`")
-    call_id: Name = Field(description="The id from the response", examples=["call_1"])
-    name: FunctionName = Field(description="The tool that was called")
-    arguments: Text = Field("{}", description="Its arguments as JSON text")
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_tool_call(self.call_id, self.name, self.arguments)
-
-
-class FunctionOutputItem(Body):
-    """The result of a tool call."""
-
-    type: Literal["function_call_output"] = Field(description="Always `function_call_output`")
-    call_id: Name = Field(description="The call that this answers", examples=["call_1"])
-    output: Text | Parts = Field(description="Text, or parts of text", examples=["12 degrees, rain"])
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        builder.add_tool_result(self.call_id, join_text(self.output))
-
-
-class ReasoningPart(Body):
-    type: Literal["reasoning_text", "summary_text"] = Field(description="The reasoning or its summary")
-    text: Text = Field(description="The text of this part", examples=[chat.REASONING])
-
-
-ReasoningParts = Annotated[
-    Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None,
-    Field(examples=[[{"type": "reasoning_text", "text": chat.REASONING}]]),
-]
-
-
-class ReasoningItem(Body):
-    """Earlier reasoning of the assistant, for templates that repeat it."""
-
-    type: Literal["reasoning"] = Field(description="Always `reasoning`")
-    content: ReasoningParts = Field(None, description="The reasoning")
-    summary: ReasoningParts = Field(None, description="Used where there is no `content`")
-
-    def add_to(self, builder: MessageBuilder) -> None:
-        if text := "".join(part.text for part in self.content or self.summary or ()):
-            builder.add_reasoning(text)
-
-
-Item = Annotated[
-    MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem,
-    Field(discriminator="type"),
-    kinds("message", "function_call", "function_call_output", "reasoning", default="message", why=_NO_STORE),
-]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[Text, Field(max_length=512)]]
 
 
@@ -177,10 +90,10 @@ class ResponsesBody(OpenAIFields):
         description="A question, or items: messages, function calls and their outputs, reasoning",
         examples=[chat.QUESTION, chat.MESSAGES],
     )
-    instructions: Text | None = Field(
-        None, description="A system message before the input", examples=["Be brief."]
+    instructions: Text | Items | None = Field(
+        None, description="A system message before the input, or items", examples=["Be brief."]
     )
-    tools: Annotated[list[Annotated[FunctionTool, _FUNCTION]], Field(max_length=MAX_TOOLS)] = Field(
+    tools: ResponseTools = Field(
         [], description="Functions the model may call", examples=[[{"type": "function", "name": "now"}]]
     )
     tool_choice: chat.ToolMode | Chosen = Field("auto", description=chat.TOOL_CHOICE)
@@ -191,8 +104,8 @@ class ResponsesBody(OpenAIFields):
     reasoning: ReasoningBody | None = Field(
         None, description="How much to reason", examples=[{"effort": "low"}]
     )
-    max_output_tokens: int | None = Field(
-        None, ge=1, description="Maximum tokens, reasoning included; null: as many as fit", examples=[64]
+    max_output_tokens: TokenLimit | None = Field(
+        None, description="Maximum tokens, reasoning included; null or -1: as many as fit", examples=[64]
     )
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="Log-probabilities of this many most likely tokens", examples=[2]
@@ -201,7 +114,9 @@ class ResponsesBody(OpenAIFields):
         None, description=f"`{LOGPROBS}` is honoured, anything else ignored", examples=[[LOGPROBS]]
     )
     stream: bool = Field(False, description="Answer as server-sent events")
-    store: bool | None = Field(None, description="Accepted; nothing is ever stored", examples=[False])
+    store: bool = Field(
+        True, description="Keep the response for `previous_response_id`, while there is room for it"
+    )
     metadata: Annotated[Metadata, Field(max_length=16)] | None = Field(
         None, description="Returned unchanged: up to 16 texts", examples=[{"order": "17"}]
     )
@@ -209,22 +124,26 @@ class ResponsesBody(OpenAIFields):
         None, description="Nothing is truncated: input that does not fit is refused", examples=["disabled"]
     )
     chat_template_kwargs: chat.TemplateOptions = None
-    previous_response_id: Name | None = Field(None, description="Refused: stateless", examples=[None])
+    previous_response_id: Name | None = Field(
+        None, description="A stored response, whose conversation is continued", examples=[None]
+    )
     conversation: Name | dict[str, Any] | None = Field(
-        None, description="Refused: stateless", examples=[None]
+        None, description="Refused: no conversations are stored", examples=[None]
     )
     prompt: dict[str, Any] | None = Field(None, description="Refused: no prompts are stored", examples=[None])
-    background: bool | None = Field(None, description="Refused if true: nothing is stored", examples=[False])
+    background: bool | None = Field(None, description="Refused if true", examples=[False])
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"input": chat.QUESTION, "max_output_tokens": 64}}
     )
 
-    @field_validator("previous_response_id", "conversation", "prompt", "background")
+    @field_validator("conversation", "prompt", "background")
     @classmethod
-    def _stateless(cls, value: Any) -> Any:
+    def _unsupported(cls, value: Any) -> Any:
         if value:
-            raise ValueError("this server is stateless: send the whole conversation as input items")
+            raise ValueError(
+                "not supported: send input items, or previous_response_id to continue a response"
+            )
         return value
 
     @model_validator(mode="after")
@@ -255,15 +174,23 @@ class ResponsesBody(OpenAIFields):
             return None
         return wanted.schema_ or {"type": "object"}
 
-    def to_conversation(self) -> Conversation:
-        """The conversation in the terms of `cllm.chat`. Raises InvalidRequest."""
-        builder = MessageBuilder()
-        if self.instructions:
-            builder.add_text("system", self.instructions)
+    @property
+    def items(self) -> Items:
+        """The input as items."""
         if isinstance(self.input, str):
-            builder.add_text("user", self.input)
-        else:
-            for item in self.input:
+            return [MessageItem(type="message", role="user", content=self.input)]
+        return self.input
+
+    def to_conversation(self, history: Iterable[Item] = ()) -> Conversation:
+        """The conversation in the terms of `cllm.chat`, `history` before the input. Raises InvalidRequest."""
+        builder = MessageBuilder("input")
+        if isinstance(self.instructions, str):
+            builder.add_text("system", self.instructions)
+        instructions = () if isinstance(self.instructions, str) else self.instructions or ()
+        for items in (instructions, (*history, *self.items)):
+            answered = count_answered([str(getattr(item, "role", "")) for item in items])
+            for index, item in enumerate(items):
+                builder.answered = index < answered
                 item.add_to(builder)
         if not builder.messages:
             raise InvalidRequest("input: it has no content", "input")
@@ -318,7 +245,17 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall
+class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    """An output item: a call of a custom tool, with its one text."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoningItem | OutputFunctionCall | OutputCustomCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -360,7 +297,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     status: str
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
-    instructions: str | None = None
+    instructions: str | list[dict[str, Any]] | None = None
     max_output_tokens: int | None = None
     temperature: float
     top_p: float
@@ -384,7 +321,8 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 def echo(body: ResponsesBody, model: str) -> dict[str, Any]:
     """The fields of the response that repeat the request."""
-    same = {"instructions", "max_output_tokens", "temperature", "tool_choice", "tools", "top_p", "user"}
+    same = {"instructions", "max_output_tokens", "previous_response_id", "store", "temperature"}
+    same |= {"tool_choice", "tools", "top_p", "user"}
     wanted = body.text.format if body.text is not None else None
     text_format = wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}
     return {
@@ -434,6 +372,7 @@ class ResponseEvent(StreamEvent):
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     code: str | UnsetType = UNSET
     message: str | UnsetType = UNSET
     param: str | UnsetType | None = UNSET

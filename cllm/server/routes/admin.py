@@ -42,6 +42,12 @@ _NOT_RESTORED = {
         "The disk fails; nothing has changed",
     ),
 }
+_CLEARED = api.CacheClearedResponse(3, 4711)
+_NOT_CLEARED = (
+    "storage_failed",
+    "files of the disk cache could not be removed: Permission denied",
+    "What is on disk may come back at the next start; slots and RAM are clear",
+)
 _NOT_RELOADED = (
     "reload_failed",
     "another model is being loaded already; try again when it serves",
@@ -131,7 +137,7 @@ async def restore(body: api.StateFileBody, http: HttpRequest) -> Response:
     return await answer(get_registry(http).current.restore_prefixes(body.name))
 
 
-@router.post("/admin/cache/clear", **documented(api.CacheClearedResponse(3, 4711)))
+@router.post("/admin/cache/clear", **documented(_CLEARED, errors={507: _NOT_CLEARED}))
 async def clear_cache(http: HttpRequest) -> Response:
     """Forget every cached prefix: in slots, in RAM and on disk. What runs is not touched."""
     done = await asyncio.wrap_future(get_registry(http).current.clear_cache())

@@ -23,7 +23,7 @@ from cllm.server.protocol.completions import make_usage
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
-from cllm.types import RequestOutput, TokenLogprob
+from cllm.types import FinishReason, RequestOutput, TokenLogprob
 
 ROUTE = "/v1/chat/completions"
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
@@ -36,10 +36,18 @@ _CLOSING = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 class ChatRenderer:
     """Renders one call, whole or as chunks. `top` is None where no log-probabilities are wanted."""
 
-    def __init__(self, head: dict[str, Any], top: int | None, *, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        top: int | None,
+        *,
+        include_usage: bool = False,
+        older_form: bool = False,
+    ) -> None:
         self._head = head
         self._top = top
         self._include_usage = include_usage
+        self._older_form = older_form  # calls are functions
         # All chunks start alike: that part is encoded once.
         self._prefix = b"data: " + _json.encode(api.ChatCompletionChunk(**head))[:-2]
         self._opening = self._prefix + b'{"index":'
@@ -49,9 +57,9 @@ class ChatRenderer:
         choices = [
             api.ChatChoice(
                 index,
-                api.ReplyMessage.from_reply(reply),
+                api.ReplyMessage.from_reply(reply, older_form=self._older_form),
                 self._logprobs(reply.logprobs),
-                api.get_finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
+                self._finish_reason(reply.finish_reason, called=bool(reply.tool_calls)),
             )
             for index, reply in enumerate(replies)
         ]
@@ -88,15 +96,19 @@ class ChatRenderer:
         self, index: int, events: Sequence[OutputEvent], output: RequestOutput, *, called: bool
     ) -> bytes:
         """The chunks of a step. Its log-probabilities go with the last one that has content."""
-        choices = [api.ChunkChoice(index, _make_delta(event)) for event in events]
+        make_delta = _make_older_delta if self._older_form else _make_delta
+        choices = [api.ChunkChoice(index, make_delta(event)) for event in events]
         last_content = max(0, len(choices) - 1)
         if output.finish_reason is not None or (output.logprobs and not choices):
             choices.append(api.ChunkChoice(index, api.ChunkDelta()))
         if output.logprobs:
             choices[last_content].logprobs = self._logprobs(output.logprobs)
         if output.finish_reason is not None:
-            choices[-1].finish_reason = api.get_finish_reason(output.finish_reason, called=called)
+            choices[-1].finish_reason = self._finish_reason(output.finish_reason, called=called)
         return b"".join(map(self._encode, choices))
+
+    def _finish_reason(self, reason: FinishReason, *, called: bool) -> str:
+        return api.get_finish_reason(reason, called=called, older_form=self._older_form)
 
     def _encode(self, choice: api.ChunkChoice) -> bytes:
         return self._prefix + _json.encode(choice) + b"]}\n\n"
@@ -120,6 +132,17 @@ def _make_delta(event: OutputEvent) -> api.ChunkDelta:
             )
 
 
+def _make_older_delta(event: OutputEvent) -> api.ChunkDelta:
+    """The delta where tools are functions: there is one call, without an id."""
+    match event:
+        case ToolCallStart(_, name):
+            return api.ChunkDelta(function_call=api.CalledFunctionResult("", name))
+        case ToolCallArguments(_, text):
+            return api.ChunkDelta(function_call=api.CalledFunctionResult(text))
+        case _:
+            return _make_delta(event)
+
+
 @router.post(ROUTE, **documented(api.EXAMPLE, events=EXAMPLE_EVENTS, computes=True))
 async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
     """Answer a conversation, possibly with tool calls."""
@@ -136,7 +159,7 @@ async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
     )
     session = await open_chat(engine, body.conversation(), request, body.n)
     head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
-    renderer = ChatRenderer(head, body.top, include_usage=body.include_usage)
+    renderer = ChatRenderer(head, body.top, include_usage=body.include_usage, older_form=body.older_form)
     if body.stream:
         return EventStream(engine, session.streams, renderer.chunks(session))
     outputs = await collect(engine, session.streams, http)

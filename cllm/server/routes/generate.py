@@ -17,7 +17,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_event
 from cllm.server.protocol import generate as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.sse import GONE, EventStream, collect, encode
+from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, get_registry, make_request
 from cllm.types import FinishReason, Request, Usage
 from cllm.workers.messages import Detokenize, Text, TokenizeText, Tokens
@@ -38,6 +38,7 @@ router = APIRouter(tags=["cLLM"], route_class=LargeJsonRoute)
 
 async def events(stream: AsyncOutputStream) -> AsyncIterator[bytes]:
     """`/generate_stream`'s events: one a token, then the summary or the error."""
+    yield COMMENT  # there is no event before the first token
     async for output in stream:
         if output.text:
             yield encode(api.GenerateEvent(id=output.request_id, token=output.text))

@@ -12,7 +12,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm import __version__
-from cllm.chat.session import get_chat_format
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
@@ -21,9 +20,8 @@ from cllm.server.protocol import llama as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.generate import DecodeBody
-from cllm.server.sse import GONE, EventStream, collect, encode
+from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
 from cllm.server.submit import check_tokens, get_registry, make_request
-from cllm.text.tool_formats import get_tool_format
 from cllm.types import FinishReason, RequestOutput
 from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText, Tokens
 
@@ -87,6 +85,7 @@ def make_completion(
 
 async def events(model: str, stream: TimedStream) -> AsyncIterator[bytes]:
     """The events of a stream: pieces, then the last one with the summary; or an error, and the end."""
+    yield COMMENT  # there is no event before the first token
     async for output in stream:
         if output.error is not None:
             yield encode(failure_body(ROUTE, output.error))
@@ -173,9 +172,7 @@ async def apply_template(body: ConversationBody, http: HttpRequest) -> Response:
     """Render a conversation with the model's chat template."""
     engine = get_registry(http).current
     conversation = body.conversation()
-    template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-    chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
-    task = RenderChat(conversation.for_template(get_tool_format(chat_format, template)))
+    task = RenderChat(conversation.for_template())
     return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
 
 

@@ -17,7 +17,8 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.sse import DONE, GONE, EventStream, collect, encode
+from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_model
+from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
@@ -32,10 +33,19 @@ _CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " the
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 
 
-@router.get("/v1/models", **documented(api.ModelList(data=[api.Model("SmolLM2-135M-Instruct")])))
+@router.get("/v1/models", **documented(ModelList(data=[LISTED_MODEL])))
 async def models(http: HttpRequest) -> Response:
     """List the models."""
-    return StructResponse(api.ModelList(data=[api.Model(loaded(get_registry(http).current)[0].name)]))
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(ModelList(data=[make_model(info, limits, http.app.state.started)]))
+
+
+@router.get("/v1/models/{name:path}", **documented(LISTED_MODEL))
+async def model(name: str, http: HttpRequest) -> Response:
+    """Describe the model that serves requests for this name."""
+    check_model(name)
+    info, limits = loaded(get_registry(http).current)
+    return StructResponse(make_model(info, limits, http.app.state.started, name))
 
 
 @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
@@ -87,6 +97,7 @@ async def _events(
     opening = b"data: " + _json.encode(head)[:-2] + b'{"index":'
     echoes = [echo for echo in echoes for _ in range(body.n)]
     offsets = list(map(len, echoes))
+    yield COMMENT  # there is no event before the first token
     if body.echo:
         for index, echo in enumerate(echoes):
             yield encode(_replace(head, choices=[api.CompletionChoice(index, echo)]))

@@ -49,13 +49,15 @@ _LISTS = (
 
 
 def parse(lines: Iterable[str]) -> Iterator[Event]:
-    """Server-sent events; anything that is none is an error."""
+    """Server-sent events without comments; anything else is an error."""
     event: Event = {}
     for line in lines:
         if not line:
             if event:
                 yield event
             event = {}
+        elif line == ":":
+            assert not event, "a comment within an event"
         elif line.startswith("event: "):
             event["event"] = line.removeprefix("event: ")
         else:

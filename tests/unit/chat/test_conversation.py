@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from cllm.chat.conversation import Conversation, MessageBuilder, ToolChoice, normalize_message
+from cllm.chat.conversation import (
+    Conversation,
+    MessageBuilder,
+    ToolChoice,
+    normalize_messages,
+    write_arguments,
+)
+from cllm.errors import InvalidRequest
 from cllm.text.chat_format import Tool
 
 TOOLS = [Tool("a"), Tool("b")]
@@ -40,18 +49,104 @@ def test_an_impossible_choice_is_refused(choice: ToolChoice, names: list[str], f
         choice.check(names)
 
 
-def test_parts_and_developer_messages_are_normalized() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert normalize_message({"role": "developer", "content": parts}) == {"role": "system", "content": "ab"}
-    assert normalize_message({"role": "user", "content": None, "name": "Ann"}) == {
-        "role": "user",
-        "content": "",
-        "name": "Ann",
-    }
+def normalize(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(normalize_messages(messages))
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+NOTE = "[image_url: left out, this model accepts text only]"
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def test_parts_and_roles_are_normalized() -> None:
+    (developer,) = normalize({"role": "developer", "content": [text("a"), text("b")]})
+    assert developer == {"role": "system", "content": "a\nb"}
+    (named,) = normalize({"role": "user", "content": None, "name": "Ann"})
+    assert named == {"role": "user", "content": "", "name": "Ann"}
+    called, result = normalize(
+        {"role": "assistant", "function_call": {"name": "now", "arguments": "{}"}},
+        {"role": "function", "name": "now", "content": "noon"},
+    )
+    assert called["tool_calls"] == [{"function": {"name": "now", "arguments": "{}"}}]
+    assert result == {"role": "tool", "name": "now", "content": "noon"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "x", "reasoning_content": "hm"},
+        {"content": "x", "reasoning": "hm"},
+        {"content": "x", "thinking": "hm", "reasoning_content": None},
+        {"content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, text("x")]},
+        {"content": [{"type": "thinking", "thinking": [text("hm")]}, text("x")]},
+        {"content": [{"type": "reasoning", "text": "hm"}, {"type": "refusal", "refusal": "x"}]},
+    ],
+)
+def test_reasoning_comes_under_many_names(message: dict[str, Any]) -> None:
+    (found,) = normalize({"role": "assistant", **message})
+    assert found == {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+
+
+def test_an_image_is_refused_in_the_question_and_noted_in_the_history() -> None:
+    asked = {"role": "user", "content": [text("What is this?"), IMAGE]}
+    answer = {"role": "assistant", "content": "A cat."}
+    shown = {"role": "tool", "tool_call_id": "1", "content": [IMAGE]}
+    for question in ([asked], [answer, asked], [asked, {"role": "user", "content": "?"}], [asked, answer]):
+        with pytest.raises(InvalidRequest, match="messages: content of type 'image_url' is not supported"):
+            normalize(*question)
+    history = normalize(asked, answer, {"role": "user", "content": "Sure?"})
+    assert history[0]["content"] == f"What is this?\n{NOTE}"
+    assert normalize(asked, answer, shown)[2]["content"] == NOTE, "a tool's image ends no conversation"
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [("", "{}"), (None, "{}"), ("{broken", "{broken"), ({"a": "é"}, '{"a": "é"}'), ([1], "[1]")],
+)
+def test_arguments_are_taken_as_they_come(given: Any, written: str) -> None:
+    assert write_arguments(given) == written
+
+
+@pytest.mark.parametrize(
+    ("last", "continued", "messages", "prefill", "thoughts"),
+    [
+        ({"content": "It"}, True, 1, "It", ""),
+        ({"content": "It"}, False, 2, "", ""),
+        ({"content": ""}, True, 1, "", ""),
+        ({"content": "It", "reasoning_content": "hm"}, True, 1, "It", "hm"),
+        ({"content": "", "reasoning_content": "hm"}, True, 1, "", "hm"),
+        ({"content": "It", "tool_calls": [{}]}, True, 2, "", ""),
+    ],
+)
+def test_what_a_reply_continues(
+    last: dict[str, Any], continued: bool, messages: int, prefill: str, thoughts: str
+) -> None:
+    asked = ({"role": "user", "content": "?"}, {"role": "assistant", **last})
+    conversation = Conversation(messages=asked, continued=continued)
+    chat = conversation.for_template()
+    assert len(chat.messages) == messages
+    assert (chat.prefill, chat.thoughts) == (conversation.prefill, thoughts) == (prefill, thoughts)
+
+
+@pytest.mark.parametrize(
+    ("options", "think"),
+    [
+        ({}, True),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False}, False),
+        ({"thinking": False}, False),
+    ],
+)
+def test_a_switch_closes_the_reasoning(options: dict[str, Any], think: bool) -> None:
+    conversation = Conversation(messages=({"role": "user", "content": "?"},), options=options)
+    assert conversation.for_template().think is think
 
 
 def test_messages_are_put_together() -> None:
-    builder = MessageBuilder()
+    builder = MessageBuilder("messages")
     builder.add_text("system", "one")
     builder.add_text("system", "two")
     builder.add_text("user", "a")
@@ -77,7 +172,7 @@ def test_messages_are_put_together() -> None:
 
 
 def test_consecutive_messages_can_be_combined() -> None:
-    builder = MessageBuilder(combine=True)
+    builder = MessageBuilder("messages", combine=True)
     for role, text in (("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")):
         builder.add_text(role, text)
     assert [message["content"] for message in builder.messages] == ["a\nb", "c\nd"]

@@ -90,3 +90,43 @@ def test_async_chats_are_the_same() -> None:
             assert await model.generate("x", max_tokens=1)
 
     asyncio.run(use())
+
+
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": AGE}}
+TAKES = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"const": 2}, "b": {"const": 40}}},
+    },
+}
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_beside_a_schema_calls_stay_possible(llm: LLM, parallel: bool) -> None:
+    given: Any = {"tools": [TAKES], "response_format": FORM, "parallel_tool_calls": parallel}
+    reply = llm.chat(ask(CALL), max_tokens=400, **given)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("add", '{"a": 2, "b": 40}')]
+    assert reply.text.strip() == ""
+
+
+def test_beside_tools_the_text_follows_the_schema(llm: LLM) -> None:
+    given: Any = {"tools": [TAKES], "response_format": FORM, "max_tokens": 400}
+    reply = llm.chat(ask('{"age":31}'), **given)
+    assert (reply.text, reply.tool_calls) == ('{"age":31}', ())
+    *chunks, last = llm.chat(ask('{"age":31}'), stream=True, **given)
+    assert "".join(chunk.text for chunk in chunks) == '{"age":31}' and last.reply is not None
+    free = llm.chat(ask("Thirty-one."), **{**given, "max_tokens": 3})
+    assert free.text[:1] in ("{", "<", ""), "words are neither a call nor the schema's"
+
+
+def test_a_forced_call_drops_the_form(llm: LLM) -> None:
+    script = CALL.removeprefix("<tool_call>\n")
+    reply = llm.chat(ask(script), tools=[TAKES], tool_choice="required", response_format=FORM, max_tokens=400)
+    assert [call.name for call in reply.tool_calls] == ["add"]
+
+
+def test_an_object_that_is_no_call_is_text(llm: LLM) -> None:
+    reply = llm.chat(ask('{"name": "other", "age": 3}'), tools=[TAKES], max_tokens=400)
+    assert reply.tool_calls == () and "other" in reply.text

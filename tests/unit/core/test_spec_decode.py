@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.core.spec_decode import DraftState, NgramDrafter, NgramIndex, SpecDecodePolicy
+from cllm.core.spec_decode import (
+    DraftState,
+    NgramDrafter,
+    NgramIndex,
+    PredictionDrafter,
+    SpecDecodePolicy,
+)
 from cllm.core.step_cost import StepCostModel
-from cllm.testing import FakeRunner
+from cllm.testing import FakeRunner, expected_text
 from tests.driver.engine import StepDriver
 
 # Few different tokens, so that texts repeat themselves.
@@ -225,3 +231,55 @@ def test_a_drafter_that_takes_time_is_asked_less_often_the_poorer_it_is() -> Non
     places = [place for place, was in enumerate(asked) if was]
     pauses = [after - before - 1 for before, after in pairwise(places)]
     assert pauses == sorted(pauses) and pauses[0] <= 2 and pauses[-1] == DraftState.MAX_PAUSE
+
+
+# Predictions --------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_proposed_from_its_beginning() -> None:
+    drafter = PredictionDrafter(tuple(range(20)), 3, None)
+    assert drafter.propose([7, 7, 7], 4) == [0, 1, 2, 3]
+    assert drafter.propose([7, 7, 7, 0, 1], 4) == [2, 3, 4, 5]
+    assert drafter.propose([7, 7, 7, *range(18)], 4) == [18, 19]
+    assert drafter.propose([7, 7, 7, *range(20)], 4) == []
+
+
+def test_an_answer_that_leaves_its_prediction_is_found_again() -> None:
+    others = Parrot(2)
+    drafter = PredictionDrafter(tuple(range(20)), 1, others)
+    assert drafter.propose([7, 0, 1], 4) == [2, 3, 4, 5]
+    assert drafter.propose([7, 0, 1, 90], 4) == [1, 1], "others draft meanwhile"
+    assert drafter.propose([7, 0, 1, 90, 10, 11, 12], 4) == [13, 14, 15, 16], "what was between is left out"
+    assert drafter.propose([7, 0, 1, 90, 10, 11, 12, 13, 5, 6, 7], 4) == [1, 1], "it does not go back"
+
+
+def test_a_repeated_part_is_found_at_its_next_place() -> None:
+    drafter = PredictionDrafter((1, 2, 3, 4, 9, 1, 2, 3, 5), 0, None)
+    assert drafter.propose([1, 2, 3, 4, 8], 2) == []
+    assert drafter.propose([1, 2, 3, 4, 8, 1, 2, 3], 2) == [5]
+
+
+@given(written=TEXTS, prediction=TEXTS, sizes=st.lists(st.integers(1, 5), min_size=1))
+def test_any_prediction_is_proposed_as_it_stands(
+    written: list[int], prediction: list[int], sizes: list[int]
+) -> None:
+    drafter, length = PredictionDrafter(tuple(prediction), 0, None), 0
+    for size in sizes:
+        found = drafter.propose(written[:length], 4)
+        assert any(found == prediction[begin : begin + len(found)] for begin in range(len(prediction) + 1))
+        length += size
+
+
+def test_a_prediction_that_comes_true_takes_fewer_steps() -> None:
+    prompt = tuple(b"a prompt of its own")
+    text = expected_text(prompt, 40, ends=False).encode()
+    usages = {}
+    for name, prediction in (("none", b""), ("right", text), ("wrong", b"?" * 40)):
+        driver = StepDriver(FakeRunner(), draft_tokens=8)
+        driver.add(prompt, 40, prediction=tuple(prediction), ignore_eos=True)
+        driver.finish()
+        assert driver.text("r0").encode() == text
+        usages[name] = driver.usage("r0")
+    assert usages["right"].steps < usages["none"].steps / 2
+    assert usages["right"].accepted_tokens == usages["right"].drafted_tokens > 25
+    assert usages["wrong"].accepted_tokens == 0 and usages["wrong"].drafted_tokens < 25

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from cllm.backend.base import Batch, Row, StepResult, StepStatus
+from cllm.backend.base import Batch, DraftCost, Row, StepResult, StepStatus
 from cllm.core.step_cost import (
     BATCH1_DRAFT_COST,
-    BATCH1_VERIFY_COST,
     DEFAULT_DRAFT_COST,
     DEFAULT_TRANSFER_S,
     EXTRA_UBATCH_COST,
@@ -123,9 +122,14 @@ def test_rows_of_another_length_cost_a_ubatch_for_each_run_of_ids() -> None:
 
 
 def test_the_cost_of_a_lone_row_does_not_depend_on_measurements() -> None:
-    expected = pytest.approx(1 + BATCH1_VERIFY_COST + 4 * BATCH1_DRAFT_COST)
+    expected = pytest.approx(1 + BATCH1_DRAFT_COST.verify + 4 * BATCH1_DRAFT_COST.token)
     assert StepCostModel().draft_step(1, [3], 4) == expected
     assert taught(1, draft_s=0.5).draft_step(1, [3], 4) == expected
+
+
+def test_the_cost_of_a_lone_row_is_what_the_runner_measured_at_load() -> None:
+    model = StepCostModel(batch1=DraftCost(verify=0.1, token=0.8))
+    assert model.draft_step(1, [3], 4) == pytest.approx(1 + 0.1 + 4 * 0.8)
 
 
 def test_transfers_cost_what_was_measured() -> None:

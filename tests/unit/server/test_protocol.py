@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from cllm.errors import InvalidRequest
 from cllm.server.errors import describe_validation, error_body
+from cllm.server.protocol import items as responses_items
 from cllm.server.protocol import messages as blocks
 from cllm.server.protocol import messages as messages
-from cllm.server.protocol import responses as responses_items
 from cllm.server.protocol import responses as responses_schema
 from cllm.server.protocol.base import Body
 from cllm.server.protocol.chat import ChatBody
@@ -81,7 +81,7 @@ def test_items_become_messages() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     assert body.to_conversation().messages == (
         {"role": "system", "content": "Be brief.\nIn English."},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
         {
             "role": "assistant",
             "content": "Let me see.",

@@ -107,8 +107,8 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"timeout": 0}, {"timeout": -1}, {"timeout": 1e9}, {"timeout": "5"}, {"priority": 101},
-     {"priority": -101}, {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}, {"speculate": 0}],
+    [{"timeout": 0}, {"timeout": -1}, {"timeout": 1e9}, {"timeout": "5"}, {"timeout": 5e-324},
+     {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}, {"speculate": 0}],
 )  # fmt: skip
 def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any]) -> None:
     async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.prompt import PromptBuilder
-from cllm.workers.messages import Chat, Refused, TokenizeChat, TokenizeText, Tokens
+from cllm.text.prompt import Chat, PromptBuilder
+from cllm.workers.messages import Refused, TokenizeChat, TokenizeText, Tokens
 from cllm.workers.tokenizer import TokenizerWorker
 
 TEMPLATE = "{% for m in messages %}<|x|>{{ m.role }}:{{ m.content | trim }}{% endfor %}<|x|>"
@@ -22,7 +22,7 @@ def builder(template: str | None = TEMPLATE) -> PromptBuilder:
 
 
 def tokens_of(template: str | None, *messages: dict[str, Any], **more: Any) -> list[int]:
-    return builder(template).from_messages(messages, **more).tokens
+    return builder(template).tokenize(Chat(messages, **more)).tokens
 
 
 def test_a_conversation_is_rendered_with_control_tokens() -> None:
@@ -39,18 +39,67 @@ def test_control_tokens_in_a_message_stay_plain_text() -> None:
 
 
 def test_control_tokens_hidden_in_a_role_or_deeper_stay_plain_text() -> None:
-    tokens = tokens_of("{{ messages[0].parts[0].text }}", {"parts": [{"text": "<|x|>"}]})
+    parts = [{"text": "<|x|>"}]
+    tokens = tokens_of("{{ messages[0].parts[0].text }}", {"role": "user", "parts": parts})
     assert tokens == list(b"<|x|>")
 
 
-def test_a_model_without_a_template_says_so() -> None:
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        builder(None).from_messages([{"role": "user", "content": "hi"}])
+def test_a_model_without_a_template_gets_chatml() -> None:
+    text = builder(None).render(Chat(({"role": "user", "content": "hi"},)))
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_template_that_refuses_is_a_client_error() -> None:
-    with pytest.raises(InvalidRequest, match="roles must alternate"):
-        builder("{{ raise_exception('roles must alternate') }}").from_messages([])
+def test_a_template_that_refuses_every_shape_is_a_client_error() -> None:
+    with pytest.raises(InvalidRequest, match=r"roles must alternate.*folding .* did not help") as refusal:
+        tokens_of("{{ raise_exception('roles must alternate') }}", {"role": "user", "content": "hi"})
+    assert refusal.value.field == "messages"
+
+
+THINKING = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>{{ '\\n' }}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "end", "thinking"),
+    [
+        ({}, "<think>\n", True),
+        ({"think": False}, "<think>\n\n</think>\n\n", False),
+        ({"prefill": "It"}, "<think>\n\n</think>\n\nIt", False),
+        ({"thoughts": "hm"}, "<think>\nhm", True),
+        ({"thoughts": "hm", "prefill": "It"}, "<think>\nhm\n</think>\n\nIt", False),
+        ({"thoughts": "hm", "think": False}, "<think>\nhm\n</think>\n\n", False),
+    ],
+)
+def test_how_a_prompt_goes_on_after_the_template(fields: Any, end: str, thinking: bool) -> None:
+    chat = Chat(({"role": "user", "content": "?"},), **fields)
+    assert builder(THINKING).render(chat) == f"?|{end}"
+    prompt = builder(THINKING).tokenize(chat)
+    assert (bytes(prompt.tokens).decode(), prompt.thinking) == (f"?|{end}", thinking)
+
+
+WITH_REASONING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning %}[THINK]{{ m.reasoning }}[/THINK]{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ opened }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "end", "thinking"),
+    [
+        ({}, "", False),
+        ({"opened": True}, "[THINK]", True),
+        ({"opened": True, "think": False}, "", False),
+        ({"opened": True, "prefill": "It"}, "It", False),
+        ({"options": {"opened": "[THINK]"}}, "[THINK]", True),
+        ({"options": {"opened": "[THINK]"}, "think": False}, "[THINK]\n\n[/THINK]\n\n", False),
+        ({"thoughts": "hm"}, "[THINK]\nhm", True),
+        ({"options": {"opened": "[THINK][/THINK]"}, "opened": True}, "[THINK][/THINK]", False),
+    ],
+)
+def test_reasoning_between_other_markers(fields: Any, end: str, thinking: bool) -> None:
+    chat = Chat(({"role": "user", "content": "?"},), **fields)
+    prompt = builder(WITH_REASONING).tokenize(chat)
+    assert (bytes(prompt.tokens).decode(), prompt.thinking) == (f"<user>?<assistant>{end}", thinking)
 
 
 @pytest.mark.parametrize(

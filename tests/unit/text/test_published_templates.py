@@ -12,8 +12,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_format import Tool
 from cllm.text.chat_template import ChatTemplate
-from cllm.text.prompt import PromptBuilder
-from cllm.text.tool_formats import Generic, Mistral
+from cllm.text.prompt import Chat, PromptBuilder
 
 USER = {"role": "user", "content": "Is 1 < 2 & 3?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -30,7 +29,7 @@ class Spelled(FakeVocabulary):
 
 
 def rendered(template: str, *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> str:
-    return PromptBuilder(Spelled(), ChatTemplate(template)).render(messages, tools=tools or [])
+    return PromptBuilder(Spelled(), ChatTemplate(template)).render(Chat(messages, tuple(tools or ())))
 
 
 def test_plain_turns_with_trimmed_blocks() -> None:
@@ -61,25 +60,19 @@ ALTERNATING = """{{ bos_token }}
 
 def test_roles_that_must_alternate() -> None:
     assert rendered(ALTERNATING, USER, ASSISTANT, USER).startswith("<s><user>Is 1 < 2 & 3?<model>Yes.<user>")
-    with pytest.raises(InvalidRequest, match="user and assistant must take turns"):
-        rendered(ALTERNATING, USER, USER)
+    assert rendered(ALTERNATING, USER, ASSISTANT, ASSISTANT, SYSTEM, USER, USER) == (
+        "<s><user>Is 1 < 2 & 3?<model>Yes.\n\nYes.<user>Be brief.\n\nIs 1 < 2 & 3?\n\nIs 1 < 2 & 3?<model>"
+    )
 
 
-def test_a_refused_system_role_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"no room.*takes no system message.*first user message"):
-        rendered(ALTERNATING, SYSTEM, USER)
-    silent = ALTERNATING.replace("no room for a system role", "roles!")
-    with pytest.raises(InvalidRequest, match="takes no system message"):
-        rendered(silent, SYSTEM, USER)
-    with pytest.raises(InvalidRequest, match="take turns") as refusal:
-        rendered(ALTERNATING, SYSTEM, USER, USER)
-    assert "system message" not in refusal.value.message, "the system role is not what is wrong here"
+def test_a_refused_system_role_goes_into_the_first_message() -> None:
+    for template in (ALTERNATING, ALTERNATING.replace("no room for a system role", "roles!")):
+        assert rendered(template, SYSTEM, USER) == "<s><user>Be brief.\n\nIs 1 < 2 & 3?<model>"
+        assert rendered(template, SYSTEM) == "<s><user>Be brief.<model>"
 
 
 def test_tools_go_where_a_template_without_a_system_role_takes_them() -> None:
-    tool_format = Generic(ALTERNATING)
-    messages = tool_format.prepare([USER, CALLING_AS_SENT, RESULT], [Tool("add", "Adds")])
-    text = rendered(ALTERNATING, *messages)
+    text = rendered(ALTERNATING, USER, CALLING_AS_SENT, RESULT, tools=[TOOL])
     assert '{"name": "add", "description": "Adds"' in text and "Result of add: 3" in text
     assert text.index("You can call these tools") < text.index("Is 1 < 2")
 
@@ -113,7 +106,7 @@ Year: {{ date_string }} {{ system }}
             {%- set state.calls = state.calls + 1 -%}
             {%- if call.id | length != 9 -%}{{- raise_exception('ids have nine letters') -}}{%- endif -%}
             {%- set arguments = call.function.arguments | tojson -%}
-            <call>{"name": "{{ call.function.name }}", "arguments": {{ arguments }}}</call>
+            <tool_call>{"name": "{{ call.function.name }}", "arguments": {{ arguments }}}</tool_call>
         {%- endfor -%}
     {%- elif message.role == 'tool' or message['role'] == 'ipython' -%}
         <result>{{ message.content if message.content is string else message.content | tojson }}</result>
@@ -128,8 +121,10 @@ Year: {{ date_string }} {{ system }}
 def test_tools_namespaces_slices_dates_and_indented_json() -> None:
     text = rendered(WITH_TOOLS, SYSTEM, USER, CALLING, RESULT, tools=[TOOL])
     assert json.dumps(TOOL["function"], indent=4, ensure_ascii=False) in text
-    assert f"Year: {time.strftime('%Y')} Be brief.|user|Is 1 < 2 & 3?" in text
-    assert '<call>{"name": "add", "arguments": {"a": 1, "b": "é<"}}</call><result>3</result>' in text
+    assert f"Year: {time.strftime('%d %b %Y')} Be brief.|user|Is 1 < 2 & 3?" in text
+    assert (
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "é<"}}</tool_call><result>3</result>' in text
+    )
     assert text.endswith("[1,tool]</s>")
     assert "# Tools" not in rendered(WITH_TOOLS, USER)
 
@@ -137,9 +132,8 @@ def test_tools_namespaces_slices_dates_and_indented_json() -> None:
 def test_a_template_that_wants_short_ids_gets_them() -> None:
     call = {"id": "call_0123456789abcdef", "function": {"name": "add", "arguments": "{}"}}
     result = {**RESULT, "tool_call_id": call["id"]}
-    messages = Mistral().prepare([{**CALLING, "tool_calls": [call]}, result], [])
-    assert "<result>3</result>" in rendered(WITH_TOOLS, USER, *messages)
-    assert messages[0]["tool_calls"][0]["id"] == messages[1]["tool_call_id"]
+    text = rendered(WITH_TOOLS, USER, {**CALLING, "tool_calls": [call]}, result, tools=[TOOL])
+    assert '"name": "add", "arguments": {}}</tool_call><result>3</result>' in text
 
 
 def test_loop_controls_methods_of_texts_and_reversed_slices() -> None:
@@ -155,7 +149,7 @@ def test_loop_controls_methods_of_texts_and_reversed_slices() -> None:
 !{{ messages[0].content[:2] | upper }}{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}
 {%- endif -%}"""
     thoughts = {"role": "assistant", "content": "<think>hm</think>\nYes."}
-    assert rendered(template, USER, thoughts, RESULT) == "Yes.!IS1"
+    assert ChatTemplate(template).render(messages=[USER, thoughts, RESULT]) == "Yes.!IS1"
 
 
 def test_generation_blocks_show_their_inside_and_see_the_loop() -> None:
@@ -192,16 +186,16 @@ def test_macros_thoughts_and_variables_of_the_client() -> None:
 {{ '<think>\\n' }}
 {%- endif -%}"""
     builder = PromptBuilder(Spelled(), ChatTemplate(template))
-    assert builder.from_messages([USER]).thinking
-    assert not builder.from_messages([USER], think=False).thinking
-    quiet = builder.from_messages([USER], options={"enable_thinking": False})
+    assert builder.tokenize(Chat((USER,))).thinking
+    assert not builder.tokenize(Chat((USER,), think=False)).thinking
+    quiet = builder.tokenize(Chat((USER,), options={"enable_thinking": False}))
     assert not quiet.thinking and bytes(quiet.tokens).endswith(b"<assistant><think>\n\n</think>\n\n")
 
 
 def test_a_template_that_does_not_compile_harms_only_chats() -> None:
     builder = PromptBuilder(Spelled(), ChatTemplate("fine\n{% for %}"))
     with pytest.raises(InvalidRequest, match="cannot be used: line 2"):
-        builder.render([USER])
+        builder.render(Chat((USER,)))
 
 
 @pytest.mark.parametrize("expression", ["1 / 0", "messages[9].content.x", "messages | tojson(indent=99)"])

@@ -11,9 +11,9 @@ import time
 
 import msgspec
 
+from cllm.text.prompt import Chat
 from cllm.workers.channel import Channel
 from cllm.workers.messages import (
-    Chat,
     CheckConstraint,
     Died,
     Heartbeat,

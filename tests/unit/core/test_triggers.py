@@ -1,0 +1,148 @@
+"""A constraint with triggers sleeps until one of them was generated, and applies from right after it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cllm.testing.fake_runner import TURN
+from cllm.text.structured_output import GrammarCompiler, TriggerWatch
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason
+from tests.driver.engine import StepDriver
+from tests.driver.written import WideVocabulary, WrittenRunner, foresight
+from tests.profiles import examples
+
+VOCABULARY = WideVocabulary()
+PROMPT = tuple(b"a prompt")
+
+
+def digits(*triggers: str, source: str = "[0-9]{3}!") -> ConstraintSpec:
+    return ConstraintSpec(ConstraintKind.REGEX, source, triggers)
+
+
+def answer(
+    written: list[int] | bytes, spec: ConstraintSpec, max_tokens: int = 60, drafts: Any = None, **fields: Any
+) -> tuple[str, FinishReason, StepDriver]:
+    """The text of one request whose model wants to write this."""
+    answers = {PROMPT: list(written)}
+    options = {"new_drafter": foresight(answers, drafts)} if drafts is not None else {}
+    driver = StepDriver(WrittenRunner(answers), **options)  # type: ignore[arg-type]
+    name = driver.add(PROMPT, max_tokens, constraint=spec, **fields)
+    driver.finish()
+    return driver.text(name), driver.outcome(name), driver
+
+
+def test_it_sleeps_until_the_trigger_and_applies_from_right_after_it() -> None:
+    text, reason, driver = answer(b"free 12 text<go>then more", digits("<go>"))
+    assert re.fullmatch(r"free 12 text<go>[0-9]{3}!", text) and reason is FinishReason.STOP
+    masked = [row.position for batch in driver.runner.batches for row in batch.rows if row.mask is not None]
+    assert min(masked) == len(PROMPT) + len("free 12 text<go>") - 1, "it costs nothing while it sleeps"
+
+
+def test_without_the_trigger_the_answer_is_free() -> None:
+    text, reason, driver = answer(b"free <g text", digits("<go>", "</x>"))
+    assert text == "free <g text" and reason is FinishReason.STOP
+    assert all(row.mask is None for batch in driver.runner.batches for row in batch.rows)
+
+
+def test_a_control_token_is_a_trigger_by_its_spelling() -> None:
+    text, _, _ = answer([*b"think", TURN, *b"abc"], digits("<|x|>"))
+    assert re.fullmatch(r"think[0-9]{3}!", text), "what it is spelled is part of the text only on demand"
+    text, _, _ = answer([*b"think", TURN, *b"abc"], digits("k<|x|>a", source="X"), markers=("<|x|>",))
+    assert text == "think<|x|>aX"
+
+
+def test_of_several_triggers_the_first_that_is_complete_counts() -> None:
+    text, _, _ = answer(b"one <b> two <a>", digits("<a>", "<b>"))
+    assert re.fullmatch(r"one <b>[0-9]{3}!", text)
+
+
+@pytest.mark.parametrize(
+    ("token", "source", "expected"),
+    [
+        (b"go>{", r'\{"a":[0-9]\}', r'<go>\{"a":[0-9]\}'),  # the rest of the token fits
+        (b"go>{", "[0-9]{3}!", "<go>[0-9]{3}!"),  # it does not: the token is cut
+        (b"o>\n\n", "[0-9]{3}!", "<go>[0-9]{3}!"),
+        (b">7", "[0-9]{3}!", "<go>7[0-9]{2}!"),
+    ],
+)
+def test_a_token_that_goes_on_after_the_trigger(token: bytes, source: str, expected: str) -> None:
+    before = b"<go>"[: b"<go>".index(token[:1])]
+    written = [*b"x", *before, VOCABULARY.wide(token), *b"yyy"]
+    text, reason, driver = answer(written, digits("<go>", source=source))
+    assert re.fullmatch("x" + expected, text) and reason is FinishReason.STOP
+    assert driver.usage("r0").completion_tokens == len(driver.answers["r0"].tokens)
+
+
+def test_a_cut_token_takes_no_more_tokens_than_there_are() -> None:
+    written = [*b"<", VOCABULARY.wide(b"go>{")]
+    text, reason, _ = answer(written, digits("<go>"), max_tokens=3)
+    assert text == "<go" and reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3])
+def test_drafts_stay_on_until_the_trigger(wrong: float) -> None:
+    written = b"a long free text, and then <go>12 which is no number" * 2
+    alone, _, _ = answer(written, digits("<go>"))
+    text, _, driver = answer(written, digits("<go>"), drafts=wrong)
+    assert text == alone
+    work = driver.usage("r0")
+    assert work.accepted_tokens >= (20 if not wrong else 5) and work.steps < 20 + 30 * bool(wrong)
+    after = len(PROMPT) + written.index(b"<go>") + len(b"<go>") - 1
+    rows = [row for batch in driver.runner.batches for row in batch.rows]
+    assert all(row.outputs == 1 for row in rows if row.position >= after), "no drafts under the grammar"
+    assert all(row.position + len(row.tokens) <= after + 1 for row in rows if row.outputs > 1)
+
+
+def test_a_preempted_sequence_goes_on_where_it_was() -> None:
+    """Two that do not fit together: one is swapped out in its sleep, or under its grammar."""
+    prompts = [tuple(b"%d a prompt" % number) for number in range(2)]
+    written = {prompt: [*b"w" * 40, *b"<go>", *b"z" * 60] for prompt in prompts}
+    spec = digits("<go>", source="[0-9]{30}!")
+    for swap_space_mb in (64, 0):
+        driver = StepDriver(WrittenRunner(written, cells=120, unified=True), swap_space_mb=swap_space_mb)
+        names = [driver.add(prompt, 90, constraint=spec) for prompt in prompts]
+        driver.finish()
+        assert sum(stats.preemptions for stats in driver.stats) > 0
+        for name in names:
+            assert re.fullmatch(r"w{40}<go>[0-9]{30}!", driver.text(name))
+
+
+def test_an_awake_one_is_the_same_as_without_triggers() -> None:
+    spec = digits("")
+    text, _, _ = answer(b"free", spec)
+    assert re.fullmatch(r"[0-9]{3}!", text)
+
+
+def test_triggers_share_a_compiled_grammar() -> None:
+    compiler = GrammarCompiler(VOCABULARY)
+    for spec in (digits(), digits("a"), digits("b")):
+        compiler.compile(spec)
+    assert list(compiler._cached) == [digits()]
+
+
+SMALL = st.text(alphabet="ab<", min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=examples(100))
+@given(text=st.text(alphabet="ab<", max_size=40), triggers=st.lists(SMALL, min_size=1, max_size=3))
+def test_the_watch_finds_what_a_search_finds(text: str, triggers: list[str]) -> None:
+    ends = [at + len(trigger) for trigger in triggers if (at := text.find(trigger)) >= 0]
+    watch = TriggerWatch(triggers, VOCABULARY)
+    tokens = list(text.encode())
+    assert watch.count_before(tokens) == (min(ends) - 1 if ends else len(tokens))
+    found = next((place for place, token in enumerate(tokens) if watch.push(token) is not None), None)
+    assert found == (min(ends) - 1 if ends else None)
+
+
+def test_a_schema_applies_after_the_reasoning() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    spec = ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(schema), ("</think>",))
+    text, _, _ = answer(b"Let me see { 12 </think>{x", spec, max_tokens=80)
+    reasoning, _, content = text.partition("</think>")
+    assert reasoning == "Let me see { 12 " and json.loads(content).keys() == {"n"}

@@ -1,0 +1,289 @@
+"""Bodies shaped like those of coding agents are taken; their prompts keep their prefix."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cllm.chat.conversation import Conversation
+from cllm.errors import ContextLengthExceeded, InvalidRequest
+from cllm.server.errors import describe_validation
+from cllm.server.protocol.chat import ChatBody
+from cllm.server.protocol.messages import MessagesBody
+from cllm.server.protocol.responses import ResponsesBody
+from cllm.testing import FakeVocabulary
+from cllm.text.chat_template import ChatTemplate
+from cllm.text.prompt import PromptBuilder
+from tests.unit.text.test_folding import LOOSE, NO_SYSTEM, STRICT
+
+Body = dict[str, Any]
+TEMPLATES = {"loose": LOOSE, "strict": STRICT, "without a system role": NO_SYSTEM}
+
+
+def text(value: str, **more: Any) -> Body:
+    return {"type": "text", "text": value, **more}
+
+
+def prompt(template: str, conversation: Conversation) -> str:
+    """The prompt without its end, which opens the assistant's message."""
+    chat = conversation.for_template()
+    return PromptBuilder(FakeVocabulary(), ChatTemplate(template)).render(chat).removesuffix("<assistant>")
+
+
+# Anthropic's: several system blocks with a billing line, long descriptions, system messages anywhere.
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+CLAUDE: Body = {
+    "model": "claude-sonnet-4-5",
+    "max_tokens": 32000,
+    "stream": True,
+    "temperature": 1,
+    "metadata": {"user_id": "user_1"},
+    "system": [
+        text("x-anthropic-billing-header: cc_version=2.1.197.f3a; cc_entrypoint=cli; cch=1c2d3;"),
+        text("You are an agent for a command line.", **CACHED),
+        text("Sirius: the rules.", **CACHED),
+    ],
+    "tools": [
+        {"name": "Bash", "description": "Rigel runs. " * 1565, "input_schema": {"type": "object"}},
+        {"name": "mcp__files__read", "description": "Reads", "input_schema": {"type": "object"}, **CACHED},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "thinking": {"type": "enabled", "budget_tokens": 31999},
+    "messages": [
+        {
+            "role": "user",
+            "content": [text("<system-reminder>Vega</system-reminder>"), text("Deneb?", **CACHED)],
+        },
+        {"role": "system", "content": "Antares: a reminder."},
+    ],
+}
+CLAUDE_TURNS: list[list[Body]] = [
+    [
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Mira", "signature": "EqQBCgIYAhIM"},
+                text("A look."),
+                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
+                {"type": "tool_use", "id": "toolu_2", "name": "Bash", "input": {"command": "pwd"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Pollux"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_2",
+                    "is_error": True,
+                    "content": [
+                        text("Castor"),
+                        {"type": "image", "source": {"type": "base64", "data": "AA=="}},
+                    ],
+                },
+                text("<system-reminder>Altair</system-reminder>"),
+            ],
+        },
+    ],
+    [
+        {"role": "assistant", "content": [text("Done.")]},
+        {"role": "system", "content": "Bellatrix: another reminder."},
+        {"role": "user", "content": "Thanks."},
+    ],
+]
+
+
+def claude(turns: int) -> Conversation:
+    messages = [*CLAUDE["messages"], *(message for turn in CLAUDE_TURNS[:turns] for message in turn)]
+    return MessagesBody.model_validate({**CLAUDE, "messages": messages}).conversation()
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_session_of_claude_code(template: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    first, second, third = (prompt(template, claude(turns)) for turns in range(3))
+    assert "skipped a tool of type 'web_search_20250305'" in caplog.text
+    assert len(CLAUDE["tools"][0]["description"]) == 18_780
+    assert second.startswith(first) and third.startswith(second)
+    for word in (
+        "Sirius",
+        "Rigel",
+        "mcp__files__read",
+        "Vega",
+        "Deneb?",
+        "Antares",
+        "Pollux",
+        "Castor",
+        "Altair",
+    ):
+        assert word in second, word
+    assert "Bellatrix" in third and "billing" not in third and "web_search" not in third
+    assert "[image: left out, this model accepts text only]" in third
+
+
+# OpenAI's: hosted tools and namespaces, two users in a row, calls of tools that are no functions.
+
+CODEX: Body = {
+    "model": "gpt-5-codex",
+    "instructions": "Sirius: the rules.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Antares."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment>Vega"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Deneb?"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec",
+            "strict": False,
+            "parameters": {"type": "object", "properties": {}},
+        },
+        {"type": "namespace", "name": "mcp", "description": "", "tools": [{"type": "function", "name": "x"}]},
+        {"type": "custom", "name": "apply_patch", "description": "Edits", "format": {"type": "grammar"}},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "local_shell"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199",
+}
+CODEX_TURNS: list[list[Body]] = [
+    [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin Rigel"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Pollux"},
+        {
+            "type": "local_shell_call",
+            "call_id": "c2",
+            "status": "completed",
+            "action": {"type": "exec", "command": ["Altair"]},
+        },
+        {"type": "local_shell_call_output", "call_id": "c2", "output": '{"output": "Castor"}'},
+        {"type": "function_call", "call_id": "c3", "name": "ex ec", "arguments": '{"command": ["Mira'},
+        {
+            "type": "function_call_output",
+            "call_id": "c3",
+            "output": [{"type": "input_text", "text": "Spica"}],
+        },
+    ],
+    [
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Done."}]},
+        {"type": "message", "role": "developer", "content": "Bellatrix."},
+        {"type": "message", "role": "user", "content": "Thanks."},
+    ],
+]
+
+
+def codex(turns: int) -> Conversation:
+    items = [*CODEX["input"], *(item for turn in CODEX_TURNS[:turns] for item in turn)]
+    return ResponsesBody.model_validate({**CODEX, "input": items}).to_conversation()
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_session_of_codex(template: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    first, second, third = (prompt(template, codex(turns)) for turns in range(3))
+    for kind in ("tool of type 'namespace'", "tool of type 'local_shell'", "item of type 'item_reference'"):
+        assert f"skipped a{'n' if kind[0] == 'i' else ''} {kind}" in caplog.text, kind
+    assert second.startswith(first) and third.startswith(second)
+    for word in ("Sirius", "Antares", "Vega", "Deneb?", "exec", "apply_patch", "Rigel", "Pollux", "Altair"):
+        assert word in second, word
+    for word in ("Castor", "local_shell", "ex ec", "Mira", "Spica", "Bellatrix", "Thanks."):
+        assert word in third, word
+
+
+# Single fields ----------------------------------------------------------------------------------------
+
+
+def test_what_chat_completions_emitted_comes_back() -> None:
+    calls = [
+        {"id": None, "type": "function", "function": {"name": "get weather!", "arguments": {"city": "Bern"}}},
+        {"id": "x" * 400, "function": {"name": "n" * 100, "arguments": '{"cut'}},
+        {"function": {"name": "now"}},
+    ]
+    messages: list[Body] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": {"effort": "low"}},
+        {"role": "tool", "content": "no id"},
+        {"role": "tool", "tool_call_id": "unknown", "content": "no call"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "refusal": "Rather not.", "content": None},
+        {"role": "user", "content": "!"},
+    ]
+    conversation = ChatBody.model_validate({"messages": messages}).conversation()
+    called = [call["function"]["arguments"] for call in conversation.messages[1]["tool_calls"]]
+    assert called == ['{"city": "Bern"}', '{"cut', "{}"]
+    for template in TEMPLATES.values():
+        shown = prompt(template, conversation)
+        for word in ("get weather!", "Bern", "n" * 100, "cut", "now", "no id", "no call", "Rather not."):
+            assert word in shown, word
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "video"])
+def test_an_image_in_the_question_is_refused_by_name(kind: str) -> None:
+    asked = {"role": "user", "content": [{"type": kind, "source": {"type": "url", "url": "x"}}, text("?")]}
+    body = {"max_tokens": 1, "messages": [asked]}
+    with pytest.raises(InvalidRequest, match=f"messages: content of type '{kind}' is not supported"):
+        MessagesBody.model_validate(body).conversation()
+    answered = [asked, {"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]
+    shown = MessagesBody.model_validate({**body, "messages": answered}).conversation().messages[0]["content"]
+    assert shown == f"[{kind}: left out, this model accepts text only]\n?"
+    item = {"role": "user", "content": [{"type": f"input_{kind}"}]}
+    with pytest.raises(InvalidRequest, match=f"input: content of type 'input_{kind}'"):
+        ResponsesBody.model_validate({"input": [item]}).to_conversation()
+
+
+def test_the_text_of_a_document_is_taken() -> None:
+    document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "Sirius"}}
+    found = {"type": "search_result", "source": "x", "title": "y", "content": [text("Vega")]}
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [document, found, text("?")]}]}
+    assert MessagesBody.model_validate(body).conversation().messages[0]["content"] == "Sirius\nVega\n?"
+
+
+@pytest.mark.parametrize(
+    ("last", "given", "continued"),
+    [
+        ("assistant", None, True),
+        ("assistant", True, True),
+        ("assistant", False, False),
+        ("user", False, False),
+    ],
+)
+def test_an_answer_is_continued_unless_it_should_not(last: str, given: bool | None, continued: bool) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": last, "content": "It"}]
+    body = ChatBody.model_validate({"messages": messages, "continue_final_message": given})
+    assert body.conversation().prefill == ("It" if continued else "")
+
+
+def test_only_an_answer_can_be_continued() -> None:
+    with pytest.raises(ValidationError, match="continue_final_message"):
+        ChatBody.model_validate(
+            {"messages": [{"role": "user", "content": "?"}], "continue_final_message": True}
+        )
+
+
+def test_a_limit_on_characters_does_not_speak_of_items() -> None:
+    with pytest.raises(ValidationError) as refusal:
+        MessagesBody.model_validate({**CLAUDE, "metadata": {"user_id": "x" * 2000}})
+    errors: list[Any] = [{**error, "loc": ("body", *error["loc"])} for error in refusal.value.errors()]
+    message, field = describe_validation(errors)
+    assert field == "metadata" and "1024 characters" in message and "items" not in message
+
+
+def test_a_long_prompt_is_refused_in_words_that_claude_code_knows() -> None:
+    error = ContextLengthExceeded(9000, 8192)
+    assert error.message.startswith("prompt is too long: 9000 tokens > 8192 maximum")
+    assert "maximum context length is 8192" in error.message, "and in those that OpenAI's clients know"
+    assert ContextLengthExceeded(9, 8, at_least=True).message.startswith(
+        "prompt is too long: 9 tokens > 8 max"
+    )

@@ -1,0 +1,268 @@
+"""Fields as clients of other servers send them: taken where they change the meaning, never refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from cllm.config import EngineConfig, ServerConfig
+from cllm.errors import InvalidRequest
+from cllm.frontend.engine_client import EngineClient
+from cllm.server.app import create_app
+from cllm.server.protocol.base import Body, ConstrainedBody
+from cllm.server.protocol.chat import ChatBody, ConversationBody
+from cllm.server.protocol.completions import CompletionBody
+from cllm.server.protocol.embeddings import EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody
+from cllm.server.protocol.generate import DecodeBody, EncodeBody, GenerateBody
+from cllm.server.protocol.llama import InfillBody, LlamaCompletionBody, LlamaTokenizeBody
+from cllm.server.protocol.messages import CountBody, MessagesBody
+from cllm.server.protocol.responses import ResponsesBody
+from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
+from cllm.types import ConstraintKind, ConstraintSpec
+from cllm.workers.engine_worker import ThreadExecutor
+
+USER = [{"role": "user", "content": "x"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+WEATHER = {"name": "weather", "parameters": SCHEMA}
+NEEDED: dict[type[ConstrainedBody], dict[str, Any]] = {
+    ChatBody: {"messages": USER},
+    CompletionBody: {"prompt": "x"},
+    GenerateBody: {"prompt": "x"},
+    LlamaCompletionBody: {"prompt": "x"},
+    MessagesBody: {"messages": USER, "max_tokens": 8},
+    ResponsesBody: {"input": "x"},
+}
+GENERATING = pytest.mark.parametrize("kind", NEEDED)
+
+
+def make(kind: type[ConstrainedBody], **fields: Any) -> Any:
+    return kind.model_validate({**NEEDED[kind], **fields})
+
+
+def chat(**fields: Any) -> ChatBody:
+    return ChatBody.model_validate({"messages": USER, **fields})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*NEEDED, CountBody, ConversationBody, InfillBody, EncodeBody, DecodeBody, LlamaTokenizeBody,
+     EmbeddingsBody, LlamaEmbeddingBody, RerankBody, ScoreBody],
+)  # fmt: skip
+def test_on_every_route_a_null_is_a_field_left_out(kind: type[Body]) -> None:
+    values = {"messages": USER, "tokens": [1], "documents": ["x"]}
+    required = (name for name, field in kind.model_fields.items() if field.is_required())
+    given: dict[str, Any] = {name: values.get(name, "x") for name in required}
+    given |= {"max_tokens": 1} if "max_tokens" in kind.model_fields else {}
+    nulls = dict.fromkeys(set(kind.model_fields) - set(given))
+    assert kind.model_validate({**given, **nulls}) == kind.model_validate(given)
+
+
+@GENERATING
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"guided_json": SCHEMA}, ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))),
+        ({"guided_json": '{"type": "null"}'}, ConstraintSpec(ConstraintKind.JSON_SCHEMA, '{"type": "null"}')),
+        ({"guided_regex": "[0-9]"}, ConstraintSpec(ConstraintKind.REGEX, "[0-9]")),
+        ({"guided_choice": ["a", "b"]}, ConstraintSpec(ConstraintKind.CHOICE, '["a", "b"]')),
+        ({"guided_grammar": 'root ::= "a"'}, ConstraintSpec(ConstraintKind.GRAMMAR, 'root ::= "a"')),
+        ({"structured_outputs": {"json": SCHEMA}},
+         ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))),
+        ({"structured_outputs": {"regex": "x"}}, ConstraintSpec(ConstraintKind.REGEX, "x")),
+        ({"structured_outputs": {"choice": ["a"]}}, ConstraintSpec(ConstraintKind.CHOICE, '["a"]')),
+        ({"structured_outputs": {"grammar": "x"}}, ConstraintSpec(ConstraintKind.GRAMMAR, "x")),
+        ({"structured_outputs": {"json_object": True}},
+         ConstraintSpec(ConstraintKind.JSON_SCHEMA, '{"type": "object"}')),
+        ({"structured_outputs": {}}, None),
+    ],
+)  # fmt: skip
+def test_vllms_words_for_structured_output(
+    kind: type[ConstrainedBody], fields: dict[str, Any], expected: ConstraintSpec | None
+) -> None:
+    assert make(kind, **fields).constraint() == expected
+
+
+@GENERATING
+def test_two_forms_of_an_answer_are_refused_by_name(kind: type[ConstrainedBody]) -> None:
+    with pytest.raises(InvalidRequest, match="regex and guided_json: give only one"):
+        make(kind, guided_json=SCHEMA, regex="x").constraint()
+
+
+@pytest.mark.parametrize("field", ["output_format", "output_config"])
+def test_anthropics_schema_under_both_names(field: str) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    body = make(MessagesBody, **{field: form if field == "output_format" else {"format": form}})
+    assert body.constraint() == ConstraintSpec(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA))
+
+
+def test_functions_are_tools_in_an_older_form() -> None:
+    conversation = chat(functions=[WEATHER]).conversation()
+    assert [tool.name for tool in conversation.tools] == ["weather"]
+    assert (conversation.forced, conversation.parallel) == (False, False)
+    assert chat(functions=[WEATHER], function_call={"name": "weather"}).conversation().forced
+    assert chat(functions=[WEATHER], function_call="none").conversation().tools == ()
+    assert chat(functions=[WEATHER]).older_form and not chat().older_form
+    both = chat(functions=[WEATHER], tools=[{"type": "function", "function": {"name": "other"}}])
+    assert [tool.name for tool in both.conversation().tools] == ["other"] and not both.older_form
+    with pytest.raises(ValidationError, match="not among the tools"):
+        chat(functions=[WEATHER], function_call={"name": "other"})
+
+
+def test_messages_of_the_older_form_come_back() -> None:
+    body = chat(
+        messages=[
+            *USER,
+            {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": "{}"}},
+            {"role": "function", "name": "weather", "content": "rain"},
+        ],
+        functions=[WEATHER],
+    )
+    _, called, result = body.conversation().messages
+    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
+    assert result["role"] == "tool" and result["content"] == "rain"
+    assert result["tool_call_id"] == called["tool_calls"][0]["id"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "think", "budget"),
+    [
+        ({}, None, None),
+        ({"enable_thinking": False}, False, None),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, True, None),
+        ({"thinking": False}, False, None),
+        ({"thinking": {"type": "disabled"}}, False, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True, 9),
+        ({"thinking": {"type": "auto"}}, None, None),
+        ({"reasoning": {"effort": "low"}}, True, None),
+        ({"reasoning": {"effort": "none"}}, False, None),
+        ({"reasoning": {"enabled": False}}, False, None),
+        ({"reasoning": {"max_tokens": 7}}, None, 7),
+        ({"reasoning_effort": "none"}, False, None),
+        ({"reasoning_budget": 0}, False, 0),
+        ({"reasoning_budget": -1}, None, None),
+        ({"thinking_budget": 12.0}, None, 12),
+    ],
+)
+def test_all_words_for_reasoning(fields: dict[str, Any], think: bool | None, budget: int | None) -> None:
+    conversation = chat(**fields).conversation()
+    assert conversation.think is (think is not False)
+    assert conversation.options.get("enable_thinking") is think
+    assert conversation.reasoning_budget == budget
+
+
+def test_a_template_variable_that_is_given_stays() -> None:
+    body = chat(enable_thinking=True, chat_template_kwargs={"enable_thinking": False})
+    assert body.conversation().options == {"enable_thinking": False}
+
+
+def test_a_budget_of_anthropics() -> None:
+    body = make(MessagesBody, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert body.conversation().reasoning_budget == 1024
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(ChatBody, "max_tokens"), (ChatBody, "max_completion_tokens"), (ChatBody, "n_predict"),
+     (CompletionBody, "max_tokens"), (GenerateBody, "max_tokens"), (MessagesBody, "max_tokens"),
+     (ResponsesBody, "max_output_tokens")],
+)  # fmt: skip
+def test_a_limit_may_be_none_or_a_float(kind: type[ConstrainedBody], field: str) -> None:
+    name = "max_output_tokens" if kind is ResponsesBody else "max_tokens"
+    assert getattr(make(kind, **{field: -1}), name) is None
+    assert getattr(make(kind, **{field: 64.0}), name) == 64
+    for wrong in (0, -2, 64.5, True, "64"):
+        with pytest.raises(ValidationError):
+            make(kind, **{field: wrong})
+
+
+@GENERATING
+def test_whole_numbers_may_be_floats(kind: type[ConstrainedBody]) -> None:
+    body = make(kind, seed=7.0, top_k=40.0, priority=3.0)
+    assert (body.seed, body.top_k, body.priority) == (7, 40, 3)
+    assert type(body.seed) is int
+    with pytest.raises(ValidationError):
+        make(kind, seed=7.5)
+
+
+@GENERATING
+def test_a_priority_out_of_range_is_the_nearest(kind: type[ConstrainedBody]) -> None:
+    assert [make(kind, priority=given).priority for given in (500, -500, 7)] == [100, -100, 7]
+
+
+@GENERATING
+def test_a_timeout_has_a_lower_bound(kind: type[ConstrainedBody]) -> None:
+    with pytest.raises(ValidationError, match=r"0\.001"):
+        make(kind, timeout=5e-324)
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "forced"),
+    [
+        ("any", ["a", "b"], True),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[:1]}}, ["a"], False),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS}}, ["a", "b"], True),
+        (TOOLS[1], ["b"], True),
+    ],
+)
+def test_which_tools_may_be_called(choice: Any, names: list[str], forced: bool) -> None:
+    conversation = chat(tools=TOOLS, tool_choice=choice).conversation()
+    assert [tool.name for tool in conversation.tools] == names
+    assert conversation.forced is forced
+
+
+def test_any_is_required_on_responses_too() -> None:
+    tools = [{"type": "function", "name": "a"}]
+    assert make(ResponsesBody, tools=tools, tool_choice="any").to_conversation().forced
+
+
+def test_nulls_within_options() -> None:
+    assert chat(stream=True, stream_options={"include_usage": None}).include_usage is False
+    assert chat(tools=[{"type": "function", "function": {"name": "a", "parameters": None}}]).tools
+
+
+def scripted(body: dict[str, Any]) -> httpx.Response:
+    """The answer of `/v1/chat/completions` on the scripted model."""
+
+    async def run() -> httpx.Response:
+        engine = EngineClient(
+            ThreadExecutor(lambda _: ScriptedRunner(chat_template=CHAT_TEMPLATE), EngineConfig())
+        )
+        engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        engine.start()
+        try:
+            await asyncio.wrap_future(engine.loaded)
+            transport = httpx.ASGITransport(app=create_app({"default": engine}, ServerConfig()))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                return await client.post("/v1/chat/completions", json=body, timeout=60)
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, engine.stop)
+
+    return asyncio.run(run())
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_a_function_call_is_answered_in_the_older_form() -> None:
+    body = {"messages": [{"role": "user", "content": say(CALL)}], "functions": [WEATHER]}
+    (choice,) = scripted(body).json()["choices"]
+    assert choice["finish_reason"] == "function_call"
+    message = choice["message"]
+    assert message["function_call"] == {"name": "weather", "arguments": '{"a": 1}'}
+    assert message["content"] is None and "tool_calls" not in message
+
+    lines = scripted({**body, "stream": True}).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line[6:7] == "{"]
+    calls = [chunk["delta"]["function_call"] for chunk in chunks if "function_call" in chunk["delta"]]
+    assert [call["name"] for call in calls if "name" in call] == ["weather"]
+    assert "".join(call["arguments"] for call in calls) == '{"a": 1}'
+    assert chunks[-1]["finish_reason"] == "function_call"
+    assert not any("tool_calls" in chunk["delta"] for chunk in chunks)
