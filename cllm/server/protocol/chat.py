@@ -30,7 +30,7 @@ from cllm.server.protocol.completions import (
     ReasoningFormat,
     ThinkingBody,
 )
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, TokenLogprob
 
 MAX_MESSAGES = 4096
