@@ -11,7 +11,16 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, WithJsonS
 
 from cllm.chat.conversation import TEXT_PARTS, Conversation, ToolChoice, normalize_messages, write_arguments
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import Body, JsonObject, JsonValue, Text, TokenLimit, ToolDescription, kinds
+from cllm.server.protocol.base import (
+    Body,
+    JsonObject,
+    JsonValue,
+    Text,
+    TokenLimit,
+    ToolDescription,
+    kinds,
+    skip_tools,
+)
 from cllm.server.protocol.completions import (
     CompletionUsage,
     Name,
@@ -182,7 +191,10 @@ class ConversationBody(ThinkingBody):
         description="The conversation; an assistant message at its end is continued",
         examples=[MESSAGES],
     )
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: (
+        Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), skip_tools("function", default="function")]
+        | None
+    ) = Field(
         None,
         description="Functions the model may call",
         examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
