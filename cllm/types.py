@@ -245,6 +245,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cells: int = 0  # KV cells it held at its end
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
+    predicted_tokens: int = 0  # of the prediction that the request came with
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -108,7 +108,7 @@ async def make_request(
     return Request(
         id=request_id,
         prompt=prompt,
-        max_tokens=min(limits.request_tokens if max_tokens is None else max_tokens, limits.request_tokens),
+        max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
         sampling=body.sampling(info.vocabulary_size, tokens),
         stop=stop,
         logprobs=logprobs,

@@ -25,7 +25,7 @@ from cllm.server.protocol.completions import (
     CompletionUsage,
     Name,
     OpenAIBody,
-    Prediction,
+    PredictedBody,
     PromptTokensDetails,
     ThinkingBody,
 )
@@ -266,7 +266,7 @@ class ConversationBody(ThinkingBody):
         )
 
 
-class ChatBody(ConversationBody, OpenAIBody):
+class ChatBody(ConversationBody, PredictedBody, OpenAIBody):
     """`POST /v1/chat/completions`."""
 
     max_tokens: TokenLimit | None = Field(
@@ -274,11 +274,6 @@ class ChatBody(ConversationBody, OpenAIBody):
         validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict"),
         description="Maximum tokens to generate (also `max_tokens`, `n_predict`); null or -1: as many as fit",
         examples=[64],
-    )
-    prediction: Prediction | None = Field(
-        None,
-        description="What the answer is expected to be: it comes sooner where that is right",
-        examples=[{"type": "content", "content": "def add(a, b):"}],
     )
     logprobs: bool = Field(False, description="Return log-probabilities of the sampled tokens")
     top_logprobs: int | None = Field(

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import make_template_options
 from cllm.server.protocol.base import Body, StopText, Text, TokenIds
@@ -18,6 +18,8 @@ MAX_CHOICES = 64
 MAX_PROMPTS = 256
 
 Name = Annotated[str, Field(max_length=256)]
+PromptLimit = Annotated[int, Field(ge=-1), AfterValidator(lambda limit: None if limit < 0 else limit)]
+"""As `TokenLimit`; 0: only the prompt is computed."""
 ReasoningBudget = Annotated[
     Annotated[int, Field(ge=-1)] | None,
     Field(description="Tokens of reasoning; 0: none, -1: no limit", examples=[1024]),
@@ -192,21 +194,30 @@ class ThinkingBody(Body):
 
 
 class PredictedPart(Body):
-    text: Text = Field(description="The text of this part", examples=["def add(a, b):"])
+    type: Literal["text"] = Field("text", description="Always `text`")
+    text: Text = Field(description="The text", examples=["def add(a, b):"])
 
 
 class Prediction(Body):
-    """The expected answer."""
+    """What most of the answer is expected to be: a file that is edited, say."""
 
     type: Literal["content"] = Field("content", description="Always `content`")
-    content: Text | list[PredictedPart] = Field(
+    content: Text | Annotated[list[PredictedPart], Field(max_length=MAX_PROMPTS)] = Field(
         description="Text, or parts of text", examples=["def add(a, b):"]
     )
 
+
+class PredictedBody(Body):
+    prediction: Prediction | None = Field(
+        None,
+        description="What most of the answer will repeat: then it is generated faster",
+        examples=[{"type": "content", "content": "def add(a, b):"}],
+    )
+
     @property
-    def text(self) -> str:
-        parts = self.content
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    def predicted_text(self) -> str:
+        content = self.prediction.content if self.prediction is not None else ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class CompletionBody(OpenAIBody):
@@ -228,8 +239,8 @@ class CompletionBody(OpenAIBody):
         description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
-        16, description="Maximum number of tokens to generate; 0: none; null or -1: as many as fit"
+    max_tokens: PromptLimit | None = Field(
+        16, description="Maximum number of tokens to generate; null or -1: as many as fit; 0: none"
     )
     best_of: int | None = Field(
         None,
@@ -246,8 +257,14 @@ class CompletionBody(OpenAIBody):
         examples=[2],
     )
     echo: bool = Field(
-        False,
-        description="Repeat the prompt before the answer; with `logprobs`, its log-probabilities too",
+        False, description="Repeat the prompt before the answer, with `logprobs` of its tokens, too"
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of the prompt's tokens, and of this many likely ones in their places",
+        examples=[1],
     )
 
     model_config = ConfigDict(
@@ -265,6 +282,17 @@ class CompletionBody(OpenAIBody):
         return self
 
     @property
+    def scores_echo(self) -> bool:
+        """Whether the tokens of the prompt are among those with log-probabilities."""
+        return self.echo and self.logprobs is not None and not self.suffix
+
+    @property
+    def scored(self) -> int:
+        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
+        wanted = (self.prompt_logprobs, self.logprobs if self.scores_echo else None)
+        return max((max(1, count) for count in wanted if count is not None), default=0)
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list: of texts, or of lists of token ids."""
         if isinstance(self.prompt, str):
@@ -279,6 +307,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_from: str = ""  # its tier: device, ram or disk
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    accepted_prediction_tokens: int  # draft tokens that came true
+    rejected_prediction_tokens: int
+
+
 class CompletionUsage(msgspec.Struct, frozen=True):
     """The tokens of a call, all choices together."""
 
@@ -286,15 +319,24 @@ class CompletionUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET  # of a prediction
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities as parallel lists, one entry a token; the first token of a prompt has none."""
+    """Log-probabilities as parallel lists, one entry a token; the first of a prompt has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token of the prompt, or one that could have stood in its place, as vLLM has it."""
+
+    logprob: float
+    rank: int | None  # 1: the most likely; null: not among those asked for
+    decoded_token: str
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -304,6 +346,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET  # by token id
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,39 +375,63 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     generated = sum(usage.completion_tokens for usage in ended)
     least = min(ended, key=lambda usage: usage.cached_tokens, default=None)
     details = PromptTokensDetails(least.cached_tokens, least.cached_from) if least else PromptTokensDetails(0)
-    return CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
+    usage = CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
+    if not any(usage.predicted_tokens for usage in ended):
+        return usage
+    accepted = sum(usage.accepted_tokens for usage in ended)
+    rejected = sum(usage.drafted_tokens for usage in ended) - accepted
+    predicted = CompletionTokensDetails(accepted, rejected)
+    return msgspec.structs.replace(usage, completion_tokens_details=predicted)
 
 
 def make_choice(
-    index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
+    body: CompletionBody, index: int, outputs: Sequence[RequestOutput], *, echo: str = "", offset: int = 0
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
-    return CompletionChoice(
-        index,
-        echo + "".join(output.text for output in outputs),
-        make_logprobs([*prompt, *entries], 0 if prompt else offset, first=not prompt) if logprobs else None,
-        outputs[-1].finish_reason,
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
+    logprobs = None
+    if body.logprobs is not None:
+        if prompt and body.scores_echo:
+            entries, offset = prompt + entries, offset - len(echo)
+        logprobs = make_logprobs(entries, offset, max(1, body.logprobs))
+    choice = CompletionChoice(
+        index, echo + "".join(output.text for output in outputs), logprobs, outputs[-1].finish_reason
     )
+    if not prompt or body.prompt_logprobs is None:
+        return choice
+    scores = [make_prompt_logprobs(entry, body.prompt_logprobs) for entry in prompt]
+    return msgspec.structs.replace(choice, prompt_logprobs=scores)
 
 
 def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def make_logprobs(entries: Sequence[TokenLogprob], offset: int, *, first: bool = True) -> CompletionLogprobs:
-    """`first` False: the first token has no log-probability."""
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int, count: int) -> CompletionLogprobs:
+    """`count` alternatives for each token."""
     tokens = [decode_piece(entry.pieces[0]) for entry in entries]
-    top: list[dict[str, float] | None] = [
-        {
-            decode_piece(piece): logprob
-            for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
-        }
-        for entry in entries
-    ]
+    top = [_make_top(entry, count) if entry.top else None for entry in entries]
+    values = [entry.logprob if entry.top else None for entry in entries]
     ends = accumulate(map(len, tokens), initial=offset)
-    logprobs: list[float | None] = [entry.logprob for entry in entries]
-    if not first:
-        logprobs[0] = top[0] = None
-    return CompletionLogprobs(tokens, logprobs, top, list(ends)[:-1])
+    return CompletionLogprobs(tokens, values, top, list(ends)[:-1])
+
+
+def _make_top(entry: TokenLogprob, count: int) -> dict[str, float]:
+    """The likeliest tokens by their text; where several have the same (a part of a character), the first."""
+    found: dict[str, float] = {}
+    for piece, (_, logprob) in zip(entry.pieces[1 : 1 + count], entry.top[:count], strict=True):
+        found.setdefault(decode_piece(piece), logprob)
+    return found
+
+
+def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLogprob] | None:
+    """The token and the `count` likeliest in its place, by token id; None for the first of a prompt."""
+    if not entry.top:
+        return None
+    ranked = zip(entry.top, range(1, 1 + len(entry.top)), map(decode_piece, entry.pieces[1:]), strict=True)
+    found = {token: PromptLogprob(value, rank, text) for (token, value), rank, text in ranked}
+    own = found.get(entry.token, PromptLogprob(entry.logprob, None, decode_piece(entry.pieces[0])))
+    likeliest = dict(list(found.items())[:count])
+    return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from cllm.chat.reply import ChatReply, ReplyBuilder
 from cllm.chat.session import ChatSession, open_chat
-from cllm.frontend.async_calls import run_tokenizer
+from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import chat as api
@@ -159,10 +159,11 @@ async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
         stop=body.stops,
         logprobs=max(1, body.top) if body.top is not None else 0,
     )
-    if body.prediction is not None:
-        task = TokenizeText(body.prediction.text, add_special=False)
-        expected = (await run_tokenizer(engine, task, Tokens)).tokens[: request.max_tokens]
-        request = msgspec.structs.replace(request, prediction=expected)
+    if body.predicted_text:
+        task = TokenizeText(body.predicted_text, add_special=False)
+        predicted = (await run_tokenizer(engine, task, Tokens)).tokens
+        limit = loaded(engine)[1].request_tokens
+        request = msgspec.structs.replace(request, prediction=predicted[:limit])
     session = await open_chat(engine, body.conversation(), request, body.n)
     head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
     renderer = ChatRenderer(head, body.top, include_usage=body.include_usage, older_form=body.older_form)

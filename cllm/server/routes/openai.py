@@ -61,12 +61,11 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         http,
         body,
         request_id=f"cmpl-{uuid.uuid4().hex}",
-        max_tokens=None if body.max_tokens == -1 else body.max_tokens,
+        max_tokens=body.max_tokens,
         stop=body.stops,
         logprobs=body.logprobs or int(logprobs or best_of > body.n),
     )
-    if body.echo and logprobs:
-        request = _replace(request, prompt_logprobs=request.logprobs)
+    request = _replace(request, prompt_logprobs=body.scored)
     given = body.prompts
     prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
     echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
@@ -84,7 +83,7 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
     choices = []
     for index, outputs in enumerate(collected):
         echo = echoes[index // body.n]
-        choices.append(api.make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
+        choices.append(api.make_choice(body, index, outputs, echo=echo, offset=len(echo)))
     return StructResponse(_replace(head, choices=choices, usage=usage))
 
 
@@ -100,7 +99,7 @@ async def _events(
     echoes = [echo for echo in echoes for _ in range(body.n)]
     offsets = list(map(len, echoes))
     yield COMMENT  # there is no event before the first token
-    if body.echo:
+    if body.echo and not body.scores_echo:
         for index, echo in enumerate(echoes):
             yield encode(_replace(head, choices=[api.CompletionChoice(index, echo)]))
     usages: list[Usage | None] = []
@@ -108,16 +107,15 @@ async def _events(
         if output.error is not None:
             yield encode(failure_body(ROUTE, output.error))
             return
-        if output.finish_reason is None and not output.logprobs:
+        scored = bool(output.prompt_logprobs)
+        if output.finish_reason is None and not output.logprobs and not scored:
             if output.text:  # nearly all chunks: put together as bytes
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
-        logprobs = body.logprobs is not None
-        if output.prompt_logprobs:
-            offsets[index] = 0
-        choice = api.make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
+        echo = echoes[index] if scored and body.scores_echo else ""
+        choice = api.make_choice(body, index, [output], echo=echo, offset=offsets[index])
         if choice.logprobs is not None:
-            offsets[index] += sum(map(len, choice.logprobs.tokens))
+            offsets[index] += sum(map(len, choice.logprobs.tokens)) - len(echo)
         yield encode(_replace(head, choices=[choice]))
         if output.finish_reason is not None:
             usages.append(output.usage)

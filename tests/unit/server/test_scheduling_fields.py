@@ -137,7 +137,7 @@ def test_a_prediction_is_passed_on() -> None:
         for content in ("abcdef", [{"type": "text", "text": "abc"}, {"type": "text", "text": "def"}]):
             given = {**body, "max_tokens": 4, "prediction": {"type": "content", "content": content}}
             assert (await client.post(path, json=given)).status_code == 200
-        assert [bytes(request.prediction) for request in requests] == [b"abcd"] * 2
+        assert [bytes(request.prediction) for request in requests] == [b"abcdef"] * 2
 
     with_server(asked)
 
