@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from cllm.errors import InvalidRequest
+from cllm.text.chat_format import Tool
 from cllm.text.folding import THOUGHTS
 from cllm.text.prompt import Chat
-from cllm.text.tool_formats import Tool, ToolFormat
 
 MESSAGE_JOINT = "\n"  # between texts that become one message
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -43,17 +43,17 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         """The text that the reply continues: that of an assistant's message at the end."""
         return str(self._continued.get("content") or "")
 
-    def for_template(self, tool_format: ToolFormat, *, constrained: bool = False) -> Chat:
-        """The conversation as the tokenizer takes it; a constrained answer has no reasoning."""
+    def for_template(self, *, constrained: bool = False) -> Chat:
+        """The conversation as the tokenizer takes it; a constrained answer opens its reasoning at once."""
         continued = self._continued
         switches = [self.options.get(name) for name in ("enable_thinking", "thinking")]
         return Chat(
             messages=self.messages[:-1] if continued else self.messages,
             tools=tuple(tool.for_template() for tool in self.tools),
             options=self.options,
-            opening=tool_format.forced_opening if self.forced else "",
             prefill=self.prefill,
-            think=self.think and not constrained and False not in switches,
+            think=self.think and False not in switches,
+            opened=constrained,
             thoughts=get_thoughts(continued),
         )
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from cllm.chat.conversation import Conversation, ToolChoice, make_template_options, normalize_messages
 from cllm.errors import InvalidRequest
 from cllm.fields import describe_unknown, parse_fields
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 from cllm.types import (
     SEED_SPACE,
     ConstraintKind,

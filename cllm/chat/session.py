@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,79 +16,86 @@ import msgspec
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ParsedOutput
+from cllm.errors import CllmError, EngineDied, InvalidRequest
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.text.output_parser import THINK_END, THINK_START, OutputEvent, OutputParser
+from cllm.text.call_grammar import make_call_grammar
+from cllm.text.chat_format import GENERIC, ChatFormat
+from cllm.text.output_parser import OutputEvent, OutputParser
 from cllm.text.prompt import Chat
-from cllm.text.tool_formats import ToolFormat, get_tool_format
-from cllm.types import ConstraintKind, ConstraintSpec, ReasoningLimit, Request, RequestOutput
-from cllm.workers.messages import CheckConstraint, Text, TokenizeChat, TokenizeText, Tokens
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit, Request, RequestOutput
+from cllm.workers.messages import CheckConstraint, Described, DescribeFormat, Text, TokenizeChat, Tokens
 
+log = logging.getLogger(__name__)
+_replace = msgspec.structs.replace
 ChoiceEvents = tuple[int, list[OutputEvent], RequestOutput]  # which choice, its new events, their output
 
 
 class ChatPlan(msgspec.Struct, frozen=True):
-    """How a conversation is opened: tool-call format, prompt task and request."""
+    """How a conversation is opened: chat format, prompt task and request."""
 
     conversation: Conversation
-    tool_format: ToolFormat
+    chat_format: ChatFormat
     request: Request  # complete but for the prompt
     prompt: TokenizeChat
-    check: CheckConstraint | None  # of the grammar of forced calls
+    check: CheckConstraint | None  # of the grammar of calls
+
+    def without_grammar(self) -> ChatPlan:
+        """The plan where the grammar of calls that are not forced cannot be used."""
+        return _replace(self, request=_replace(self.request, constraint=None), check=None)
+
+    def make_request(self, prompt: Tokens) -> Request:
+        """The request, its constraint and its limit of reasoning in force from where they belong."""
+        known, request = self.chat_format, self.request
+        constraint, budget = request.constraint, self.conversation.reasoning_budget
+        if constraint is not None and not constraint.triggers:
+            triggers: tuple[str, ...] = ()
+            if prompt.thinking:
+                triggers = tuple(mark.strip() for mark in known.reasoning_closings)
+            elif known.lead and not self.conversation.forced:  # its text has an opening
+                triggers = tuple(mark.removeprefix(known.lead) for mark in known.text_openings)
+            constraint = _replace(constraint, triggers=triggers)
+        limit = None
+        free = constraint is None or constraint.triggers
+        if budget is not None and free and known.closing_ids:
+            ids = {"opening": known.opening_ids, "closing": known.closing_ids}
+            limit = ReasoningLimit(budget=budget, inside=prompt.thinking, **ids)
+        return _replace(request, constraint=constraint, reasoning=limit)
 
 
-def plan_chat(engine: EngineClient, conversation: Conversation, request: Request) -> ChatPlan:
+def plan_chat(
+    engine: EngineClient, conversation: Conversation, request: Request, chat_format: ChatFormat
+) -> ChatPlan:
     """Plan a chat. `request` gives everything but the prompt and the grammar of calls.
 
     A constraint of the request is for the text of the answer: a forced call drops it.
     """
     engine.check_capacity()
-    info, limits = loaded(engine)
-    tool_format = get_tool_format(info.template_for(tools=bool(conversation.tools)))
-    form, check = request.constraint, None
-    constraint = form
+    _, limits = loaded(engine)
+    constraint, check, tools = request.constraint, None, conversation.tools
+    form = constraint if not conversation.forced else None
     # Besides a schema calls stay possible; any other form is the whole answer's.
-    may_call = bool(conversation.tools) and (form is None or form.kind is ConstraintKind.JSON_SCHEMA)
-    if conversation.forced or (may_call and form is not None):
-        constraint = tool_format.make_call_grammar(conversation.tools, parallel=conversation.parallel)
-        if form is not None and not conversation.forced:
-            constraint = _make_either(constraint, form, tool_format.forced_opening)
-        check = CheckConstraint(constraint)
-    markers = tool_format.markers if may_call and not conversation.forced else ()
-    request = msgspec.structs.replace(request, constraint=constraint, markers=markers)
-    chat = conversation.for_template(tool_format, constrained=constraint is not None)
-    prompt = TokenizeChat(chat, limits.request_tokens)
-    return ChatPlan(conversation, tool_format, request, prompt, check)
+    if tools and (form is None or form.kind is ConstraintKind.JSON_SCHEMA):
+        free = form is None and not conversation.forced
+        constraint = make_call_grammar(chat_format, tools, parallel=conversation.parallel, forced=not free)
+        if form is not None and constraint is not None:
+            constraint = _make_either(constraint, form)
+        check = CheckConstraint(constraint) if constraint is not None else None
+    request = _replace(request, constraint=constraint, markers=chat_format.markers)
+    constrained = constraint is not None and not constraint.triggers
+    prompt = TokenizeChat(conversation.for_template(constrained=constrained), limits.request_tokens)
+    return ChatPlan(conversation, chat_format, request, prompt, check)
 
 
-def _make_either(calls: ConstraintSpec, form: ConstraintSpec, opening: str) -> ConstraintSpec:
+def _make_either(calls: ConstraintSpec, form: ConstraintSpec) -> ConstraintSpec:
     """The grammar of an answer that is calls, or JSON by the form's schema."""
     schema = json.loads(form.source)
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": {"whitespace_flexible": False}}
-    begin = f"{json.dumps(opening)} " if opening else ""
     rules = calls.source.replace("start:", "calls:", 1)
-    source = f"start: {begin}calls | form\nform: %json {json.dumps(schema)}\n{rules}"
+    source = f"start: calls | form\nform: %json {json.dumps(schema)}\n{rules}"
     return ConstraintSpec(ConstraintKind.TOOLS, source)
-
-
-async def _limit_reasoning(engine: EngineClient, plan: ChatPlan, prompt: Tokens) -> ChatPlan:
-    """The plan with the budget of its reasoning, if it has one."""
-    conversation, request = plan.conversation, plan.request
-    if conversation.reasoning_budget is None or request.constraint is not None or not conversation.think:
-        return plan
-    markers = []
-    for text in (THINK_START, THINK_END):
-        task = TokenizeText(text, add_special=False, parse_special=True)
-        markers.append((await run_tokenizer(engine, task, Tokens)).tokens)
-    limit = ReasoningLimit(
-        budget=conversation.reasoning_budget,
-        opening=markers[0],
-        closing=markers[1],
-        inside=prompt.thinking,
-    )
-    return msgspec.structs.replace(plan, request=msgspec.structs.replace(request, reasoning=limit))
 
 
 class ChatSession(Generic[StreamKind]):
@@ -98,7 +106,7 @@ class ChatSession(Generic[StreamKind]):
     ) -> None:
         self.engine = engine
         self.prompt_tokens = len(prompt.tokens)
-        self.streams = submit_all(engine, plan.request, [prompt.tokens], n, kind)
+        self.streams = submit_all(engine, plan.make_request(prompt), [prompt.tokens], n, kind)
         self._plan = plan
         self._thinking = prompt.thinking
 
@@ -132,25 +140,23 @@ class ChatSession(Generic[StreamKind]):
         return [(_parse(parser, output), output) for output in outputs]
 
     def _make_parser(self) -> OutputParser:
-        conversation, tool_format = self._plan.conversation, self._plan.tool_format
-        names = [tool.name for tool in conversation.tools]
-        if conversation.forced:
-            return OutputParser(tool_format, names, calling=True, parallel=conversation.parallel)
-        constraint = self._plan.request.constraint
-        if constraint is not None and constraint.kind is not ConstraintKind.TOOLS:
-            return OutputParser(reasoning=False)
+        conversation, constraint = self._plan.conversation, self._plan.request.constraint
+        formed = constraint is not None and constraint.kind is not ConstraintKind.TOOLS
         return OutputParser(
-            tool_format if names else None,
-            names,
+            self._plan.chat_format,
+            () if formed else conversation.tools,
             thinking=self._thinking,
+            forced=conversation.forced,
             parallel=conversation.parallel,
-            reasoning=conversation.reasoning and constraint is None,
+            reasoning=conversation.reasoning and (self._thinking or not formed),
         )
 
 
 def _parse(parser: OutputParser, output: RequestOutput) -> list[OutputEvent]:
     events = parser.feed(output.text) if output.text else []
-    return events if output.finish_reason is None else events + parser.finish()
+    if output.finish_reason is None:
+        return events
+    return events + parser.finish(cut=output.finish_reason is not FinishReason.STOP)
 
 
 def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[int, RequestOutput]]:
@@ -176,15 +182,54 @@ def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[i
         yield index, output
 
 
+async def get_chat_format(engine: EngineClient, *, tools: bool) -> ChatFormat:
+    """How the model writes an answer; the tokenizer is asked once. The generic format where it cannot say."""
+    if tools not in engine.chat_formats:
+        try:
+            answer = await run_tokenizer(engine, DescribeFormat(tools), Described)
+            engine.chat_formats[tools] = answer.chat_format
+        except (InvalidRequest, EngineDied) as error:
+            engine.chat_formats[tools] = _fall_back(error)
+    return engine.chat_formats[tools]
+
+
+def _get_chat_format_blocking(engine: EngineClient, *, tools: bool) -> ChatFormat:
+    if tools not in engine.chat_formats:
+        try:
+            answer = engine.tokenizer.submit(DescribeFormat(tools)).result()
+            assert isinstance(answer, Described)
+            engine.chat_formats[tools] = answer.chat_format
+        except (InvalidRequest, EngineDied) as error:
+            engine.chat_formats[tools] = _fall_back(error)
+    return engine.chat_formats[tools]
+
+
+def _fall_back(error: CllmError) -> ChatFormat:
+    log.warning("no format of tool calls could be derived from the chat template: %s", error.code)
+    return GENERIC
+
+
+def _use_without_grammar(plan: ChatPlan, error: InvalidRequest) -> ChatPlan:
+    """The plan without a refused grammar. Raises the error where the client asked for one."""
+    constraint = plan.request.constraint
+    if constraint is None or not constraint.triggers:
+        raise error
+    log.debug("the schemas of the tools make no grammar: calls are not constrained")
+    return plan.without_grammar()
+
+
 async def open_chat(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[AsyncOutputStream]:
     """Submit n choices. Raises InvalidRequest (template, grammar), and what `EngineClient.submit` raises."""
-    plan = plan_chat(engine, conversation, request)
+    chat_format = await get_chat_format(engine, tools=bool(conversation.tools))
+    plan = plan_chat(engine, conversation, request, chat_format)
     if plan.check is not None:
-        await run_tokenizer(engine, plan.check, Text)
+        try:
+            await run_tokenizer(engine, plan.check, Text)
+        except InvalidRequest as error:
+            plan = _use_without_grammar(plan, error)
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
-    plan = await _limit_reasoning(engine, plan, prompt)
     return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
 
 
@@ -192,9 +237,13 @@ def open_chat_blocking(
     engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
 ) -> ChatSession[BlockingOutputStream]:
     """`open_chat` for threads, without time limits on tokenizer tasks."""
-    plan = plan_chat(engine, conversation, request)
+    chat_format = _get_chat_format_blocking(engine, tools=bool(conversation.tools))
+    plan = plan_chat(engine, conversation, request, chat_format)
     if plan.check is not None:
-        engine.tokenizer.submit(plan.check).result()
+        try:
+            engine.tokenizer.submit(plan.check).result()
+        except InvalidRequest as error:
+            plan = _use_without_grammar(plan, error)
     prompt = engine.tokenizer.submit(plan.prompt).result()
     assert isinstance(prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, BlockingOutputStream)
@@ -202,6 +251,5 @@ def open_chat_blocking(
 
 async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:
     """Length of the prompt of this conversation, even where it is too long; nothing is generated."""
-    tool_format = get_tool_format(loaded(engine)[0].template_for(tools=bool(conversation.tools)))
-    chat = conversation.for_template(tool_format, constrained=constrained or conversation.forced)
+    chat = conversation.for_template(constrained=constrained or conversation.forced)
     return len((await run_tokenizer(engine, TokenizeChat(chat, 0), Tokens)).tokens)

@@ -35,6 +35,7 @@ from cllm.frontend.metrics import EngineMetrics, describe_end
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
 from cllm.frontend.timers import Timers
+from cllm.text.chat_format import ChatFormat
 from cllm.types import (
     Failure,
     FinishReason,
@@ -67,8 +68,6 @@ from cllm.workers.supervisor import Backoff
 
 log = logging.getLogger(__name__)
 StreamKind = TypeVar("StreamKind", bound=OutputStream)
-
-
 _CLOSED = (Health.DRAINING, Health.STOPPED, Health.FAILED)
 
 
@@ -108,6 +107,7 @@ class EngineClient:
         self._error: CllmError | None = None  # why new requests are refused while health is FAILED
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
+        self.chat_formats: dict[bool, ChatFormat] = {}  # of conversations with tools and without
         self.metrics = EngineMetrics()
         self.metrics.watch(self._queue)
 

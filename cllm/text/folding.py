@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from cllm.text.chat_format import GENERIC, Call, CallFormat, write_calls
+
 Message = dict[str, Any]
 Fold = Callable[[list[Message]], list[Message]]
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")  # what templates call the reasoning
@@ -21,8 +23,9 @@ ID_LENGTH = 9  # of a call's id, where a template takes only short ones
 INSTRUCTIONS = """\
 You can call these tools, described as JSON:
 {tools}
-To call one, answer with nothing but a JSON object on a line of its own: \
-{{"name": "the tool's name", "arguments": {{its arguments}}}}. If no tool is needed, answer in words."""
+To call one, answer with nothing but {form}. If no tool is needed, answer in words."""
+GENERIC_FORM = """\
+a JSON object on a line of its own: {"name": "the tool's name", "arguments": {its arguments}}"""
 
 
 def prepare(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
@@ -73,12 +76,32 @@ def parse_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def describe_tools(messages: list[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Tools in words, in the system message, for templates that take none."""
-    text = INSTRUCTIONS.format(tools="\n".join(_dump(tool["function"]) for tool in tools))
+def describe_tools(
+    messages: list[Message], tools: Sequence[Mapping[str, Any]], form: CallFormat
+) -> list[Message]:
+    """Tools in words, in the system message, for templates that take none; calls as the model writes them."""
+    example = write_calls(form, [Call("the tool's name", {"argument": "value"}, "000000000")])
+    shown = GENERIC_FORM if form == GENERIC.calls else f"a call of this form: {example}"
+    text = INSTRUCTIONS.format(tools="\n".join(_dump(tool["function"]) for tool in tools), form=shown)
     if messages and messages[0]["role"] == "system":
         return [_join(messages[0], text), *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def write_calls_as_text(messages: list[Message], form: CallFormat) -> list[Message]:
+    """Calls in the assistant's text, as the model writes them; results stay messages of their own."""
+    written: list[Message] = []
+    for message in messages:
+        if "tool_calls" in message:
+            given = arguments_as_object([message])[0]["tool_calls"]
+            calls = [
+                Call(call["function"]["name"], call["function"]["arguments"], call["id"]) for call in given
+            ]
+            message = {key: value for key, value in message.items() if key != "tool_calls"}
+            before = form.before if message["content"] else ""
+            message["content"] += before + write_calls(form, calls)
+        written.append(message)
+    return written
 
 
 def _dump(value: Any) -> str:

@@ -1,18 +1,26 @@
-"""Output parser: splits a streamed answer into reasoning, content and tool calls."""
+"""Output parser: splits a streamed answer into reasoning, content and tool calls by the chat format."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import msgspec
 
+from cllm.text.call_parser import ObjectCallParser
+from cllm.text.call_reader import CallReader, get_entries
+from cllm.text.call_reader import ToolCallArguments as ToolCallArguments
+from cllm.text.call_reader import ToolCallStart as ToolCallStart
+from cllm.text.chat_format import GENERIC, CallFormat, CallStyle, ChatFormat, Tool
 from cllm.text.detokenizer import count_possible
-from cllm.text.tool_formats import ToolFormat
 
-THINK_START, THINK_END = "<think>", "</think>"
+# Written also by models whose calls have no opening.
+PYTHON_LIST = CallFormat(
+    style=CallStyle.PYTHON, section_opening="[", section_closing="]", between=", ", opening=""
+)
+
+MAX_REREAD = 1024  # characters that were wrongly taken for the start of a call
 
 
 class ReasoningText(msgspec.Struct, frozen=True):
@@ -27,332 +35,307 @@ class ContentText(msgspec.Struct, frozen=True):
     text: str
 
 
-class ToolCallStart(msgspec.Struct, frozen=True):
-    """The tool call number `index` of this answer starts; its arguments follow."""
-
-    index: int
-    name: str
-
-
-class ToolCallArguments(msgspec.Struct, frozen=True):
-    """More of a tool call's arguments, as JSON text."""
-
-    index: int
-    text: str
-
-
 OutputEvent = ReasoningText | ContentText | ToolCallStart | ToolCallArguments
+TextKind = type[ContentText] | type[ReasoningText]
 
 
 class OutputParser:
     """Incremental parser of one answer: text in, events out. A returned event is never revoked.
 
-    `tool_format` is None where the request has no tools. `thinking`: the prompt ends inside the reasoning.
-    `calling`: the prompt ends with the opening of a tool call. With `reasoning` off, reasoning stays content.
+    `thinking`: the prompt ends inside the reasoning. `forced`: the answer is calls, at most after reasoning;
+    a call that equals an earlier one is then left out. With `reasoning` off, reasoning stays content.
     """
 
     def __init__(
         self,
-        tool_format: ToolFormat | None = None,
-        tools: Collection[str] = (),
+        chat_format: ChatFormat = GENERIC,
+        tools: Sequence[Tool] = (),
         *,
         thinking: bool = False,
-        calling: bool = False,
+        forced: bool = False,
         parallel: bool = True,
         reasoning: bool = True,
     ) -> None:
-        self._tool_format = tool_format
-        self._tools = frozenset(tools)
-        self._parallel = parallel
+        self._format = chat_format
+        self._tools = frozenset(tool.name for tool in tools)
+        self._forced = forced
+        self._markers = _TextMarkers(chat_format, calls=bool(tools), reasoning=reasoning)
+        self._calls = CallReader(chat_format.calls, tools, parallel=parallel, distinct=forced)
         self._buffer = ""
-        self._call: ToolCallParser | None = None
-        self._started = False  # the start of the current call or reasoning has been reported
-        self._opening = ""  # skipped since the content ended; becomes content again if no call follows
-        self._trial = ToolCallParser()  # reads an answer that may be a bare call
+        self._lead = chat_format.lead  # ends the prompt, and starts a marker
+        self._run = _TextRun()
+        self._events: list[OutputEvent] = []
+        self._reasoned = False
+        self._cut = False
+        self._trial = ObjectCallParser(form=chat_format.calls)  # reads an answer that may be a bare call
         self._tried = 0  # characters of the buffer that the trial has read
-        self._calls = 0  # reported so far
-        self._read = self._read_start
-        if calling:
-            self._read = self._read_calls
-        elif thinking and reasoning:
-            self._read = self._read_reasoning
-        elif not reasoning:
-            self._read = self._read_content_start
+        self._read: Callable[[bool], bool] = self._read_start
+        if thinking and reasoning:
+            self._lead = ""
+            self._enter_reasoning(chat_format.reasoning_openings[0])
 
     def feed(self, text: str) -> list[OutputEvent]:
         """Add text; returns the events that are now certain."""
-        if self._read == self._read_content and self._tool_format is None:
-            return [ContentText(text)] if text else []
         self._buffer += text
         return self._drain(final=False)
 
-    def finish(self) -> list[OutputEvent]:
-        """The answer has ended: returns the events of what was held back."""
+    def finish(self, *, cut: bool = False) -> list[OutputEvent]:
+        """The answer has ended: returns the events of what was held back. `cut`: it ended by a limit."""
+        self._cut = cut
         return self._drain(final=True)
 
     def _drain(self, *, final: bool) -> list[OutputEvent]:
-        events: list[OutputEvent] = []
-        while True:
-            before = (self._read, len(self._buffer), self._call)
-            self._read(events, final)
-            if before == (self._read, len(self._buffer), self._call):
-                return events
+        while self._read(final):
+            pass
+        events, self._events = self._events, []
+        return events
 
-    # States. Each consumes what is certain from the buffer and sets `_read` when another state follows.
+    # States. Each reads what is certain from the buffer; True where another state goes on.
 
-    def _read_start(self, events: list[OutputEvent], final: bool) -> None:
-        opening = self._buffer.lstrip()
-        if opening.startswith(THINK_START):
-            self._buffer = opening[len(THINK_START) :]
-            self._read = self._read_reasoning
-        elif final or not THINK_START.startswith(opening):
-            self._read = self._read_content_start
-
-    def _read_reasoning(self, events: list[OutputEvent], final: bool) -> None:
-        if not self._started:
-            self._buffer = self._buffer.lstrip()
-        certain, mark = self._take_until(THINK_END, final)
-        if certain:
-            self._started = True
-            events.append(ReasoningText(certain))
-        if mark or final:
-            self._started = False
-            self._read = self._read_after_reasoning
-
-    def _read_after_reasoning(self, events: list[OutputEvent], final: bool) -> None:
-        self._buffer = self._buffer.lstrip()
-        if self._buffer:
-            self._read = self._read_content_start
-
-    def _read_content_start(self, events: list[OutputEvent], final: bool) -> None:
-        """Where calls have no opening, an answer that starts like a call is held back until it is certain."""
+    def _read_start(self, final: bool) -> bool:
+        """The start of an answer, or of what follows reasoning."""
         start = self._buffer.lstrip()
-        if self._tool_format is None or not self._tool_format.bare:
-            self._read = self._read_content
-        elif start[:1] in ("{", "["):
-            self._read = self._read_bare_call
-        elif start or final:
-            self._read = self._read_content
+        if self._forced:
+            openings = [] if self._reasoned else [mark.strip() for mark in self._format.reasoning_openings]
+            start = self._lead + start
+            if any(start.startswith(mark) for mark in openings):
+                return self._enter_text()
+            if not final and any(mark.startswith(start) for mark in openings):
+                return False
+            self._buffer, self._lead = start, ""
+            return self._enter_calls("", "")
+        if not (self._tools and self._format.calls.bare):
+            return self._enter_text()
+        if not start and not final:
+            return False
+        return self._read_bare(final) if start[:1] in ("{", "[") else self._enter_text()
 
-    def _read_bare_call(self, events: list[OutputEvent], final: bool) -> None:
-        trial = self._trial
+    def _read_bare(self, final: bool) -> bool:
+        """Where calls have no opening, an answer that starts like a call is held back until it is certain."""
+        if found := re.match(r"\s*\[\s*([A-Za-z_][\w.-]*)(\s*\()?", self._buffer):
+            if found[2] and found[1] in self._tools:
+                self._calls.use(PYTHON_LIST)
+                return self._enter_calls("", "")
+            waits = found.end() == len(self._buffer) and not found[2] and not final
+            return False if waits else self._enter_text()
         begin = len(self._buffer) - len(self._buffer.lstrip(" \t\r\n["))
+        trial = self._trial
         trial.feed(self._buffer[max(self._tried, begin) :])
         self._tried = len(self._buffer)
-        if trial.name is not None and (not self._tools or trial.name in self._tools):
-            self._read = self._read_calls
-        elif trial.name is not None or trial.foreign or trial.done or trial.failed or final:
-            self._read = self._read_content
-
-    def _read_content(self, events: list[OutputEvent], final: bool) -> None:
-        opening = self._tool_format.opening if self._tool_format is not None else ""
-        certain, mark = self._take_until(opening, final)
-        if certain:
-            events.append(ContentText(certain))
-        if mark:
-            self._opening = mark
-            self._read = self._read_calls
-
-    def _read_calls(self, events: list[OutputEvent], final: bool) -> None:
-        if self._call is None and not self._find_call(events, final):
-            return
-        call = self._call
-        assert call is not None
-        self._buffer = call.feed(self._buffer)
-        wanted = self._parallel or self._calls == 0 or self._started
-        if call.name is not None and wanted:  # also where the object turns out malformed after its name
-            if not self._started:
-                events.append(ToolCallStart(self._calls, call.name))
-                self._started = True
-                self._calls += 1
-                self._opening = ""
-            if arguments := call.take_arguments():
-                events.append(ToolCallArguments(self._calls - 1, arguments))
-        if call.done or call.failed or final:
-            if not self._started and wanted:  # no call after all: it is content
-                events.append(ContentText(self._opening + call.raw))
-                self._read = self._read_content
-            self._call, self._started, self._opening = None, False, ""
-
-    def _find_call(self, events: list[OutputEvent], final: bool) -> bool:
-        """Start reading the next call; True if there is one. Other text returns to the content state."""
-        tool_format = self._tool_format
-        assert tool_format is not None
-        self._skip(len(self._buffer) - len(self._buffer.lstrip()))
-        for mark in (tool_format.opening, tool_format.closing, *tool_format.separators):
-            if mark and self._buffer.startswith(mark):
-                self._skip(len(mark))
-                return False
-            if mark and not final and mark.startswith(self._buffer):
-                return False
-        if self._buffer.startswith("{"):
-            self._call = ToolCallParser()
-            return True
-        named = tool_format.named_opening
-        if named and (found := re.match(rf"([\w.-]+)\s*{re.escape(named)}\s*(?=\{{)", self._buffer)):
-            self._call = ToolCallParser(found[1])
-            self._skip(found.end())
-            return True
-        waits = bool(named) and re.fullmatch(r"[\w.-]*\s*(\[[A-Z]*\]?)?\s*", self._buffer) is not None
-        if final or (self._buffer and not waits):
-            if self._opening:
-                events.append(ContentText(self._opening))  # no call after all: it is content
-                self._opening = ""
-            self._read = self._read_content
+        if trial.name in self._tools:
+            return self._enter_calls("", "")
+        if trial.name is not None or trial.foreign or trial.done or trial.failed or final:
+            if final and self._cut and trial.name is None and not (trial.foreign or trial.done):
+                self._buffer = ""  # the beginning of a call, as far as it can be known
+            return self._enter_text()
         return False
 
-    def _take_until(self, mark: str, final: bool) -> tuple[str, str]:
-        """Take the text that certainly precedes the mark; then, if it is there, blanks and mark.
+    def _enter_text(self) -> bool:
+        self._buffer, self._lead = self._lead + self._buffer, self._lead
+        self._read = self._read_text
+        return True
 
-        Blanks before a mark are dropped, so they are held back until other text follows. Without a mark
-        all text is certain.
-        """
-        text, found, rest = self._buffer.partition(mark) if mark else (self._buffer, "", "")
-        certain = text
-        if found:
-            certain = text.rstrip()
-        elif mark and not final:
-            certain = text[: len(text) - count_possible(text, [mark])].rstrip()
-        self._buffer = rest if found else text[len(certain) :]
-        return certain, text[len(certain) :] + mark if found else ""
+    def _read_text(self, final: bool) -> bool:
+        found = self._markers.find(self._buffer, final)
+        if found is None:
+            kept = self._markers.count_kept(self._buffer) if not final or self._cut else 0
+            text, self._buffer = _split(self._buffer, len(self._buffer) - kept)
+            self._say(text, ContentText)
+            if final:
+                self._end_answer()
+            return False
+        marker, at = found
+        self._say(self._buffer[:at], ContentText)
+        self._buffer = self._buffer[at + len(marker.core) :]
+        strays = marker.kind is _Kind.CLOSING and self._run.said
+        if strays or (marker.kind is _Kind.REASONING and not self._opens_reasoning()):
+            self._say(marker.core, ContentText)
+            return True
+        self._lead = ""
+        if marker.kind is _Kind.CALLS:
+            blanks = self._run.blanks if not self._run.said else ""
+            self._events += self._run.end(ContentText, self._format.calls.before)
+            return self._enter_calls(blanks + marker.core, marker.core)
+        self._events += self._run.end(ContentText, _left(marker.whole))
+        if marker.kind is _Kind.REASONING:
+            return self._enter_reasoning(marker.whole)
+        self._run.skip = _right(marker.whole)
+        return True
 
-    def _skip(self, count: int) -> None:
-        """Drop the buffer's first characters; they are kept in `_opening` while they may still be content."""
-        if self._opening:
-            self._opening += self._buffer[:count]
-        self._buffer = self._buffer[count:]
+    def _end_answer(self) -> None:
+        self._buffer = ""
+        if not self._run.said and not self._reasoned and not self._calls.count:
+            self._run.said = bool(self._run.blanks)  # an answer of blanks alone
+        self._events += self._run.end(ContentText, "" if self._cut else self._format.after_text)
+
+    def _say(self, text: str, kind: TextKind) -> None:
+        if self._lead and text:
+            text, self._lead = text.removeprefix(self._lead), ""
+        self._events += self._run.add(text, kind)
+
+    def _opens_reasoning(self) -> bool:
+        """Reasoning starts an answer; once there was some, it may also start on a new line."""
+        if self._format.lead or self._format.text_openings or not self._run.said:
+            return True
+        return self._reasoned and "\n" in self._run.blanks
+
+    def _enter_reasoning(self, opening: str) -> bool:
+        self._run.skip = _right(opening) if self._format.exact else None
+        self._reasoned, self._read = True, self._read_reasoning
+        return True
+
+    def _read_reasoning(self, final: bool) -> bool:
+        closings = self._markers.reasoning_closings
+        found = [(at, core) for core in closings if (at := self._buffer.find(core)) >= 0]
+        if not found:
+            kept = count_possible(self._buffer, list(closings)) if not final or self._cut else 0
+            text, self._buffer = _split(self._buffer, len(self._buffer) - kept)
+            self._events += self._run.add(text, ReasoningText)
+            return False
+        at, core = min(found)
+        self._events += self._run.add(self._buffer[:at], ReasoningText)
+        self._buffer = self._buffer[at + len(core) :]
+        exact = self._format.exact
+        self._events += self._run.end(ReasoningText, _left(closings[core]) if exact else None)
+        self._run.skip = _right(closings[core]) if exact else None
+        self._read = self._read_blanks
+        return True
+
+    def _read_blanks(self, final: bool) -> bool:
+        """After reasoning: what follows the blanks decides how to go on."""
+        rest = self._buffer.lstrip()
+        self._events += self._run.add(self._buffer[: len(self._buffer) - len(rest)], ContentText)
+        self._buffer = rest
+        if not rest and not final:
+            return False
+        self._read, self._tried = self._read_start, 0
+        return True
+
+    def _enter_calls(self, opened: str, piece: str) -> bool:
+        self._run.end(ContentText, None)  # blanks before bare calls
+        self._calls.open(opened, piece)
+        self._read = self._read_calls
+        return True
+
+    def _read_calls(self, final: bool) -> bool:
+        self._buffer = self._calls.feed(self._buffer, self._events, final=final, cut=self._cut)
+        if self._calls.rest is None:
+            return False
+        self._read = self._read_text
+        text = self._calls.rest + self._calls.blanks
+        if self._calls.rest and len(text) < MAX_REREAD and self._format.calls.style is not CallStyle.JSON:
+            text, again = _split(text, len(text) - len(text.lstrip()) + 1)  # another marker may overlap
+            self._buffer = again + self._buffer
+        self._events += self._run.add(text, ContentText)
+        return bool(self._buffer) or final
 
 
-NAME_KEYS = ("name", "function")
-ARGUMENT_KEYS = ("arguments", "parameters", "args")
-KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id")
+class _TextRun:
+    """Text or reasoning between two markers: without the blanks that belong to the markers."""
 
-
-class _Wants(Enum):
-    """What the tool call parser expects next."""
-
-    OBJECT = "{"
-    KEY = "a key, a comma or }"
-    KEY_END = "the rest of a key"
-    COLON = ":"
-    VALUE = "a value"
-    VALUE_END = "the rest of a value"
-
-
-class ToolCallParser:
-    """Incremental parser of one tool call, a JSON object; its arguments are available while they arrive.
-
-    `feed` until `done` or `failed`. `name` is None until it is known. `take_arguments` returns the JSON text
-    of the arguments since its last call, and nothing before the name is known: the name always comes first.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        """With a known `name`, only the object of the arguments is read."""
-        self._raw: list[str] = []
-        self.name = name
-        self._arguments_only = name is not None
-        self.done = False
-        self.failed = False
-        self._wants = _Wants.OBJECT if name is None else _Wants.VALUE
-        self._key = "" if name is None else ARGUMENT_KEYS[0]
-        self.foreign = False  # it has a key that no tool call has
-        self._part: list[str] = []  # the key or value being read; appending to a str would copy it
-        self._nesting = 0  # inside the value
-        self._in_string = False
-        self._escaped = False
-        self._arguments: list[str] = []  # not taken yet
-
-    def feed(self, text: str) -> str:
-        """Read text; returns what follows the object's end, or the text from where it is malformed."""
-        end = len(text)
-        for index, character in enumerate(text):
-            self._read(character)
-            if self.done or self.failed:
-                end = index + self.done
-                break
-        self._raw.append(text[:end])
-        return text[end:]
+    def __init__(self) -> None:
+        self.said = False  # some of it is out
+        self.skip: str | None = ""  # blanks of the marker before it, not seen yet; None: any blanks
+        self._held: list[str] = []  # blanks at its end so far
 
     @property
-    def raw(self) -> str:
-        """All text read so far."""
-        return "".join(self._raw)
+    def blanks(self) -> str:
+        return "".join(self._held)
 
-    def take_arguments(self) -> str:
-        if self.name is None:
-            return ""
-        new = "".join(self._arguments)
-        self._arguments.clear()
-        return new
+    def add(self, text: str, kind: TextKind) -> list[OutputEvent]:
+        if self.skip is None:
+            text = text.lstrip()
+        elif self.skip:
+            shared = next((i for i, (a, b) in enumerate(zip(text, self.skip, strict=False)) if a != b), None)
+            shared = min(len(text), len(self.skip)) if shared is None else shared
+            text, self.skip = text[shared:], self.skip[shared:]
+        if not text:
+            return []
+        self.skip = ""
+        said = text.rstrip()
+        events: list[OutputEvent] = []
+        if said:
+            events.append(kind(self.blanks + said))
+            self._held, self.said = [], True
+        if len(said) < len(text):
+            self._held.append(text[len(said) :])
+        return events
 
-    def _read(self, character: str) -> None:
-        if self._wants is _Wants.KEY_END:
-            self._part.append(character)
-            if self._string_ends(character):
-                self._key = str(_parsed(self._part))
-                self.foreign = self.foreign or self._key not in KNOWN_KEYS
-                self._wants = _Wants.COLON
-        elif self._wants is _Wants.VALUE_END:
-            self._read_value(character)
-        elif character.isspace():
-            return
-        elif self._wants is _Wants.VALUE:
-            self._part, self._nesting, self._wants = [], 0, _Wants.VALUE_END
-            self._read_value(character)
-        elif self._wants is _Wants.OBJECT and character == "{":
-            self._wants = _Wants.KEY
-        elif self._wants is _Wants.COLON and character == ":":
-            self._wants = _Wants.VALUE
-        elif self._wants is _Wants.KEY and character == '"':
-            self._part, self._in_string, self._wants = [character], True, _Wants.KEY_END
-        elif self._wants is _Wants.KEY and character == "}":
-            self.done = True
-        elif not (self._wants is _Wants.KEY and character == ","):
-            self.failed = True
-
-    def _read_value(self, character: str) -> None:
-        if not self._in_string and self._nesting == 0 and self._part and character in ",}":
-            self._end_value()  # a literal or number ends before the character that follows it
-            self.done = character == "}"
-            return
-        self._part.append(character)
-        ended = False
-        if self._in_string:
-            ended = self._string_ends(character) and self._nesting == 0
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._nesting += 1
-        elif character in "}]":
-            self._nesting -= 1
-            ended = self._nesting <= 0
-        if self._key in ARGUMENT_KEYS and self._part[0] != '"':
-            self._arguments.append(character)
-        if ended:
-            self._end_value()
-
-    def _end_value(self) -> None:
-        self._wants = _Wants.KEY
-        self.done = self._arguments_only
-        value = _parsed(self._part)
-        if self._key in NAME_KEYS and isinstance(value, str):
-            self.name = value
-        elif self._key in ARGUMENT_KEYS and isinstance(value, str):
-            self._arguments.append(value)  # some models write the arguments as a string of JSON
-
-    def _string_ends(self, character: str) -> bool:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
-            return True
-        return False
+    def end(self, kind: TextKind, left: str | None) -> list[OutputEvent]:
+        """A marker follows, with `left` blanks before it (None: any)."""
+        held, said = self.blanks, self.said
+        self.said, self.skip, self._held = False, "", []
+        if not said or left is None:
+            return []
+        belongs = next((left[at:] for at in range(len(left)) if held.endswith(left[at:])), "")
+        rest = held[: len(held) - len(belongs)]
+        return [kind(rest)] if rest else []
 
 
-def _parsed(part: list[str]) -> object:
-    try:
-        return json.loads("".join(part))
-    except ValueError:
-        return None
+class _Kind(Enum):
+    REASONING = "reasoning starts"
+    DROPPED = "stands beside text"
+    CLOSING = "reasoning ends that did not start"
+    CALLS = "calls start"
+
+
+class _Marker(msgspec.Struct, frozen=True):
+    """A marker in a text. It is found by its core; blanks beside that belong to it."""
+
+    whole: str
+    kind: _Kind
+
+    @property
+    def core(self) -> str:
+        return self.whole.strip()
+
+
+class _TextMarkers:
+    """The markers that may stand in a text, and those that end reasoning."""
+
+    def __init__(self, chat_format: ChatFormat, *, calls: bool, reasoning: bool) -> None:
+        self.reasoning_closings = {mark.strip(): mark for mark in chat_format.reasoning_closings}
+        kinds: dict[str, _Kind] = dict.fromkeys(get_entries(chat_format.calls), _Kind.CALLS) if calls else {}
+        dropped = (*chat_format.text_openings, *chat_format.text_closings)
+        if chat_format.lead and not reasoning:
+            dropped += (*chat_format.reasoning_openings, *chat_format.reasoning_closings)
+        kinds |= dict.fromkeys(dropped, _Kind.DROPPED)
+        if reasoning:
+            kinds |= dict.fromkeys(chat_format.reasoning_closings, _Kind.CLOSING) | kinds
+            kinds |= dict.fromkeys(chat_format.reasoning_openings, _Kind.REASONING)
+        found = {text.strip(): _Marker(text, kind) for text, kind in kinds.items()}
+        self._by_core = dict(sorted(found.items(), key=lambda item: -len(item[0])))
+        self._cores = list(self._by_core)
+        self._pattern = re.compile("|".join(map(re.escape, self._cores)) or "(?!)")
+        first = "".join(sorted({core[0] for core in self._cores}))
+        self._first = re.compile(f"[{re.escape(first)}]" if first else "(?!)")
+        self._longest = max(map(len, self._cores), default=0)
+
+    def find(self, text: str, final: bool) -> tuple[_Marker, int] | None:
+        """The first marker and its place; None also where a longer one may still come there."""
+        found = self._pattern.search(text)
+        if found is None or (not final and self._may_grow(found[0], text[found.start() :])):
+            return None
+        return self._by_core[found[0]], found.start()
+
+    def count_kept(self, text: str) -> int:
+        """The characters at the end of a text that may start a marker."""
+        if self._first.search(text, max(0, len(text) - self._longest)) is None:
+            return 0
+        found = self._pattern.search(text)
+        return len(text) - found.start() if found is not None else count_possible(text, self._cores)
+
+    def _may_grow(self, core: str, rest: str) -> bool:
+        return any(len(other) > len(core) and other.startswith(rest) for other in self._cores)
+
+
+def _split(text: str, at: int) -> tuple[str, str]:
+    return text[:at], text[at:]
+
+
+def _left(marker: str) -> str:
+    return marker[: len(marker) - len(marker.lstrip())]
+
+
+def _right(marker: str) -> str:
+    return marker[len(marker.rstrip()) :]

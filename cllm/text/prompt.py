@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest
+from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
-from cllm.text.folding import Message, describe_tools, prepare
-from cllm.text.output_parser import THINK_END, THINK_START
-from cllm.text.template_probes import Folding
-from cllm.text.tool_formats import get_tool_format
+from cllm.text.folding import Message, describe_tools, prepare, write_calls_as_text
 from cllm.types import HasBound, InfillTokens, Vocabulary
+
+if TYPE_CHECKING:
+    from cllm.text.template_probes import Folding
 
 log = logging.getLogger(__name__)
 CHATML = """\
@@ -26,6 +28,7 @@ CHATML = """\
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+DERIVE_LIMIT_S = 2.0  # CPU time
 NO_FOLD = "folding its system texts, equal roles and tool calls into other messages did not help"
 # What templates call the switch of the reasoning, with the value that is off.
 OFF = {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled", "thinking_budget": 0}
@@ -38,11 +41,10 @@ class Chat(msgspec.Struct, frozen=True):
     messages: tuple[dict[str, Any], ...]  # as the client sent them
     tools: tuple[dict[str, Any], ...] = ()
     options: dict[str, Any] = {}  # variables of the template
-    opening: str = ""  # of forced calls; from the server, so it may be a control token
     prefill: str = ""  # the client's start of the answer
     think: bool = True  # False: reasoning that the template opens is closed
     thoughts: str = ""  # the client's start of the reasoning
-    markers: tuple[str, str] = (THINK_START, THINK_END)  # of the reasoning
+    opened: bool = False  # the prompt opens the reasoning of a model that would open it itself
 
 
 class ChatPrompt(NamedTuple):
@@ -63,12 +65,45 @@ class PromptBuilder:
         self._template = template or ChatTemplate(CHATML)
         self._tool_template = tool_template or self._template
         self._foldings: dict[ChatTemplate, Folding] = {}
+        self._formats: dict[ChatTemplate, ChatFormat] = {}
 
     @cached_property
     def _controls(self) -> re.Pattern[str]:
         """Matches the text of any control token, the longest first."""
         spellings = sorted(self._vocabulary.special_texts, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, spellings)) or "(?!)")
+
+    def describe(self, *, tools: bool) -> ChatFormat:
+        """How the model writes an answer, by the template of conversations with or without tools."""
+        template = self._tool_template if tools else self._template
+        if template not in self._formats:
+            self._formats[template] = self._derive(template)
+        return self._formats[template]
+
+    def _derive(self, template: ChatTemplate) -> ChatFormat:
+        from cllm.text.format_analysis import derive_format  # only where templates are rendered
+
+        started = time.thread_time()
+        texts = {"bos_token": self._vocabulary.begin_text, "eos_token": self._vocabulary.end_text}
+
+        def render(**variables: Any) -> str:
+            if time.thread_time() - started > DERIVE_LIMIT_S:
+                raise InvalidRequest("the chat template is too slow to derive a format from it")
+            return template.render(**texts, **variables)
+
+        def tokenize(text: str) -> tuple[int, ...]:
+            return tuple(self._vocabulary.tokenize(text, add_special=False, parse_special=True))
+
+        found = {text: tokenize(text) for text in self._vocabulary.special_texts}
+        tokens = {text: ids[0] for text, ids in found.items() if len(ids) == 1}
+        ends = [text for text, token in tokens.items() if self._vocabulary.is_end(token)]
+        controls = {text: token for text, token in tokens.items() if self._vocabulary.is_control(token)}
+        derived = derive_format(render, controls, ends)
+        return msgspec.structs.replace(
+            derived,
+            opening_ids=tokenize(derived.reasoning_openings[0].strip()),
+            closing_ids=tokenize(derived.reasoning_closings[0].rstrip()),
+        )
 
     def tokenize(self, chat: Chat, max_tokens: int = 0) -> ChatPrompt:
         """Tokens of a conversation; they end where the assistant's message starts.
@@ -107,15 +142,21 @@ class PromptBuilder:
     def _compose(self, chat: Chat, safe: Callable[[Any], Any]) -> tuple[str, bool]:
         """The prompt, and whether it ends inside the reasoning; `safe` hides control tokens of a client."""
         rendered = self._render(chat, safe)
-        start, end = chat.markers
-        thinking = rendered.rstrip().endswith(start)
+        known = self.describe(tools=bool(chat.tools))
+        start, end = known.reasoning_openings[0], known.reasoning_closings[0]
+        thinking = rendered.rstrip().endswith(start.strip())
+        own = known.exact and known.reasoning_field and not (known.lead or known.text_openings)
+        if chat.opened and chat.think and own and not thinking and not chat.prefill:
+            closed = rendered.rstrip().endswith(end.strip())  # a switch of the template did
+            rendered, thinking = rendered + start * (not closed), not closed
         if chat.thoughts:
-            before = rendered.rstrip() if thinking else rendered + start
+            before = rendered.rstrip() if thinking else rendered + start.rstrip()
             rendered, thinking = f"{before}\n{safe(chat.thoughts)}", True
         if thinking and (chat.prefill or not chat.think):
-            rendered = rendered.rstrip() + ("\n" if chat.thoughts else "\n\n") + end + "\n\n"
-            thinking = False
-        return rendered + safe(chat.prefill) + chat.opening, thinking
+            blanks = "\n" if chat.thoughts else "\n\n"
+            closing = end if known.exact and chat.thoughts else f"{blanks}{end.strip()}\n\n"
+            rendered, thinking = rendered.rstrip() + closing, False
+        return rendered + safe(chat.prefill), thinking
 
     def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
         """Render with the folds that the template needs; with others as well, while it refuses."""
@@ -123,10 +164,14 @@ class PromptBuilder:
         template = self._tool_template if tools else self._template
         folding = self._folding(template)
         prepared = prepare(chat.messages)
-        known = get_tool_format(template.source).template_takes_tools
-        as_text = not known or (bool(tools) and not folding.takes_tools)
-        if as_text and tools:
-            prepared, tools = describe_tools(prepared, tools), ()
+        known = self.describe(tools=bool(tools))
+        generic = known.calls == GENERIC.calls
+        in_words = bool(tools) and (generic or not (known.takes_tools and folding.takes_tools))
+        if in_words:
+            prepared, tools = describe_tools(prepared, tools, known.calls), ()
+        if not (known.writes_calls or generic):
+            prepared = write_calls_as_text(prepared, known.calls)
+        as_text = in_words and generic
         variables = self._variables(safe(list(tools)), safe(self._switches(template, chat.options)))
         variables["tools"] = variables["tools"] or folding.no_tools
         refusal = ""
@@ -160,6 +205,8 @@ class PromptBuilder:
     def _folding(self, template: ChatTemplate) -> Folding:
         """Which folds a template needs; found once."""
         if template not in self._foldings:
+            from cllm.text.template_probes import Folding  # only where templates are rendered
+
             folding = Folding(lambda messages, tools: self._try(template, messages, tools))
             log.debug("the chat template needs these folds: %s", ", ".join(folding.names) or "none")
             self._foldings[template] = folding

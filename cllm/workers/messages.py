@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from cllm.errors import ContextLengthExceeded
+from cllm.text.chat_format import ChatFormat
 from cllm.text.prompt import Chat, Gap, check_length
 from cllm.types import (
     ConstraintSpec,
@@ -213,6 +214,12 @@ class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
     spec: ConstraintSpec
 
 
+class DescribeFormat(msgspec.Struct, frozen=True, tag=True):
+    """How the model writes an answer, with tools or without; answered with Described."""
+
+    tools: bool = False
+
+
 TokenizerTask = (
     TokenizeText
     | TokenizeChat
@@ -223,6 +230,7 @@ TokenizerTask = (
     | Detokenize
     | SpellTokens
     | CheckConstraint
+    | DescribeFormat
 )
 
 
@@ -283,13 +291,17 @@ class Pieces(msgspec.Struct, frozen=True, tag=True):
     pieces: tuple[bytes, ...]
 
 
+class Described(msgspec.Struct, frozen=True, tag=True):
+    chat_format: ChatFormat
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     code: str
     message: str
     field: str | None = None
 
 
-TokenizerAnswer = Tokens | TokenLists | Text | Pieces | Refused
+TokenizerAnswer = Tokens | TokenLists | Text | Pieces | Described | Refused
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

@@ -26,6 +26,8 @@ from cllm.workers.channel import Channel
 from cllm.workers.executor import settle
 from cllm.workers.messages import (
     CheckConstraint,
+    Described,
+    DescribeFormat,
     Detokenize,
     Pieces,
     Refused,
@@ -107,6 +109,8 @@ class TokenizerWorker:
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
                 case SpellTokens(tokens):
                     return Pieces(tuple(map(self._spell, tokens)))
+                case DescribeFormat(tools):
+                    return Described(self._prompts.describe(tools=tools))
                 case CheckConstraint(spec):
                     with self._lock:
                         self._constraints.check(spec)

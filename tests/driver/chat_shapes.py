@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cllm.chat.conversation import Conversation, normalize_messages
+from cllm.text.chat_format import Tool
 from cllm.text.prompt import Chat
-from cllm.text.tool_formats import Tool, get_tool_format
 
 Message = dict[str, Any]
 TOOLS = (
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
         conversation = Conversation(
             messages=normalize_messages(self.messages), tools=self.tools, options=options
         )
-        return conversation.for_template(get_tool_format(None))
+        return conversation.for_template()
 
 
 def say(role: str, text: Any, **more: Any) -> Message:

@@ -20,6 +20,7 @@ from cllm.server.protocol.base import (
     TokenLimit,
     ToolDescription,
     kinds,
+    skip_tools,
 )
 from cllm.server.protocol.completions import (
     CompletionUsage,
@@ -30,7 +31,7 @@ from cllm.server.protocol.completions import (
     ReasoningFormat,
     ThinkingBody,
 )
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 from cllm.types import FinishReason, TokenLogprob
 
 MAX_MESSAGES = 4096
@@ -192,7 +193,10 @@ class ConversationBody(ThinkingBody):
         description="The conversation; an assistant message at its end is continued",
         examples=[MESSAGES],
     )
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: (
+        Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), skip_tools("function", default="function")]
+        | None
+    ) = Field(
         None,
         description="Functions the model may call",
         examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],

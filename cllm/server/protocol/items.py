@@ -11,7 +11,7 @@ from cllm.chat.conversation import MESSAGE_JOINT, TEXT_PARTS, MessageBuilder, no
 from cllm.server.protocol import chat
 from cllm.server.protocol.base import Body, JsonObject, JsonValue, Text, ToolDescription, skip_tools
 from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, FunctionBody, FunctionName
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
 CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}

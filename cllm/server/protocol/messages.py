@@ -32,7 +32,7 @@ from cllm.server.protocol.base import (
 )
 from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
 from cllm.server.protocol.sampling import ConstrainedBody
-from cllm.text.tool_formats import Tool
+from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -30,7 +30,6 @@ from cllm.server.routes import admin, chat, openai, responses
 from cllm.server.routes.llama_completion import ROUTE, answer
 from cllm.server.sse import encode
 from cllm.server.submit import check_tokens, get_registry, tokenize_pieces
-from cllm.text.tool_formats import get_tool_format
 from cllm.workers.messages import (
     Pieces,
     RenderChat,
@@ -119,8 +118,7 @@ async def apply_template(body: bodies.ApplyTemplateBody, http: HttpRequest) -> R
     """Render a conversation with the model's chat template."""
     engine = get_registry(http).current
     conversation = body.conversation()
-    template = loaded(engine)[0].template_for(tools=bool(conversation.tools))
-    task = RenderChat(conversation.for_template(get_tool_format(template)))
+    task = RenderChat(conversation.for_template())
     return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
 
 

@@ -16,8 +16,8 @@ from cllm.server.errors import failure_body
 from cllm.server.protocol import messages as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
+from cllm.text.folding import parse_object
 from cllm.text.output_parser import OutputEvent
-from cllm.text.tool_formats import parse_object
 from cllm.types import FinishReason, RequestOutput
 
 ROUTE = "/v1/messages"

@@ -14,7 +14,7 @@ from cllm.chat.conversation import (
     write_arguments,
 )
 from cllm.errors import InvalidRequest
-from cllm.text.tool_formats import Tool, get_tool_format
+from cllm.text.chat_format import Tool
 
 TOOLS = [Tool("a"), Tool("b")]
 
@@ -126,7 +126,7 @@ def test_what_a_reply_continues(
 ) -> None:
     asked = ({"role": "user", "content": "?"}, {"role": "assistant", **last})
     conversation = Conversation(messages=asked, continued=continued)
-    chat = conversation.for_template(get_tool_format(None))
+    chat = conversation.for_template()
     assert len(chat.messages) == messages
     assert (chat.prefill, chat.thoughts) == (conversation.prefill, thoughts) == (prefill, thoughts)
 
@@ -142,7 +142,7 @@ def test_what_a_reply_continues(
 )
 def test_a_switch_closes_the_reasoning(options: dict[str, Any], think: bool) -> None:
     conversation = Conversation(messages=({"role": "user", "content": "?"},), options=options)
-    assert conversation.for_template(get_tool_format(None)).think is think
+    assert conversation.for_template().think is think
 
 
 def test_messages_are_put_together() -> None:

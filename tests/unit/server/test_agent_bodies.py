@@ -17,7 +17,6 @@ from cllm.server.protocol.responses import ResponsesBody
 from cllm.testing import FakeVocabulary
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import PromptBuilder
-from cllm.text.tool_formats import get_tool_format
 from tests.driver.agent_bodies import CLAUDE, CLAUDE_TURNS, CODEX, CODEX_TURNS, Body, text
 from tests.unit.text.test_folding import LOOSE, NO_SYSTEM, STRICT
 
@@ -26,7 +25,7 @@ TEMPLATES = {"loose": LOOSE, "strict": STRICT, "without a system role": NO_SYSTE
 
 def prompt(template: str, conversation: Conversation) -> str:
     """The prompt without its end, which opens the assistant's message."""
-    chat = conversation.for_template(get_tool_format(template))
+    chat = conversation.for_template()
     return PromptBuilder(FakeVocabulary(), ChatTemplate(template)).render(chat).removesuffix("<assistant>")
 
 

@@ -67,7 +67,6 @@ THINKING = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>{{ '\\n' }
         ({"thoughts": "hm"}, "<think>\nhm", True),
         ({"thoughts": "hm", "prefill": "It"}, "<think>\nhm\n</think>\n\nIt", False),
         ({"thoughts": "hm", "think": False}, "<think>\nhm\n</think>\n\n", False),
-        ({"think": False, "opening": "<call>"}, "<think>\n\n</think>\n\n<call>", False),
     ],
 )
 def test_how_a_prompt_goes_on_after_the_template(fields: Any, end: str, thinking: bool) -> None:
@@ -77,16 +76,30 @@ def test_how_a_prompt_goes_on_after_the_template(fields: Any, end: str, thinking
     assert (bytes(prompt.tokens).decode(), prompt.thinking) == (f"?|{end}", thinking)
 
 
-def test_reasoning_between_other_markers() -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}[THINK]"
-    question = ({"role": "user", "content": "?"},)
-    markers = ("[THINK]", "[/THINK]")
-    closed = builder(template).render(Chat(question, think=False, markers=markers))
-    assert closed == "?[THINK]\n\n[/THINK]\n\n"
-    assert builder(template).tokenize(Chat(question, markers=markers)).thinking
-    assert not builder(template).tokenize(Chat(question)).thinking
-    begun = builder("{{ messages[0].content }}|").render(Chat(question, thoughts="hm", markers=markers))
-    assert begun == "?|[THINK]\nhm"
+WITH_REASONING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning %}[THINK]{{ m.reasoning }}[/THINK]{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ opened }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "end", "thinking"),
+    [
+        ({}, "", False),
+        ({"opened": True}, "[THINK]", True),
+        ({"opened": True, "think": False}, "", False),
+        ({"opened": True, "prefill": "It"}, "It", False),
+        ({"options": {"opened": "[THINK]"}}, "[THINK]", True),
+        ({"options": {"opened": "[THINK]"}, "think": False}, "[THINK]\n\n[/THINK]\n\n", False),
+        ({"thoughts": "hm"}, "[THINK]\nhm", True),
+        ({"options": {"opened": "[THINK][/THINK]"}, "opened": True}, "[THINK][/THINK]", False),
+    ],
+)
+def test_reasoning_between_other_markers(fields: Any, end: str, thinking: bool) -> None:
+    chat = Chat(({"role": "user", "content": "?"},), **fields)
+    prompt = builder(WITH_REASONING).tokenize(chat)
+    assert (bytes(prompt.tokens).decode(), prompt.thinking) == (f"<user>?<assistant>{end}", thinking)
 
 
 @pytest.mark.parametrize(

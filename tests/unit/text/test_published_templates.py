@@ -10,9 +10,9 @@ import pytest
 
 from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
+from cllm.text.chat_format import Tool
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PromptBuilder
-from cllm.text.tool_formats import Tool
 
 USER = {"role": "user", "content": "Is 1 < 2 & 3?"}
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.text.output_parser import ToolCallParser
+from cllm.text.call_parser import ObjectCallParser
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 LEAVES = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | TEXT
@@ -30,7 +30,7 @@ def cuts(data: st.DataObject, text: str) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-def read(reader: ToolCallParser, pieces: list[str]) -> tuple[str, str]:
+def read(reader: ObjectCallParser, pieces: list[str]) -> tuple[str, str]:
     """What the reader takes for arguments, and what is left over."""
     arguments = rest = ""
     for piece in pieces:
@@ -48,7 +48,7 @@ def test_a_call_is_read_as_a_parser_would(
     others = data.draw(st.dictionaries(st.sampled_from(["id", "type", "x y"]), VALUES, max_size=2))
     items = data.draw(st.permutations([(name_key, name), (arguments_key, arguments), *others.items()]))
     source = json.dumps(dict(items), **style)
-    reader = ToolCallParser()
+    reader = ObjectCallParser()
     found, left = read(reader, cuts(data, source + rest))
     assert reader.done and not reader.failed
     assert reader.name == name
@@ -60,7 +60,7 @@ def test_a_call_is_read_as_a_parser_would(
 def test_arguments_alone_are_read_where_the_name_is_known(
     data: st.DataObject, arguments: dict[str, Any], style: dict[str, Any], rest: str
 ) -> None:
-    reader = ToolCallParser("known")
+    reader = ObjectCallParser("known")
     found, left = read(reader, cuts(data, json.dumps(arguments, **style) + rest))
     assert reader.done and json.loads(found) == arguments and left == rest
 
@@ -70,13 +70,13 @@ def test_arguments_written_as_a_string_of_json_are_unpacked(
     data: st.DataObject, arguments: dict[str, Any]
 ) -> None:
     source = json.dumps({"name": "f", "arguments": json.dumps(arguments)})
-    found, _ = read(ToolCallParser(), cuts(data, source))
+    found, _ = read(ObjectCallParser(), cuts(data, source))
     assert json.loads(found) == arguments
 
 
 @given(data=st.data(), text=st.text(st.sampled_from('{}[]",:\\ nametru1'), max_size=40))
 def test_pieces_never_matter(data: st.DataObject, text: str) -> None:
-    whole, pieces = ToolCallParser(), ToolCallParser()
+    whole, pieces = ObjectCallParser(), ObjectCallParser()
     assert read(whole, [text]) == read(pieces, cuts(data, text))
     assert (whole.name, whole.done, whole.failed, whole.raw) == (
         pieces.name,
@@ -88,12 +88,12 @@ def test_pieces_never_matter(data: st.DataObject, text: str) -> None:
 
 
 def test_arguments_come_while_they_are_written_and_never_before_the_name() -> None:
-    reader = ToolCallParser()
+    reader = ObjectCallParser()
     reader.feed('{"arguments": {"a": ')
     assert reader.take_arguments() == "", "no name yet"
     reader.feed('1}, "name": "f"')
     assert (reader.name, reader.take_arguments()) == ("f", '{"a": 1}')
-    reader = ToolCallParser()
+    reader = ObjectCallParser()
     taken = []
     for character in '{"name": "f", "arguments": {"ab": [1]}}':
         reader.feed(character)
@@ -103,13 +103,13 @@ def test_arguments_come_while_they_are_written_and_never_before_the_name() -> No
 
 @pytest.mark.parametrize("bad", ["[", "x", '{"name" "f"}', "{name: 1}", '{"a": 1} x'[:0] + "}", "{1: 2}"])
 def test_what_is_no_object_fails(bad: str) -> None:
-    reader = ToolCallParser()
+    reader = ObjectCallParser()
     reader.feed(bad)
     assert reader.failed and not reader.done
 
 
 def test_a_name_that_is_no_text_is_no_name() -> None:
-    reader = ToolCallParser()
+    reader = ObjectCallParser()
     reader.feed('{"name": 1, "arguments": {}}')
     assert reader.done and reader.name is None
 
@@ -117,7 +117,7 @@ def test_a_name_that_is_no_text_is_no_name() -> None:
 def test_long_arguments_take_time_in_proportion() -> None:
     def seconds(length: int) -> float:
         source = json.dumps({"name": "f", "arguments": {"text": "x" * length}})
-        reader, found = ToolCallParser(), []
+        reader, found = ObjectCallParser(), []
         started = time.process_time()
         for begin in range(0, len(source), 4):
             reader.feed(source[begin : begin + 4])

@@ -1,0 +1,183 @@
+"""Values of arguments: the types a schema allows, and the literals that models write, read as JSON values."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+from cllm.text.chat_format import get_type
+
+MAX_NESTING = 64
+
+
+def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; empty: any."""
+    if not isinstance(schema, Mapping) or depth > MAX_NESTING:
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        found: Any = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return get_types(found, root, depth + 1)
+    if "type" in schema:
+        given = schema["type"]
+        return frozenset(given if isinstance(given, list) else [given])
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(map(get_type, values))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            types = [get_types(option, root, depth + 1) for option in schema[key]]
+            return frozenset().union(*types) if all(types) else frozenset()
+    return frozenset()
+
+
+def get_property(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return schema.get("additionalProperties") if found is None else found
+
+
+class NoValue(Enum):
+    NO_VALUE = "no value"
+
+
+NO_VALUE = NoValue.NO_VALUE
+GEMMA_QUOTE = '<|"|>'
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[nrt\\'\"])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+def parse_literal(text: str) -> Any:
+    """The value of a JSON or Python literal, or `NO_VALUE`."""
+    text = text.strip()
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return _ESCAPE.sub(_unescape, text[1:-1])
+    if _nesting(text) > MAX_NESTING:
+        return NO_VALUE
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd escapes
+            return _evaluate(ast.parse(text, mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return NO_VALUE
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match[1]
+    return chr(int(code[1:], 16)) if code[0] in "xu" else _ESCAPED.get(code, code)
+
+
+def _nesting(text: str) -> int:
+    changes = ((character in "([{") - (character in ")]}") for character in text)
+    return max(accumulate(changes, initial=0))
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """The value of a literal; Python's names and JSON's."""
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, str | int | float | bool):
+            return value
+        case ast.Name(id=name) if name.lower() in _WORDS:
+            return _WORDS[name.lower()]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_evaluate(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
+            return {str(_evaluate(key)): _evaluate(value) for key, value in pairs}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    raise ValueError("no literal")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def parse_gemma(text: str) -> Any:
+    """Gemma's literals: names without quotes, strings between quote tokens."""
+    strings: list[str] = []
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+
+    def keep(match: re.Match[str]) -> str:
+        strings.append(match[1])
+        return f'"{len(strings) - 1}"'
+
+    hidden = re.sub(r'<\|"\|>(.*?)<\|"\|>', keep, text, flags=re.DOTALL)
+    quoted = re.sub(r'([{,]\s*)([^\s",:{}\[\]]+):', r'\1"=\2":', hidden)
+
+    def restore(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                key[1:] if key[:1] == "=" else strings[int(key)]: restore(item) for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [restore(item) for item in value]
+        return strings[int(value)] if isinstance(value, str) else value
+
+    value = parse_literal(quoted)
+    try:
+        return value if value is NO_VALUE else restore(value)
+    except (ValueError, IndexError):
+        return NO_VALUE
+
+
+def parse_tags(text: str, mark: str) -> Any:
+    """Objects and lists that are written in tags, each after `mark`."""
+    pieces = re.split(re.escape(mark) + r"<(/?[^<>]+)>", text)
+    stack: list[tuple[str, list[tuple[str, Any]], str]] = [("", [], "")]
+    for tag, after in zip(pieces[1::2], pieces[2::2], strict=True):
+        if not tag.startswith("/"):
+            stack.append((tag, [], after))
+            continue
+        if len(stack) < 2 or stack[-1][0] != tag[1:]:
+            return NO_VALUE
+        name, items, leaf = stack.pop()
+        stack[-1][1].append((name, _join_tags(items, leaf)))
+    return _join_tags(stack[0][1], pieces[0]) if len(stack) == 1 else NO_VALUE
+
+
+def _join_tags(items: list[tuple[str, Any]], leaf: str) -> Any:
+    if not items:
+        value = parse_literal(leaf)
+        return leaf if value is NO_VALUE else value
+    if all(name == "item" for name, _ in items):
+        return [value for _, value in items]
+    return dict(items)
+
+
+def parse_json(parts: Sequence[str]) -> object:
+    """The value of a JSON text in pieces; None where it is none."""
+    try:
+        return json.loads("".join(parts))
+    except ValueError:
+        return None
+
+
+def convert(text: str, types: frozenset[str], nested: str = "") -> str:
+    """The JSON text of a value that is not certainly a string, by the types it may have."""
+    value = parse_tags(text, nested) if nested and nested in text else parse_literal(text)
+    if nested and not text and types and "string" not in types:
+        return "[]" if "array" in types else "{}" if "object" in types else "null"
+    if value is NO_VALUE or isinstance(value, str):
+        return dump(text)
+    kind = get_type(value)
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return dump(value) if fits or "string" not in types else dump(text)
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,327 @@
+"""Call grammar: tool calls of a chat format as a Lark grammar for llguidance, by the schemas of the tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cllm.text.argument_values import get_types
+from cllm.text.chat_format import (
+    ARGUMENTS,
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    TYPE,
+    CallStyle,
+    ChatFormat,
+    Tool,
+    first_piece,
+    split_slots,
+    write_gemma,
+)
+from cllm.types import ConstraintKind, ConstraintSpec
+
+MAX_CALLS = 16  # in one answer
+MIN_CALLS = 4  # that a forced answer may have; more only where there are more tools
+MAX_FREE = 8  # arguments of a tool that does not name them
+_SLOTS = {ID: r"/[a-zA-Z0-9]{9}/", INDEX: r"/[0-9]{1,2}/"}
+MAX_DEPTH = 8  # of values that are written as Gemma writes them
+_QUOTE, _COMMA = '<|"|>', '","'
+
+
+def make_call_grammar(
+    chat_format: ChatFormat, tools: Sequence[Tool], *, parallel: bool, forced: bool = True
+) -> ConstraintSpec | None:
+    """The grammar of calls of these tools, with arguments by their schemas.
+
+    Forced calls are the whole answer, or all that follows the reasoning. Others are constrained from their
+    opening on; None where calls have none.
+    """
+    form = chat_format.calls
+    triggers: tuple[str, ...] = ()
+    skipped = chat_format.lead
+    if not forced:
+        if form.bare:
+            return None
+        skipped = first_piece(form.section_opening or form.opening).rstrip("[ ")
+        triggers = (skipped, *form.other_openings)
+    count = min(MAX_CALLS, max(MIN_CALLS, len(tools))) if forced else MAX_CALLS
+    grammar = _Grammar(chat_format, tools)
+    grammar.exact = forced
+    source = grammar.write(skipped, count if parallel and not chat_format.one_call else 1)
+    return ConstraintSpec(ConstraintKind.TOOLS, source, triggers)
+
+
+class _Grammar:
+    """The rules of one grammar, written tool by tool."""
+
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool]) -> None:
+        self._form = chat_format.calls
+        self._tokens = dict(chat_format.tokens)
+        texts = sorted(self._tokens, key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._tools = tools
+        self._rules: list[str] = []
+        self.exact = True  # blanks between calls are those of the format
+
+    def write(self, skipped: str, count: int) -> str:
+        """The grammar of up to `count` calls; `skipped` is the text of the first opening that is there."""
+        form = self._form
+        names = [f"call_{number}" for number in range(len(self._tools))]
+        for name, tool in zip(names, self._tools, strict=True):
+            self._add(name, self._call(name, tool))
+        if form.style is CallStyle.JSON:
+            self._add("body", f"%json {json.dumps(self._schema())}")
+            names = ["body"]
+        between = self._text(form.between) if self.exact or form.between.strip() else r"/[ \n]{0,2}/"
+        # The first call may lack the beginning of its opening; the name in an opening needs the tool.
+        first = [self._framed(name, tool, skipped) for name, tool in self._named(names)]
+        later = [self._framed(name, tool, "") for name, tool in self._named(names)]
+        more = f"({between} more){{0,{count - 1}}}" if count > 1 else ""
+        if more:
+            self._add("more", " | ".join(later))
+        section = self._text(form.section_opening.removeprefix(skipped)) if form.section_opening else ""
+        closing = self._text(form.section_closing)
+        self._add("first", " | ".join(first))
+        return "\n".join([f"start: {section} first {more} {closing}", *self._rules])
+
+    def _named(self, names: Sequence[str]) -> list[tuple[str, Tool | None]]:
+        return (
+            [(name, None) for name in names]
+            if names == ["body"]
+            else list(zip(names, self._tools, strict=True))
+        )
+
+    def _framed(self, name: str, tool: Tool | None, skipped: str) -> str:
+        """A call with its opening and closing."""
+        form = self._form
+        opening = form.opening if form.section_opening else form.opening.removeprefix(skipped)
+        called = tool.name if tool is not None else ""
+        return f"{self._text(opening, called)} {name} {self._text(form.closing, called)}"
+
+    def _add(self, name: str, rule: str) -> None:
+        self._rules.append(f"{name}: {rule}")
+
+    def _text(self, text: str, name: str = "", kind: str = "") -> str:
+        """A marker: literals, control tokens and slots."""
+        written: list[str] = []
+        words = {NAME: json.dumps(name), TYPE: json.dumps(kind), **_SLOTS}
+        for part in split_slots(text):
+            if part in words:
+                written.append(words[part])
+                continue
+            at = 0
+            for found in self._controls.finditer(part):
+                written += [json.dumps(part[at : found.start()])] * (found.start() > at)
+                written.append(f"<[{self._tokens[found[0]]}]>")
+                at = found.end()
+            written += [json.dumps(part[at:])] * (at < len(part))
+        return " ".join(written)
+
+    # JSON -------------------------------------------------------------------------------------------
+
+    def _schema(self) -> dict[str, Any]:
+        """The schema of a call of any tool."""
+        places = [f"/anyOf/{index}" for index in range(len(self._tools))] if len(self._tools) > 1 else [""]
+        calls: list[dict[str, Any]] = []
+        for tool, place in zip(self._tools, places, strict=True):
+            properties: dict[str, Any] = {}
+            for key, slot in self._form.keys:
+                name = tool.name if key == NAME else key
+                properties[name] = self._value_schema(tool, slot, f"#{place}/properties/{_escape(name)}")
+            closed = {"required": list(properties), "additionalProperties": False}
+            calls.append({"type": "object", "properties": properties, **closed})
+        return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **self._style()}
+
+    def _value_schema(self, tool: Tool, slot: str, place: str) -> Any:
+        if slot == ARGUMENTS:
+            return relocate(forbid_extra_arguments(tool.schema), place)
+        patterns = {ID: "^[a-zA-Z0-9]{9}$", INDEX: "^[0-9]{1,2}$"}
+        if slot in patterns:
+            return {"type": "string", "pattern": patterns[slot]}
+        return {"const": tool.name if slot == NAME else json.loads(slot)}
+
+    def _style(self) -> dict[str, Any]:
+        # Only the blanks that models were trained to write: free whitespace could go on without end.
+        item, key = (",", ":") if self._form.compact else (", ", ": ")
+        return {"x-guidance": {"whitespace_flexible": False, "item_separator": item, "key_separator": key}}
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return f"%json {json.dumps({**schema, **self._style()})}"
+
+    # Other styles -----------------------------------------------------------------------------------
+
+    def _call(self, rule: str, tool: Tool) -> str:
+        form = self._form
+        if form.style is CallStyle.JSON:
+            return '""'
+        name = json.dumps(tool.name)
+        if form.style is CallStyle.NAMED:
+            self._add(f"{rule}_arguments", self._json(forbid_extra_arguments(tool.schema)))
+            return f"{name} {self._text(form.after_name)} {rule}_arguments"
+        arguments, required = self._arguments(rule, tool.schema)
+        if form.style is CallStyle.TAGGED:
+            body = " ".join(each if key in required else f"({each})?" for key, each in arguments.items())
+            if not arguments and not is_closed(tool.schema):
+                body = f"({self._free(rule)}){{0,{MAX_FREE}}}"
+            return f"{name} {self._text(form.after_name)} {body}"
+        comma = '", "' if form.style is CallStyle.PYTHON else _COMMA
+        body = join_optional([(rule, key in required) for key, rule in arguments.items()], comma)
+        opening, closing = ('"("', '")"') if form.style is CallStyle.PYTHON else ('"{"', '"}"')
+        return f"{name} {opening} {body} {closing}"
+
+    def _arguments(self, rule: str, schema: Mapping[str, Any]) -> tuple[dict[str, str], set[str]]:
+        """A rule for each argument, and which of them are required."""
+        listed = schema.get("properties")
+        properties: Mapping[str, Any] = listed if isinstance(listed, Mapping) else {}
+        keys = sorted(properties) if self._form.style is CallStyle.GEMMA else list(properties)
+        rules: dict[str, str] = {}
+        for number, key in enumerate(keys):
+            rules[key] = f"{rule}_{number}"
+            self._add(rules[key], self._argument(rules[key], key, properties[key], schema))
+        return rules, set(schema.get("required", ())) & set(rules)
+
+    def _argument(self, rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+        form = self._form
+        schema = schema if isinstance(schema, Mapping) else {}
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        types = get_types(schema, root)
+        value = self._json({**schema, **definitions})
+        if form.style is CallStyle.PYTHON:
+            return f"{json.dumps(key + '=')} {self._python(rule, schema, types, value)}"
+        if form.style is CallStyle.GEMMA:
+            return f"{json.dumps(key + ':')} {self._gemma(rule, schema, root)}"
+        kind = "string" if "string" in types else next(iter(sorted(types)), "string")
+        word = dict(form.types).get(kind, "")
+        opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
+        closing = form.value_closing.replace(KEY, key)
+        nested = form.nested and types & {"object", "array"}
+        if "string" in types or not types or nested:
+            return f"{opening} {self._raw(rule, closing, schema)}"
+        return f"{opening} {self._add_rule(rule, value)} {self._text(closing)}"
+
+    def _add_rule(self, rule: str, value: str) -> str:
+        self._add(f"{rule}_value", value)
+        return f"{rule}_value"
+
+    def _raw(self, rule: str, closing: str, schema: Mapping[str, Any]) -> str:
+        """A text up to its closing."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            shown = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            return f"({' | '.join(json.dumps(value) for value in shown)}) {self._text(closing)}"
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = f"(?s:.){{{low},{high}}}" if low or high != "" else "(?s:.*)"
+        control = self._controls.search(closing)
+        plain = closing[: control.start()] if control else closing
+        rest = self._text(closing[len(plain) :])
+        if not plain:
+            self._add(f"{rule}_text", f"/{text}/")
+            return f"{rule}_text {rest}"
+        self._rules.append(f"{rule}_text[lazy]: /{text}{_escape_regex(plain)}/")
+        return f"{rule}_text {rest}"
+
+    def _python(self, rule: str, schema: Mapping[str, Any], types: frozenset[str], value: str) -> str:
+        if types == {"string"} and "enum" in schema:
+            return f"({' | '.join(json.dumps(repr(each)) for each in schema['enum'])})"
+        if types == {"string"} and "const" not in schema:
+            count = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+            value = rf"/'([^'\\\n]|\\[nt'\\]){count}'/"
+        return self._add_rule(rule, _PYTHON.get(get_only(types), value))
+
+    def _gemma(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+        """A value as Gemma writes it."""
+        schema = resolve(schema, root)
+        types = get_types(schema, root)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return f"({' | '.join(self._text(write_gemma(value)) for value in values)})"
+        if "string" in types or not types:
+            return f"{self._text(_QUOTE)} {self._raw(rule, _QUOTE, schema)}"
+        inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
+        if not isinstance(inner, Mapping) or depth > MAX_DEPTH:
+            definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+            return self._add_rule(rule, self._json({**schema, **definitions}))
+        if types == {"array"}:
+            self._add(f"{rule}_item", self._gemma(f"{rule}_item", inner, root, depth + 1))
+            low, high = max(0, schema.get("minItems", 0) - 1), schema.get("maxItems")
+            some = f'{rule}_item ("," {rule}_item){{{low},{"" if high is None else max(0, high - 1)}}}'
+            some = some if high is None or high > 0 else ""
+            return f'"[" {some if schema.get("minItems") else f"({some})?" if some else ""} "]"'
+        items: list[tuple[str, bool]] = []
+        for number, key in enumerate(sorted(inner)):
+            name = f"{rule}_{number}"
+            self._add(name, f"{json.dumps(key + ':')} {self._gemma(name, inner[key], root, depth + 1)}")
+            items.append((name, key in schema.get("required", ())))
+        return f'"{{" {join_optional(items, comma=_COMMA)} "}}"'
+
+    def _free(self, rule: str) -> str:
+        """An argument of any name."""
+        form = self._form
+        opening, closing = self._text(form.key_opening), self._text(form.key_closing, kind="string")
+        raw = self._raw(f"{rule}_free", form.value_closing.replace(KEY, ""), {})
+        return f"{opening} /[a-zA-Z0-9_]{{1,64}}/ {closing} {raw}"
+
+
+_PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
+
+
+def get_only(types: frozenset[str]) -> str:
+    return next(iter(types)) if len(types) == 1 else ""
+
+
+def join_optional(items: Sequence[tuple[str, bool]], comma: str) -> str:
+    """Rules in their order, some of them required, with a comma between those that are there."""
+    rest = [f"{comma} {rule}" if required else f"({comma} {rule})?" for rule, required in items]
+    starts: list[str] = []
+    for at, (rule, required) in enumerate(items):
+        starts.append(" ".join([rule, *rest[at + 1 :]]))
+        if required:
+            return f"({' | '.join(starts)})"
+    return f"({' | '.join(starts)})?" if starts else ""
+
+
+def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a local reference means."""
+    for _ in range(MAX_DEPTH):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        schema = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def is_closed(schema: Mapping[str, Any]) -> bool:
+    """A schema without properties that allows no arguments at all."""
+    return forbid_extra_arguments(schema).get("additionalProperties") is False
+
+
+def forbid_extra_arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Close the schema of a tool without parameters: otherwise any object of any length is valid."""
+    empty = schema.get("properties") == {} and schema.keys() <= {"type", "properties", "required", "title"}
+    return {**schema, "additionalProperties": False} if empty else schema
+
+
+def relocate(schema: Any, place: str) -> Any:
+    """Embed a schema at `place` of another one: its local references are adjusted."""
+    if isinstance(schema, Mapping):
+        return {
+            key: place + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else relocate(value, place)
+            for key, value in schema.items()
+        }
+    return [relocate(item, place) for item in schema] if isinstance(schema, list) else schema
+
+
+def _escape(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _escape_regex(text: str) -> str:
+    return re.sub(r"([\\.^$*+?{}\[\]|()/&~])", r"\\\1", text).replace("\n", "\\n")

@@ -1,0 +1,436 @@
+"""Format analysis: derives the chat format of a model from what its chat template renders.
+
+The template writes conversations of unmistakable words. What stands between the words are the markers.
+Formats that no rendering shows are declared, and chosen by what the template renders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cllm.text.chat_format import (
+    ARGUMENTS,
+    ID,
+    INDEX,
+    KEY,
+    NAME,
+    TYPE,
+    CallFormat,
+    CallStyle,
+    ChatFormat,
+    Tool,
+)
+from cllm.text.declared_formats import declared_format, described_calls
+from cllm.text.format_probe import FIELDS, IDS, KEYS, NAMES, REASON, TEXT, TYPED, VALUES, Probe, Render
+from cllm.text.output_parser import OutputParser, ToolCallStart
+
+_MARK = r"(?:\]<\]\w+\[>\[)?"  # MiniMax M3 has one before each tag
+_TAG = re.compile(rf"{_MARK}<[^<>\n\[\]]{{1,60}}>|\[/?[A-Z_]{{2,30}}\]")
+_LAST_TAG = re.compile(r"(?:<[^<>\n]{1,60}>|\[/?[A-Z_]{2,30}\])[a-z]*\s*\Z")
+PYTHON_TAG = "<|python_tag|>"  # of Llama 3: also starts calls
+_replace = msgspec.structs.replace
+
+
+class Underivable(Exception):
+    """The template shows no calls of a known style."""
+
+
+def derive_format(
+    render: Render, tokens: Mapping[str, int] | None = None, ends: Collection[str] = ()
+) -> ChatFormat:
+    """The format of the template that `render` renders.
+
+    `tokens` are the control tokens by their text, `ends` the texts of those that end an answer.
+    """
+    probe = Probe(render)
+    found = declared_format(probe.rendered) or _derive(probe)
+    if found.calls.bare and PYTHON_TAG in (tokens or {}):
+        found = _replace(found, calls=_replace(found.calls, other_openings=(PYTHON_TAG,)))
+    found = _replace(found, calls=_without_ends(found.calls, ends))
+    texts = found.marker_texts
+    used = {text: token for text, token in (tokens or {}).items() if any(text in marker for marker in texts)}
+    return _replace(found, tokens=tuple(sorted(used.items())))
+
+
+def _without_ends(calls: CallFormat, ends: Collection[str]) -> CallFormat:
+    """Closings without the tokens that end an answer, which is no part of it."""
+    closings = {"closing": calls.closing, "section_closing": calls.section_closing}
+    for name, closing in closings.items():
+        for end in ends:
+            closing = closing.partition(end)[0]
+        closings[name] = closing
+    return _replace(calls, **closings)
+
+
+def _derive(probe: Probe) -> ChatFormat:
+    try:
+        calls = derive_calls(probe)
+    except (Underivable, ValueError, LookupError):
+        calls = None
+    found = ChatFormat(
+        takes_tools=probe.takes_tools,
+        writes_calls=bool(probe.call),
+        after_text=_find_after_text(probe),
+    )
+    if calls is None:
+        known = described_calls(probe.rendered) if found.takes_tools else None
+        return _add_reasoning(probe, _replace(found, calls=known) if known else found)
+    found = _replace(found, calls=calls, one_call=probe.one_call, argument_text=probe.argument_text)
+    return _add_text(probe, _add_reasoning(probe, found))
+
+
+def _find_after_text(probe: Probe) -> str:
+    """The blanks that the template writes after a text."""
+    after = probe.text.partition(TEXT)[2]
+    return after[: len(after) - len(after.lstrip())]
+
+
+# Calls ----------------------------------------------------------------------------------------------
+
+
+def derive_calls(probe: Probe) -> CallFormat:
+    """The format of calls. Raises Underivable."""
+    if not probe.call:
+        raise Underivable
+    header = _common_prefix(probe.call, probe.text.partition(TEXT)[0])
+    one = probe.call[len(header) :]
+    two = probe.calls[len(header) :] if probe.calls.startswith(header) else ""
+    at = one.index(NAMES[0])
+    if (span := _find_object(one, at)) is not None:
+        found = _derive_json(one, two, span)
+    elif _starts_object(one[at + len(NAMES[0]) :]):
+        found = _derive_named(one, two)
+    else:
+        found = _derive_tagged(probe, one, two)
+    found = _move_blanks(_cut_turn_end(found, probe.text.partition(TEXT)[2]))
+    found = _replace(found, section_opening=_without_reasoning(probe, found.section_opening))
+    found = _replace(found, before=_find_before(probe, found))
+    return _check(found, probe.tools, (two or one).lstrip())
+
+
+def _check(calls: CallFormat, tools: Sequence[Tool], written: str) -> CallFormat:
+    """The format, if it reads what it was derived from. Raises Underivable."""
+    parser = OutputParser(ChatFormat(calls=calls), tools)
+    events = (*parser.feed(written), *parser.finish())
+    names = [event.name for event in events if isinstance(event, ToolCallStart)]
+    if not names or names != list(NAMES[: len(names)]):
+        raise Underivable
+    return calls
+
+
+def _find_object(text: str, at: int) -> tuple[int, int] | None:
+    """The JSON object around a place."""
+    decoder = json.JSONDecoder()
+    start = text.rfind("{", 0, at)
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:
+            end = 0
+        if end > at and isinstance(value, dict):
+            return start, end
+        start = text.rfind("{", 0, start)
+    return None
+
+
+def _starts_object(text: str) -> bool:
+    """A JSON object of arguments comes before anything else that is a word of a call."""
+    start = text.find('{"' + KEYS[0])
+    return 0 <= start < text.find(KEYS[0])
+
+
+def _derive_json(one: str, two: str, span: tuple[int, int]) -> CallFormat:
+    objects = [one[slice(*span)]]
+    pieces = [one[: span[0]], one[span[1] :]]
+    if two and (second := _find_object(two, two.index(NAMES[1]))) and two.startswith(pieces[0]):
+        first = _find_object(two, two.index(NAMES[0]))
+        assert first is not None
+        objects = [two[slice(*first)], two[slice(*second)]]
+        pieces = [two[: first[0]], two[first[1] : second[0]], two[second[1] :]]
+    parsed = [json.loads(text) for text in objects]
+    keys = tuple((NAME if key in NAMES else key, _find_slot(key, parsed)) for key in parsed[0])
+    if not {NAME, ARGUMENTS} <= {part for pair in keys for part in pair}:
+        raise Underivable
+    compact = objects[0] == json.dumps(parsed[0], separators=(",", ":"))
+    return CallFormat(style=CallStyle.JSON, keys=keys, compact=compact, **_frame(pieces))
+
+
+def _find_slot(key: str, objects: Sequence[Mapping[str, Any]]) -> str:
+    value = objects[0][key]
+    if value == NAMES[0]:
+        return NAME
+    if isinstance(value, Mapping) and KEYS[0] in value:
+        return ARGUMENTS
+    if value == IDS[0]:
+        return ID
+    if len(objects) > 1 and (second := objects[1].get(key)) != value:
+        if str(value).isdigit() and str(second).isdigit():
+            return INDEX
+        raise Underivable
+    return json.dumps(value)
+
+
+def _derive_named(one: str, two: str) -> CallFormat:
+    decoder = json.JSONDecoder()
+    pieces: list[str] = []
+    names: list[str] = []
+    text, rest = two or one, two or one
+    for name, key in ((NAMES[0], KEYS[0]), (NAMES[1], KEYS[2]))[: 1 + bool(two)]:
+        before, _, rest = rest.partition(name)
+        separator = rest[: rest.index('{"' + key)]
+        _, end = decoder.raw_decode(rest, len(separator))
+        pieces.append(before)
+        names.append(separator)
+        rest = rest[end:]
+    arguments = text[text.index('{"') :]
+    compact = arguments.startswith(f'{{"{KEYS[0]}":"')
+    after_name = _join(names)
+    frame = _frame([*pieces, rest])
+    return CallFormat(style=CallStyle.NAMED, after_name=after_name, compact=compact, **frame)
+
+
+def _derive_tagged(probe: Probe, one: str, two: str) -> CallFormat:
+    """Arguments with a key and a value each, in any tags."""
+    to_key = _between(one, NAMES[0], KEYS[0])
+    to_value = _between(one, KEYS[0], VALUES[0])
+    to_next = _between(one, VALUES[0], KEYS[1])
+    end = one.partition(VALUES[1])[2]
+    if to_key.strip() == "(" and to_value.strip() in ("='", '="'):
+        frame = _frame(_python_pieces(two or one))
+        return CallFormat(style=CallStyle.PYTHON, **frame)
+    if to_key.strip() == "{" and to_value.startswith(":"):
+        pieces = re.split(r"xqtool[ab]\{[^{}]*\}", two or one)
+        return CallFormat(style=CallStyle.GEMMA, **_frame(pieces))
+    nested = ""
+    keyed = [part.replace(key, KEY) for part, key in ((to_next, KEYS[0]), (end, KEYS[1]))]
+    if KEY in keyed[0]:
+        nested = re.split(rf"</{KEY}>", keyed[0])[0]
+    value_closing = _common_prefix(*keyed)
+    key_opening = _common_suffix(to_key, keyed[0][len(value_closing) :])
+    if not value_closing.strip() or not key_opening.strip():
+        raise Underivable
+    closing, types = _find_types(probe, to_value)
+    frame_pieces = [one.partition(NAMES[0])[0], end.replace(KEYS[1], KEY)[len(value_closing) :]]
+    if two:
+        ends = [_between(two, VALUES[1], NAMES[1]), two.partition(VALUES[2])[2]]
+        cut = [end.replace(key, KEY)[len(value_closing) :] for end, key in zip(ends, KEYS[1:], strict=True)]
+        frame_pieces = [two.partition(NAMES[0])[0], *cut]
+    after_name = to_key[: len(to_key) - len(key_opening)]
+    if two:
+        second = _between(two, NAMES[1], KEYS[2])
+        after_name = _join([after_name, second[: len(second) - len(key_opening)]])
+    return CallFormat(
+        style=CallStyle.TAGGED,
+        after_name=after_name,
+        key_opening=key_opening,
+        key_closing=closing,
+        value_closing=value_closing,
+        between_values=keyed[0][len(value_closing) : len(keyed[0]) - len(key_opening)],
+        types=types,
+        nested=nested,
+        cdata="<![CDATA[" in probe.calling_with({KEYS[0]: f"{VALUES[0]}\n<&>"}),
+        **_frame(frame_pieces),
+    )
+
+
+def _python_pieces(text: str) -> list[str]:
+    return re.split(r"xqtool[ab]\([^()]*\)", text)
+
+
+def _find_types(probe: Probe, to_value: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The marker between key and value, with a slot where it names the value's type."""
+    closings: dict[str, str] = {}
+    for kind, value in TYPED.items():
+        _, _, rest = probe.calling_with({KEYS[0]: value}).partition(KEYS[0])
+        shown = next((shown for shown in _spellings(value) if shown in rest), None)
+        if shown is not None:
+            closings[kind] = rest.partition(shown)[0]
+    if len(set(closings.values())) < 2 or "string" not in closings:
+        return to_value, ()
+    other = next(text for text in closings.values() if text != closings["string"])
+    start = _count_common(closings["string"], other)
+    start = to_value.rfind('"', 0, start) + 1 or start
+    end = to_value.index('"', start)
+    before, after = to_value[:start], to_value[end:]
+    words = {
+        kind: text[len(before) : len(text) - len(after)]
+        for kind, text in closings.items()
+        if text.startswith(before) and text.endswith(after)
+    }
+    return before + TYPE + after, tuple(words.items())
+
+
+def _spellings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    return [json.dumps(value), json.dumps(value, separators=(",", ":")), str(value)]
+
+
+def _frame(pieces: Sequence[str]) -> dict[str, Any]:
+    """The markers around calls, from the text before the first call, between two, and after the last."""
+    first, *middle, last = (piece.replace(IDS[0], ID).replace(IDS[1], ID) for piece in pieces)
+    first, last = first.replace(NAMES[0], NAME), last.replace(NAMES[1], NAME)
+    if not middle:
+        return {"opening": first, "closing": last, "between": ""}
+    between = middle[0].replace(NAMES[1], NAME)
+    closing = _common_prefix(between, last)
+    opening = _common_suffix(first, between[len(closing) :])
+    return {
+        "section_opening": first[: len(first) - len(opening)],
+        "opening": opening,
+        "between": between[len(closing) : len(between) - len(opening)],
+        "closing": closing,
+        "section_closing": last[len(closing) :],
+    }
+
+
+def _cut_turn_end(found: CallFormat, turn_end: str) -> CallFormat:
+    """Markers without the end of the turn, which is no part of the calls."""
+    name = "section_closing" if found.section_closing or found.section_opening else "closing"
+    closing: str = getattr(found, name)
+    closing = closing[: len(closing) - len(_common_suffix(closing, turn_end))]
+    for end in _TAG.findall(turn_end):
+        closing = closing.partition(end)[0]
+    if name == "section_closing":  # what closes without an opening is the end of the turn
+        closing = closing.rstrip() if found.section_opening.strip() else ""
+    return _replace(found, **{name: closing})
+
+
+def _move_blanks(found: CallFormat) -> CallFormat:
+    """Markers without blanks before the first: `before` has those after a text."""
+    if found.section_opening.strip():
+        return _replace(found, section_opening=found.section_opening.lstrip())
+    opening = found.opening.lstrip()
+    between = found.between + found.opening[: len(found.opening) - len(opening)]
+    return _replace(found, section_opening="", opening=opening, between=between)
+
+
+def _without_reasoning(probe: Probe, text: str) -> str:
+    """The start of a message that calls, without the markers of no reasoning."""
+    for field in FIELDS:
+        rendered = probe.calling(1, **{field: REASON})
+        before, found, after = rendered.partition(REASON)
+        opening, closing = _LAST_TAG.search(before), _TAG.match(after)
+        if found and opening and closing:
+            empty = opening.group().strip() + closing.group()
+            return text.removeprefix(empty)
+    return text
+
+
+def _find_before(probe: Probe, found: CallFormat) -> str:
+    """The blanks between a text and the calls after it."""
+    rendered = probe.calling(1, content=TEXT)
+    _, said, rest = rendered.partition(TEXT)
+    start = found.start.strip()
+    between = rest.partition(start)[0] if start and start in rest else "x"
+    return between if said and not between.strip() else ""
+
+
+# Reasoning and text ---------------------------------------------------------------------------------
+
+
+def _add_reasoning(probe: Probe, found: ChatFormat) -> ChatFormat:
+    for field in FIELDS:
+        for rendered in (probe.saying(TEXT, **{field: REASON}), probe.calling(1, **{field: REASON})):
+            if REASON in rendered:
+                return _with_reasoning(probe, _replace(found, reasoning_field=field), rendered)
+    parts = [{"type": "thinking", "thinking": REASON}, {"type": "text", "text": TEXT}]
+    rendered = probe.saying(parts)
+    if REASON in rendered and "thinking'" not in rendered and '"thinking"' not in rendered:
+        return _with_reasoning(probe, _replace(found, reasoning_field="parts"), rendered)
+    return found
+
+
+def _with_reasoning(probe: Probe, found: ChatFormat, rendered: str) -> ChatFormat:
+    before, _, after = rendered.partition(REASON)
+    plain = probe.text.partition(TEXT)[0]
+    opening = match.group() if (match := _LAST_TAG.search(before)) else ""
+    plain_tag = _LAST_TAG.search(plain)
+    if not opening or (plain_tag and plain_tag.group().strip() == opening.strip()):
+        header = _common_prefix(probe.prompt, rendered)
+        opening = probe.prompt[len(header) :]  # the template itself opens the reasoning
+    ends = []
+    if TEXT in after:
+        ends.append(after.partition(TEXT)[0])
+    start = found.calls.start.strip() if found.writes_calls else ""
+    calling = probe.calling(
+        1, **({found.reasoning_field: REASON} if found.reasoning_field != "parts" else {})
+    )
+    if start and REASON in calling and start in calling.partition(REASON)[2]:
+        ends.append(calling.partition(REASON)[2].partition(start)[0])
+    closing = _common_prefix(*ends) if len(ends) > 1 else (ends or [""])[0]
+    if len(ends) > 1 and ends[0].strip() == ends[1].strip():
+        closing = ends[0]  # they differ in blanks: those before a text count
+    if not closing.strip() or not opening.strip():
+        return found
+    return _replace(found, reasoning_openings=(opening,), reasoning_closings=(closing,), exact=True)
+
+
+def _add_text(probe: Probe, found: ChatFormat) -> ChatFormat:
+    """Markers around text, where the template writes them."""
+    header = _common_prefix(probe.call, probe.text.partition(TEXT)[0])
+    opening = probe.text.partition(TEXT)[0][len(header) :]
+    for closing in found.reasoning_closings:
+        if closing.strip() in opening:
+            opening = opening.rpartition(closing.strip())[2]
+    if not opening.strip() or any(opening.strip() == mark.strip() for mark in found.reasoning_openings):
+        return found
+    end = probe.text.partition(TEXT)[2]
+    turn_end = _common_suffix(end, probe.call)
+    closing = end[: len(end) - len(turn_end)]
+    closings = (closing,) if closing.strip() else ()
+    return _replace(found, text_openings=(opening,), text_closings=closings)
+
+
+# Texts ----------------------------------------------------------------------------------------------
+
+
+def _between(text: str, first: str, second: str) -> str:
+    """The text between two words. Raises Underivable."""
+    rest = text.partition(first)[2]
+    if second not in rest:
+        raise Underivable
+    return rest.partition(second)[0]
+
+
+def _join(markers: Sequence[str]) -> str:
+    """One marker for several calls: what differs becomes a slot. Raises Underivable."""
+    slots = [marker.replace(call_id, ID) for marker, call_id in zip(markers, IDS, strict=False)]
+    if len(set(slots)) == 1:
+        return slots[0]
+    numbers = [re.sub(r"\d+", INDEX, marker) for marker in slots]
+    if len(set(numbers)) > 1:
+        raise Underivable
+    return numbers[0]
+
+
+def _count_common(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _common_prefix(first: str, second: str) -> str:
+    """The common beginning of two texts, without half a tag."""
+    length = _count_common(first, second)
+    return first[: min(_tag_start(first, length), _tag_start(second, length))]
+
+
+def _common_suffix(first: str, second: str) -> str:
+    """The common end of two texts, without half a tag."""
+    length = _count_common(first[::-1], second[::-1])
+    length = min(len(text) - _tag_end(text, len(text) - length) for text in (first, second))
+    return first[len(first) - length :]
+
+
+def _tag_start(text: str, at: int) -> int:
+    """The start of the tag that a place is inside of, or the place."""
+    return next((tag.start() for tag in _TAG.finditer(text) if tag.start() < at < tag.end()), at)
+
+
+def _tag_end(text: str, at: int) -> int:
+    return next((tag.end() for tag in _TAG.finditer(text) if tag.start() < at < tag.end()), at)
