@@ -127,8 +127,9 @@ class LlamaCompletionBody(LlamaSamplingBody):
 
     @model_validator(mode="after")
     def _check_count(self) -> LlamaCompletionBody:
-        listed = isinstance(self.prompt, list) and not any(isinstance(part, int) for part in self.prompt)
-        if listed and (count := len(self.prompt) * self.n_cmpl) > MAX_PROMPTS:
+        listed = self.prompt if isinstance(self.prompt, list) else []
+        several = not any(isinstance(part, int) for part in listed)
+        if several and (count := len(listed) * self.n_cmpl) > MAX_PROMPTS:
             raise ValueError(f"prompt: prompts times n_cmpl is {count}, over the limit of {MAX_PROMPTS}")
         return self
 
