@@ -280,6 +280,15 @@ def test_pooling_can_be_chosen(start: StartServer, tmp_path: Path, encoder: Serv
     assert mean @ cls < 0.99
 
 
+def test_texts_are_ranked_as_text_embeddings_inference_does(reranker: Server) -> None:
+    texts = ["hello you", "a panda is a bear"]
+    body = {"query": "what is a panda", "texts": texts, "return_text": True}
+    ranked = reranker.post("/rerank", body).json()
+    assert sorted(entry["index"] for entry in ranked) == [0, 1]
+    assert ranked[0]["score"] >= ranked[1]["score"] and ranked[0]["text"] == texts[ranked[0]["index"]]
+    assert "text" not in reranker.post("/rerank", {**body, "return_text": False}).json()[0]
+
+
 def test_documents_are_ranked(reranker: Server) -> None:
     documents = ["hello you", "x", "9 lives", "a panda is a bear"]
     body = {"query": "what is a panda", "documents": documents}

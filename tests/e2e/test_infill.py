@@ -71,9 +71,9 @@ def test_a_model_that_was_not_taught_says_so(tiny: Server) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
     assert "fill-in-the-middle" in answer.json()["error"]["message"]
     answer = tiny.post("/infill", {"input_prefix": "a", "input_suffix": "b"})
-    assert answer.status_code == 400 and "fill-in-the-middle" in answer.json()["message"]
+    assert answer.status_code == 400 and "fill-in-the-middle" in answer.json()["error"]["message"]
     answer = tiny.post("/infill", {"input_prefix": "a"})
-    assert answer.status_code == 400 and "input_suffix" in answer.json()["message"]
+    assert answer.status_code == 400 and "input_suffix" in answer.json()["error"]["message"]
 
 
 def test_a_template_that_does_not_compile_harms_only_chats(taught: Server) -> None:

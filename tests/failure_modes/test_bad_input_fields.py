@@ -115,6 +115,10 @@ RANGES = {
 @pytest.mark.parametrize("field", list(RANGES))
 def test_sampling_out_of_range(tiny: Server, route: str, field: str) -> None:
     for value in RANGES[field]:
+        if route == LLAMA and field != "seed":  # the nearest value within counts, as there
+            body = f'{{"prompt": "x", "n_predict": 1, "{field}": {value}}}'
+            assert tiny.client.post(route, content=body.encode(), headers=JSON).status_code == 200
+            continue
         message = field_refused(tiny, route, field, value)
         assert any(character.isdigit() for character in message), "it does not name the limit"
 
@@ -170,7 +174,10 @@ def test_top_logprobs_out_of_range(tiny: Server, value: str) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("key", ["512", "-1", "x", "1.0", "99999999999999999999", "١"])
 def test_logit_bias_outside_the_vocabulary(tiny: Server, route: str, key: str) -> None:
-    field_refused(tiny, route, "logit_bias", json.dumps({key: 1}))
+    if route == LLAMA and not (key.isascii() and key.isdigit()):  # there it is a text
+        assert tiny.post(route, {"prompt": "x", "n_predict": 1, "logit_bias": {key: 1}}).status_code == 200
+    else:
+        field_refused(tiny, route, "logit_bias", json.dumps({key: 1}))
 
 
 @pytest.mark.failure_mode("bad-stop-strings")
@@ -179,6 +186,9 @@ def test_logit_bias_outside_the_vocabulary(tiny: Server, route: str, key: str) -
     ("stops", "limit"), [([""], "1"), (["ok", ""], "1"), (["s"] * 17, "16"), (["s" * 257], "256")]
 )
 def test_bad_stops(tiny: Server, route: str, stops: list[str], limit: str) -> None:
+    if route == LLAMA and "" in stops:  # none, as there
+        assert tiny.post(route, {"prompt": "x", "n_predict": 1, "stop": stops}).status_code == 200
+        return
     assert limit in field_refused(tiny, route, "stop", json.dumps(stops))
     if len(stops) == 1 and route != LLAMA:
         assert limit in field_refused(tiny, route, "stop", json.dumps(stops[0]))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import Conversation
-from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
+from cllm.server.protocol.base import Body, SourceText, Text, TokenId, TokenIds
 from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.completions import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.protocol.sampling import ConstrainedBody, get_sampling_bounds, sampling_field
 from cllm.text.prompt import Gap, Snippet
 
 MAX_PROBS = 20
+
+
+Stop = Annotated[SourceText, Field(max_length=256)]
 
 
 class PromptObject(Body):
@@ -54,7 +58,7 @@ class LlamaSamplingBody(ConstrainedBody):
         for name, (low, high) in get_sampling_bounds().items():
             for spelling in (name, name.replace("repetition_penalty", "repeat_penalty")):
                 number = value.get(spelling)
-                if isinstance(number, int | float) and not isinstance(number, bool):
+                if type(number) is int or (type(number) is float and math.isfinite(number)):
                     value[spelling] = min(max(number, low), high)
         if value.get("grammar") and value.get("json_schema") is not None:
             del value["json_schema"]
@@ -83,10 +87,9 @@ class LlamaCompletionBody(LlamaSamplingBody):
         validation_alias=AliasChoices("n_cmpl", "n"),
         description="Answers to each prompt",
     )
-    stop: Annotated[str, Field(max_length=256)] | list[Annotated[str, Field(max_length=256)]] = Field(
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] = Field(
         default=[],
-        max_length=256,
-        description="Texts that end the answer and are not part of it",
+        description="Texts that end the answer and are not part of it; an empty one is none",
         examples=[["\n\n"]],
     )
     stream: bool = Field(False, description="Send server-sent events")
@@ -124,7 +127,9 @@ class LlamaCompletionBody(LlamaSamplingBody):
 
     @model_validator(mode="after")
     def _check_count(self) -> LlamaCompletionBody:
-        if (count := len(self.prompts) * self.n_cmpl) > MAX_PROMPTS:
+        listed = self.prompt if isinstance(self.prompt, list) else []
+        several = not any(isinstance(part, int) for part in listed)
+        if several and (count := len(listed) * self.n_cmpl) > MAX_PROMPTS:
             raise ValueError(f"prompt: prompts times n_cmpl is {count}, over the limit of {MAX_PROMPTS}")
         return self
 
@@ -135,7 +140,7 @@ class LlamaCompletionBody(LlamaSamplingBody):
     @property
     def stops(self) -> tuple[str, ...]:
         given = [self.stop] if isinstance(self.stop, str) else self.stop
-        return tuple(filter(None, given))[:16]
+        return tuple(filter(None, given))
 
 
 class SnippetBody(Body):

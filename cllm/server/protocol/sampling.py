@@ -121,7 +121,8 @@ class SamplingBody(_SamplingFields):
     @property
     def bias_texts(self) -> list[str]:
         """The texts in `logit_bias`."""
-        return [key for key in self.logit_bias if not key.isdigit()] if self.bias_by_text else []
+        texts = (key for key in self.logit_bias if not (key.isascii() and key.isdigit()))
+        return list(texts) if self.bias_by_text else []
 
     @staticmethod
     def bias_text(key: str) -> str:
