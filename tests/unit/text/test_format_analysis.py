@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +103,10 @@ def test_a_template_of_random_words_does_no_harm() -> None:
     for _ in range(300):
         texts = iter([" ".join(rng.choices(words, k=rng.randint(0, 12))) for _ in range(100)])
         derive_format(lambda texts=texts, **_: next(texts, ""))
+
+
+def test_the_table_of_formats_is_up_to_date() -> None:
+    template_files()  # skips where there is no corpus
+    script = Path(__file__).parents[3] / "scripts" / "format_table.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
