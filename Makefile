@@ -92,6 +92,10 @@ formats: .venv/ready-test ## 71 chat templates: 200 turns of each are read back,
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
 	.venv/bin/python -m tests.soak.features $(ARGS)
 
+llama-server: .venv/ready ## the same requests for llama-server and for `cllm llama-server`: keys, kinds, status codes
+	.venv/bin/cllm build --with-server
+	.venv/bin/python -m tests.soak.llama_server --templates $(ARGS)
+
 exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
 
@@ -120,4 +124,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits doctor firsttoken clean templates first-bytes
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits doctor firsttoken clean templates first-bytes llama-server

@@ -18,7 +18,7 @@ from cllm.fields import StructKind, parse_fields
 
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
-POOLING = "^(mean|cls|last|rank)?$"
+POOLING = "^(mean|cls|last|rank|none)?$"
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
@@ -47,7 +47,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine: how the model is loaded and scheduled."""
 
     model: Annotated[str, _option("GGUF file to serve. Without it: the embedded SmolLM2-135M-Instruct.")] = ""
-    chat_template: Annotated[str, _file("Jinja chat template that replaces the model's own.")] = ""
+    alias: Annotated[str, _option("Name of the model in responses. Default: its file's.", metavar="NAME")] = (
+        ""
+    )
+    chat_template: Annotated[
+        str, _file("Jinja chat template that replaces the model's own: a file, or a name as chatml, llama3.")
+    ] = ""
     gpu_layers: Annotated[int, _option("Layers to offload to the GPU, if supported. -1: all.", -1)] = -1
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0
@@ -58,7 +63,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tune_budget_s: Annotated[float, _rare("Time limit of that measurement, seconds.", 1)] = 15.0
     pooling: Annotated[
         str,
-        _rare("Pooling of embeddings: mean, cls, last or rank. Default: the model's own.", pattern=POOLING),
+        _rare(
+            "Pooling of embeddings: mean, cls, last, rank or none. Default: the model's own.", pattern=POOLING
+        ),
     ] = ""
 
     parallel: Annotated[
@@ -138,7 +145,9 @@ def slot_count(config: EngineConfig) -> int:
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the HTTP server."""
 
-    host: Annotated[str, _option("Address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
+    host: Annotated[str, _option("Address to listen on, or several, comma-separated.", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, _option("Port to listen on. 0: any free one.", 0, 65535)] = 18081
     log_level: Annotated[str, _option("debug, info, warning or error.", metavar="LEVEL", pattern=LEVELS)] = (
         "info"
@@ -169,7 +178,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, _option("Host names of this server, comma-separated; '*.lan' works.", metavar="NAMES")
     ] = ""
     cors_origins: Annotated[
-        str, _option("Web origins that may call it, comma-separated; '*': all.", metavar="URLS")
+        str,
+        _option(
+            "Web origins that may call it, comma-separated; '*': all, 'localhost': this machine's.",
+            metavar="URLS",
+        ),
+    ] = ""
+    open_routes: Annotated[
+        str,
+        _rare(
+            "Operators' routes that all clients may use: /metrics, /slots, /props; '-/slots': not even them.",
+            metavar="PATHS",
+        ),
+    ] = ""
+    defaults: Annotated[
+        str,
+        _option('Fields for requests that lack them, as JSON: {"temperature": 0.2}.', metavar="JSON"),
     ] = ""
     tls_cert: Annotated[str, _file("Certificate chain (PEM); with --tls-key: HTTPS.")] = ""
     tls_key: Annotated[str, _file("Private key of the certificate (PEM).")] = ""

@@ -112,6 +112,10 @@ class ModelNotFound(NotFound):
     code = "model_not_found"  # no such model
 
 
+class NotSupported(ClientError):
+    code = "not_supported"  # this server was started without it
+
+
 class CapacityError(CllmError):
     code = "capacity_error"  # the request is valid, but cannot be served now
     retry_after_s: float = 1.0

@@ -175,6 +175,7 @@ class Pooling(StrEnum):
     CLS = "cls"  # the first token's
     LAST = "last"  # the last token's
     RANK = "rank"  # a reranker: its head turns them into a score
+    NONE = "none"  # not at all: an embedding for each token
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,6 +245,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cells: int = 0  # KV cells it held at its end
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
+    predicted_tokens: int = 0  # of the prediction that the request came with
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -287,6 +289,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True  # False for encoders, which only embed
     pooling: Pooling = Pooling.MEAN
     vector_length: int = 0  # floats of an embedding; of a reranker, scores of a pair
+    file: str = ""  # its name, without the folder
+    begin_text: str = ""  # how its first and its last token are written; see `Vocabulary`
+    end_text: str = ""
 
     def template_for(self, *, tools: bool) -> str | None:
         """The chat template of a conversation with or without tools."""

@@ -23,6 +23,7 @@ from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.output_parser import OutputEvent, OutputParser
+from cllm.text.prompt import Chat
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit, Request, RequestOutput
 from cllm.workers.messages import CheckConstraint, Described, DescribeFormat, Text, TokenizeChat, Tokens
 
@@ -56,7 +57,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
                 triggers = tuple(mark.removeprefix(known.lead) for mark in known.text_openings)
             constraint = _replace(constraint, triggers=triggers)
         limit = None
-        if budget is not None and known.closing_ids:
+        if budget is not None and known.closing_ids and self.conversation.think:
             ids = {"opening": known.opening_ids, "closing": known.closing_ids}
             limit = ReasoningLimit(budget=budget, inside=prompt.thinking, **ids)
         return _replace(request, constraint=constraint, reasoning=limit)
@@ -107,6 +108,11 @@ class ChatSession(Generic[StreamKind]):
         self.streams = submit_all(engine, plan.make_request(prompt), [prompt.tokens], n, kind)
         self._plan = plan
         self._thinking = prompt.thinking
+
+    @property
+    def chat(self) -> Chat:
+        """What its prompt was made of."""
+        return self._plan.prompt.chat
 
     async def events(self: ChatSession[AsyncOutputStream]) -> AsyncIterator[ChoiceEvents]:
         """The events of all choices as they arrive."""

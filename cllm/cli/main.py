@@ -18,6 +18,7 @@ from cllm.logs import configure_logging
 
 COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),
+    "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
     "run": (__name__, "run_command"),
     "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
@@ -45,7 +46,7 @@ class Commands(TyperGroup):
             options: dict[str, Any] = {"hidden": cmd_name == "bench"}
             if cmd_name in _GROUPED:
                 options["cls"] = import_module("cllm.cli.options").GroupedHelp
-            elif cmd_name in ("build", "bench"):
+            elif cmd_name in ("build", "bench", "llama-server"):
                 options["context_settings"] = _PASSED_ON
             alone.command(cmd_name, **options)(found)
             found = alone

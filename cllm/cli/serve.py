@@ -17,6 +17,7 @@ from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.errors import CllmError, Forbidden, ReloadFailed, SetupError
 from cllm.frontend.engine_client import EngineClient
 from cllm.logs import configure_logging
+from cllm.server.app import read_defaults
 from cllm.server.serve import bind, serve
 from cllm.workers.executor import ProcessExecutor
 
@@ -37,7 +38,8 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
     """Check everything that needs no model first; then load and serve until a signal ends it."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = config.with_disk_cache()
-    with contextlib.closing(bind(config.server)) as listener:
+    read_defaults(config.server.defaults)  # a wrong one is refused before anything is loaded
+    with contextlib.closing(bind(config.server)) as listeners:
         process = Preparation(asked=config.engine, given=given, log_level=config.server.log_level).start()
         # It decides what an interrupt means: it skips a measurement.
         handler = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
@@ -59,7 +61,7 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
                 )
 
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-                runner.run(serve(engine, config.server, listener, announce, Reloader(config, ready, given)))
+                runner.run(serve(engine, config.server, listeners, announce, Reloader(config, ready, given)))
 
 
 def _make_engine(

@@ -320,6 +320,7 @@ class Sequence:
             cells=self.num_computed,
             drafted_tokens=self.drafts.drafted if self.drafts is not None else 0,
             accepted_tokens=self.drafts.accepted if self.drafts is not None else 0,
+            predicted_tokens=len(self.request.prediction),
         )
 
 

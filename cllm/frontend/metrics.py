@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from cllm.deprecated import METRICS
 from cllm.frontend.request_queue import RequestQueue, RequestState
-from cllm.types import Limits, RequestOutput
+from cllm.types import Limits, RequestOutput, Usage
 from cllm.workers.messages import StepStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -95,8 +95,17 @@ class EngineMetrics:
         self._counters = [(field, counter(name, text)) for field, name, text in _STEP_COUNTERS]
         self._gauges = [(field, gauge(name, text)) for field, name, text in _STEP_GAUGES]
         names = [name for _, name, _ in (*_STEP_COUNTERS, *_STEP_GAUGES)]
-        metrics = [metric for _, metric in (*self._counters, *self._gauges)]
-        DeprecatedMetrics(dict(zip(names, metrics, strict=True)), self.registry)
+        metrics = dict(zip(names, [metric for _, metric in (*self._counters, *self._gauges)], strict=True))
+        DeprecatedMetrics(metrics, self.registry)
+        self._llama = LlamaMetrics(
+            {
+                "n_decode_total": metrics["steps"],
+                "tokens_predicted_total": self.generated_tokens,
+                "requests_processing": metrics["running_requests"],
+                "requests_deferred": self.queue,
+            },
+            self.registry,
+        )
 
     def watch(self, queue: RequestQueue) -> None:
         """Show this queue; read when metrics are scraped."""
@@ -140,6 +149,7 @@ class EngineMetrics:
             self.cached_tokens.labels(output.usage.cached_from).inc(output.usage.cached_tokens)
         self.drafted_tokens.inc(output.usage.drafted_tokens)
         self.accepted_tokens.inc(output.usage.accepted_tokens)
+        self._llama.ended(state, output.usage, now)
 
     def crashed(self) -> None:
         """The engine process is gone: nothing runs, nothing is held."""
@@ -182,6 +192,62 @@ class DeprecatedMetrics(Collector):
             for sample in new.samples:
                 copy.add_sample(sample.name.replace(new.name, old, 1), sample.labels, sample.value)
             yield copy
+
+
+class LlamaMetrics(Collector):
+    """What llama-server measures, under its names: for dashboards that were made for it."""
+
+    def __init__(self, same: Mapping[str, Collector], registry: CollectorRegistry) -> None:
+        """`same` are metrics of cllm that mean the same, by llama-server's names."""
+        self._same = same
+        self._sums = dict.fromkeys(
+            (
+                "prompt_tokens_total",
+                "prompt_tokens_cached_total",
+                "prompt_seconds_total",
+                "tokens_predicted_seconds_total",
+                "spec_decode_num_draft_tokens_total",
+                "spec_decode_num_accepted_tokens_total",
+            ),
+            0.0,
+        )
+        self._longest = 0
+        self._scraped = dict.fromkeys(("prompt", "predicted"), (0.0, 0.0))  # tokens and seconds until then
+        registry.register(self)
+
+    def ended(self, state: RequestState, usage: Usage, now: float) -> None:
+        """Count a request; one that never had a token took no time of either kind."""
+        first, sums = state.first_token or now, self._sums
+        sums["prompt_tokens_total"] += usage.prompt_tokens - usage.cached_tokens
+        sums["prompt_tokens_cached_total"] += usage.cached_tokens
+        sums["prompt_seconds_total"] += first - (state.dispatched or first)
+        sums["tokens_predicted_seconds_total"] += now - first
+        sums["spec_decode_num_draft_tokens_total"] += usage.drafted_tokens
+        sums["spec_decode_num_accepted_tokens_total"] += usage.accepted_tokens
+        self._longest = max(self._longest, usage.prompt_tokens + usage.completion_tokens)
+
+    def collect(self) -> Iterable[Metric]:
+        """Speeds are those since the last scrape."""
+        same = {name: _get_value(metric) for name, metric in self._same.items()}
+        values = {**self._sums, **same, "n_tokens_max": float(self._longest)}
+        for kind, tokens, seconds in (
+            ("prompt", "prompt_tokens_total", "prompt_seconds_total"),
+            ("predicted", "tokens_predicted_total", "tokens_predicted_seconds_total"),
+        ):
+            before, self._scraped[kind] = self._scraped[kind], (values[tokens], values[seconds])
+            spent = values[seconds] - before[1]
+            values[f"{kind}_tokens_seconds"] = (values[tokens] - before[0]) / spent if spent > 0 else 0.0
+        for name, value in values.items():
+            own = f"llamacpp:{name}"
+            counted = name.endswith("_total")
+            family = Metric(own.removesuffix("_total"), "llama-server's", "counter" if counted else "gauge")
+            family.add_sample(own, {}, value)
+            yield family
+
+
+def _get_value(metric: Collector) -> float:
+    """The value of a metric without labels."""
+    return next(iter(metric.collect())).samples[0].value
 
 
 class PlainHistogram(Collector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
@@ -30,6 +31,10 @@ class OutputStream:
         self.request_id = request_id
         self.queue_position = 0  # when it was accepted; 0: went to the engine at once
         self.finished = False  # the terminal output has been pushed
+        self.started = time.perf_counter()
+        self.first_token: float | None = None  # when it came
+        self.generated = 0  # tokens
+        self.ended: float | None = None
         self._newest: RequestOutput | None = None
         self._packed: PackedOutputs | None = None  # what is unread before the newest
 
@@ -41,7 +46,12 @@ class OutputStream:
                 self._packed = PackedOutputs()
             self._packed.add(self._newest)
         self._newest = output
-        self.finished = output.finish_reason is not None
+        if output.tokens:
+            self.generated += len(output.tokens)
+            if self.first_token is None:
+                self.first_token = time.perf_counter()
+        if output.finish_reason is not None:
+            self.finished, self.ended = True, time.perf_counter()
         self._wake()
 
     @property

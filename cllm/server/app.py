@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.config import ServerConfig
+from cllm.errors import ConfigError
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server import errors, openapi
@@ -22,9 +27,17 @@ from cllm.server.middleware import (
     TrustedHostMiddleware,
     split_list,
 )
+from cllm.server.protocol.sampling import SamplingBody
 from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
 
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
+SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
+    frozenset({"max_tokens", "n_predict", "max_completion_tokens", "max_output_tokens"}),
+    frozenset({"repetition_penalty", "repeat_penalty"}),
+    frozenset({"penalty_last_n", "repeat_last_n"}),
+    frozenset({"grammar", "json_schema", "regex", "choice", "response_format", "text"}),
+)
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 def create_app(
@@ -44,6 +57,9 @@ def create_app(
     app.state.started = int(time.time())
     app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
+    app.state.open_routes = frozenset(split_list(config.open_routes))
+    app.state.defaults = read_defaults(config.defaults)
+    app.state.add_defaults = partial(add_defaults, app.state.defaults)
     app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
     keys = keys or KeyRing(config.api_keys, config.api_key)
     openapi.install(app, closed=keys.closed)
@@ -55,6 +71,38 @@ def create_app(
     return app
 
 
+def read_defaults(setting: str) -> dict[str, Any]:
+    """The fields for requests that lack them. Raises ConfigError."""
+    try:
+        defaults = msgspec.json.decode(setting, type=dict[str, Any]) if setting else {}
+        SamplingBody.model_validate(defaults)
+    except msgspec.MsgspecError:
+        raise ConfigError(f"--defaults is not a JSON object: {setting[:80]!r}") from None
+    except ValidationError as error:
+        message, _ = errors.describe_validation([dict(each) for each in error.errors()])
+        raise ConfigError(f"--defaults: {message}") from None
+    if "max_tokens" in defaults:
+        defaults.setdefault("max_output_tokens", defaults["max_tokens"])  # its name on /v1/responses
+    return defaults
+
+
+def add_defaults(defaults: Mapping[str, Any], body: Any) -> Any:
+    """A body with the defaults that it lacks. Objects are merged; null is what a body lacks."""
+    if not isinstance(body, dict):
+        return body
+    if "max_tokens" in defaults:  # -1 is no limit but the server's
+        body = {name: value for name, value in body.items() if value != -1 or name not in SAME_FIELDS[0]}
+    given = {name for name, value in body.items() if value is not None}
+    for same in SAME_FIELDS:
+        given |= same if given & same else frozenset()
+    merged = {
+        name: {**default, **body[name]}
+        for name, default in defaults.items()
+        if isinstance(default, dict) and isinstance(body.get(name), dict)
+    }
+    return {**body, **{name: value for name, value in defaults.items() if name not in given}, **merged}
+
+
 def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
     """The layers around the routes; the last one added is the outermost."""
 
@@ -64,11 +112,18 @@ def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig
     app.add_middleware(
         BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
     )
-    app.add_middleware(AuthMiddleware, keys=keys, host=config.host, count_refusal=count_refusal)
+    app.add_middleware(
+        AuthMiddleware,
+        keys=keys,
+        host=config.host,
+        open_routes=config.open_routes,
+        count_refusal=count_refusal,
+    )
     if origins := split_list(config.cors_origins):
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
+            allow_origin_regex=LOCAL_ORIGIN if "localhost" in origins else None,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,

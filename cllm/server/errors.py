@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,12 +18,14 @@ from cllm.errors import (
     ClientError,
     ClientGone,
     CllmError,
+    ContextLengthExceeded,
     DeadlineExceeded,
     EngineError,
     Forbidden,
     InvalidRequest,
     NotEnoughMemory,
     NotFound,
+    NotSupported,
     QueueFull,
     RateLimited,
     ReloadFailed,
@@ -40,6 +43,7 @@ STATUS: dict[type[Exception], int] = {
     Unauthorized: 401,
     Forbidden: 403,
     NotFound: 404,
+    NotSupported: 501,
     CapacityError: 503,
     QueueFull: 429,
     RateLimited: 429,
@@ -68,6 +72,18 @@ _HTTP = {
     405: ("method_not_allowed", "this route does not support this method: GET /docs lists the methods"),
     413: ("payload_too_large", ""),
 }
+# llama-server's own routes, and its error types by status.
+_LLAMA = re.compile(
+    "/(completions?|infill|tokenize|detokenize|apply-template|props|slots|lora-adapters|embeddings?|rerank"
+    "|reranking|models|chat/completions|responses)(/.*)?"
+)
+_LLAMA_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
 # Anthropic's error types by status.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -86,13 +102,21 @@ def error_status(error: Exception) -> int:
 
 
 def error_body(path: str, status: int, code: str, message: str, field: str | None = None) -> dict[str, Any]:
-    """An error in Anthropic's shape on `/v1/messages`, OpenAI's on the rest of `/v1/*`, else cllm's."""
+    """An error in the shape of the route's API: Anthropic's, OpenAI's, llama-server's or cllm's own."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith("/v1/"):
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    if _LLAMA.fullmatch(path):
+        kind = _LLAMA_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        if code != ContextLengthExceeded.code:
+            return {"error": {"code": status, "message": message, "type": kind}}
+        found = re.search(r"(\d+) tokens, but .*?(\d+)", message)  # all that crosses processes is the message
+        numbers = {"n_prompt_tokens": int(found[1]), "n_ctx": int(found[2])} if found else {}
+        error = {"code": status, "message": message, "type": "exceed_context_size_error", **numbers}
+        return {"error": error}
     return {"success": False, "error": code, "message": message}
 
 

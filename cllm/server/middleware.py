@@ -18,7 +18,7 @@ from cllm.server.errors import error_body, error_status
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
 
-OPEN = "/health"  # the one path that never needs a key
+OPEN = ("/health", "/v1/health")  # the paths that never need a key
 ADMIN = ("/debug", "/admin", "/metrics", "/slots")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 _KEYLESS = TenantLimits(role="admin")  # every request of a server without keys
@@ -28,7 +28,9 @@ CountRefusal = Callable[[str], None]
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
+    """True for an address, or several, that only this machine can reach."""
+    if "," in host:
+        return all(map(is_loopback, split_list(host)))
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
@@ -76,7 +78,7 @@ class TrustedHostMiddleware:
 
     def __init__(self, app: ASGIApp, host: str, allowed_hosts: str, count_refusal: CountRefusal) -> None:
         self._app = app
-        self._allowed = {name.lower().rstrip(".") for name in (host, *split_list(allowed_hosts))}
+        self._allowed = {name.lower().rstrip(".") for name in split_list(f"{host},{allowed_hosts}")}
         self._checks = (is_loopback(host) or bool(allowed_hosts)) and "*" not in self._allowed
         self._count_refusal = count_refusal
         self._is_allowed = lru_cache(256)(self._parse_allowed)
@@ -125,9 +127,12 @@ class AuthMiddleware:
     scope's state, and in `CALLER`.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, host: str, count_refusal: CountRefusal) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, host: str, open_routes: str, count_refusal: CountRefusal
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._open = tuple(split_list(open_routes))  # of the operators' routes
         self._closed = keys.closed  # reading the keys file again never changes it
         self._loopback = is_loopback(host)
         self._count_refusal = count_refusal
@@ -140,7 +145,7 @@ class AuthMiddleware:
             state = scope.setdefault("state", {})
             if self._closed:
                 state["tenant"] = self._authenticate(scope)
-            elif self._loopback or not scope["path"].startswith(ADMIN):
+            elif self._loopback or not self._for_operators(scope["path"]):
                 state["tenant"] = _KEYLESS
             else:
                 raise Forbidden("this route needs a loopback address, or API keys (--api-keys)")
@@ -155,7 +160,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope) -> TenantLimits:
-        if scope["path"] == OPEN:
+        if scope["path"] in OPEN:
             return TenantLimits()
         key = _get_key(scope)
         tenant = self._keys.find(key or "")
@@ -163,9 +168,12 @@ class AuthMiddleware:
             raise Unauthorized("an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
         if tenant is None:
             raise Unauthorized("the API key is wrong")
-        if scope["path"].startswith(ADMIN) and not tenant.admin:
+        if self._for_operators(scope["path"]) and not tenant.admin:
             raise Forbidden("this route needs an admin's API key")
         return tenant
+
+    def _for_operators(self, path: str) -> bool:
+        return path.startswith(ADMIN) and path not in self._open
 
 
 def _get_key(scope: Scope) -> str | None:

@@ -133,7 +133,7 @@ def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
 
 def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
     """Either scheme, with the role it takes; `{}`: or without any."""
-    if path == OPEN:
+    if path in OPEN:
         return []
     roles = ["admin"] if path.startswith(ADMIN) else []
     return [*({name: roles} for name in _SCHEMES), *([] if closed else [{}])]
@@ -152,7 +152,7 @@ def _responses(path: str, method: str, about: dict[str, Any], required: str | No
     own = {int(status): error for status, error in about["errors"].items()}
     found: dict[str, Any] = {"200": {"description": "Done", "content": about["content"]}}
     statuses = {403, 431, *own}
-    if path != OPEN:
+    if path not in OPEN:
         statuses |= {401, 500, 503}
     if method == "post":
         statuses |= {400, 408, 413, 415}

@@ -21,7 +21,7 @@ from cllm.frontend.engine_registry import EngineRegistry, Load
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, ReadTurns, make_limits
 from cllm.server.keys import KeyRing
-from cllm.server.middleware import is_loopback
+from cllm.server.middleware import is_loopback, split_list
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +95,18 @@ def _reload_keys(keys: KeyRing, registry: EngineRegistry) -> None:
         registry.set_tenants(keys.tenants)
 
 
+class Listeners(list[socket.socket]):
+    """The listening sockets of all addresses."""
+
+    def close(self) -> None:
+        for listener in self:
+            listener.close()
+
+
 async def serve(
     first: EngineClient,
     config: ServerConfig,
-    listener: socket.socket,
+    listeners: Listeners,
     announce: Callable[[str], None],
     load: Load | None = None,
 ) -> None:
@@ -134,32 +142,47 @@ async def serve(
         gc.collect()
         gc.freeze()
         loop.add_signal_handler(signal.SIGHUP, _reload_keys, keys, registry)
-        host, port = listener.getsockname()[:2]
+        host, port = listeners[0].getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=listeners)
     finally:
         await loop.run_in_executor(None, registry.stop)
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Take the port before anything is loaded. Raises PortInUse."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+def bind(config: ServerConfig) -> Listeners:
+    """Take the port on every address before anything is loaded. Raises PortInUse."""
+    listeners = Listeners()
+    try:
+        for host in split_list(config.host):
+            port = listeners[0].getsockname()[1] if listeners else config.port
+            listeners.append(_listen(host, port, config))
+    except BaseException:
+        listeners.close()
+        raise
+    if not listeners:
+        raise ConfigError("--host names no address")
+    return listeners
+
+
+def _listen(host: str, port: int, config: ServerConfig) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if listener.family is socket.AF_INET6 and host != config.host:  # IPv4 has a listener of its own
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # Connections inherit it. The kernel buffers megabytes before a write blocks, but knows the reader.
         limit_ms = int(1000 * config.slow_reader_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((host, port))
         # Two listeners may bind the same port with SO_REUSEADDR until one of them listens.
         listener.listen(1024)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"port {config.port} on {config.host} is in use: stop what listens there or choose --port"
+                f"port {port} on {host} is in use: stop what listens there or choose --port"
             ) from None
-        raise PortInUse(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise PortInUse(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener

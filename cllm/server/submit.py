@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from starlette.requests import Request as HttpRequest
 
-from cllm.errors import InvalidRequest, ModelNotFound
+from cllm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server.protocol.base import ConstrainedBody
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
-from cllm.workers.messages import CheckConstraint, Text
+from cllm.workers.messages import CheckConstraint, Text, TokenizeText, Tokens
 
 
 def get_registry(http: HttpRequest) -> EngineRegistry:
@@ -44,6 +45,33 @@ def check_tokens(engine: EngineClient, tokens: Sequence[int], field: str) -> tup
     return tuple(tokens)
 
 
+async def tokenize_pieces(
+    engine: EngineClient,
+    pieces: Sequence[str | int],
+    field: str,
+    limit: int = 0,
+    *,
+    add_special: bool = True,
+    parse_special: bool = False,
+) -> tuple[int, ...]:
+    """The tokens of texts and token ids, one after the other. Raises InvalidRequest, ContextLengthExceeded.
+
+    `limit` is that of a prompt; special tokens are added to a text at its beginning only.
+    """
+    tokens: list[int] = []
+    for texts, run in groupby(enumerate(pieces), lambda each: isinstance(each[1], str)):
+        if not texts:
+            tokens += check_tokens(engine, [int(token) for _, token in run], field)
+            continue
+        for index, text in run:
+            first = add_special and not index
+            task = TokenizeText(str(text), limit, add_special=first, parse_special=parse_special)
+            tokens += (await run_tokenizer(engine, task, Tokens)).tokens
+    if limit and len(tokens) > limit:
+        raise ContextLengthExceeded(len(tokens), limit)
+    return tuple(tokens)
+
+
 async def check_constraint(engine: EngineClient, spec: ConstraintSpec, form_field: str) -> None:
     """Compile the constraint of a body. Raises InvalidRequest, which names a schema's field `form_field`."""
     try:
@@ -71,14 +99,22 @@ async def make_request(
     constraint = body.constraint()
     if constraint is not None:
         await check_constraint(engine, constraint, body.form_field)
+    tokens = {
+        key: (
+            await run_tokenizer(engine, TokenizeText(body.bias_text(key), add_special=False), Tokens)
+        ).tokens
+        for key in body.bias_texts
+    }
     return Request(
         id=request_id,
         prompt=prompt,
-        max_tokens=min(max_tokens or limits.request_tokens, limits.request_tokens),
-        sampling=body.sampling(info.vocabulary_size),
+        max_tokens=limits.request_tokens if max_tokens is None else min(max_tokens, limits.request_tokens),
+        sampling=body.sampling(info.vocabulary_size, tokens),
         stop=stop,
         logprobs=logprobs,
         constraint=constraint,
+        min_tokens=body.min_tokens,
+        stop_token_ids=check_tokens(engine, body.stop_token_ids, "stop_token_ids"),
         timeout_s=body.timeout,
         priority=body.priority,
         reuse=body.cache_prompt,

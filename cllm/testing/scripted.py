@@ -89,8 +89,11 @@ def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
     engine = EngineClient(executor, queue_size=server.queue_size)
 
     announce = partial(print, "cllm serves fake (a script) at", flush=True)
-    with contextlib.closing(bind(server)) as listener, asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(serve(engine, server, listener, announce))
+    with (
+        contextlib.closing(bind(server)) as listeners,
+        asyncio.Runner(loop_factory=_new_event_loop) as runner,
+    ):
+        runner.run(serve(engine, server, listeners, announce))
 
 
 def main(arguments: list[str]) -> int:

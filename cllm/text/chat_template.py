@@ -29,6 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import ConfigError, InvalidRequest
+from cllm.text.builtin_templates import BUILTIN_TEMPLATES
 
 RENDER_LIMIT_S = 0.75  # CPU time; below the guard's limit, so that an error comes before the kill
 GUARD_LIMIT_S = 1.0
@@ -270,10 +271,12 @@ def tojson(
 
 
 def read_template(given: str) -> str:
-    """The source of a template, given as a path or as the text itself. Raises ConfigError.
+    """The source of a template, given by a built-in name, as a path, or as the text. Raises ConfigError.
 
     Read once: a file that changes or disappears later cannot fail the restart of a worker.
     """
+    if given in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[given]
     name, source = "(inline)", given
     try:
         if not _is_template(given):
@@ -289,6 +292,8 @@ def read_template(given: str) -> str:
         _ = ChatTemplate(source)._compiled
     except OSError as error:
         reason = error.strerror or str(error)
+        if len(path.parts) == 1:
+            reason += f"; built-in ones are {', '.join(BUILTIN_TEMPLATES)}"
     except UnicodeDecodeError:
         reason = "not UTF-8 text"
     except jinja2.TemplateSyntaxError as error:

@@ -43,9 +43,9 @@ def prepare(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
         thoughts = next(filter(None, map(given.get, THOUGHTS)), None)
         if message["role"] == "assistant" and thoughts:
             message |= dict.fromkeys(THOUGHTS, thoughts)
-        if calls := message.pop("tool_calls", None):
-            open_calls = []
-            message["tool_calls"] = [_prepare_call(call, f"call_{len(names)}", names) for call in calls]
+        calls = message.pop("tool_calls", None)
+        if calls and message["role"] == "assistant":
+            message["tool_calls"] = [_prepare_call(call, f"call{len(names):05}", names) for call in calls]
             open_calls = [call["id"] for call in message["tool_calls"]]
         elif message["role"] == "tool":
             call_id = message.get("tool_call_id") or (open_calls[0] if open_calls else "")

@@ -100,7 +100,7 @@ class PromptBuilder:
         return msgspec.structs.replace(
             derived,
             opening_ids=tokenize(derived.reasoning_openings[0].strip()),
-            closing_ids=tokenize(derived.reasoning_closings[0].rstrip()),
+            closing_ids=tokenize(derived.reasoning_closings[0].strip()),
         )
 
     def tokenize(self, chat: Chat, max_tokens: int = 0) -> ChatPrompt:

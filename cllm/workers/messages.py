@@ -202,6 +202,12 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True):
     tokens: tuple[int, ...]
 
 
+class SpellTokens(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of each token, of control tokens their spelling; answered with Pieces."""
+
+    tokens: tuple[int, ...]
+
+
 class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
     """Does this grammar compile? Answered with Text (empty)."""
 
@@ -222,6 +228,7 @@ TokenizerTask = (
     | TokenizePairs
     | RenderChat
     | Detokenize
+    | SpellTokens
     | CheckConstraint
     | DescribeFormat
 )
@@ -280,6 +287,10 @@ class Text(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    pieces: tuple[bytes, ...]
+
+
 class Described(msgspec.Struct, frozen=True, tag=True):
     chat_format: ChatFormat
 
@@ -290,7 +301,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
-TokenizerAnswer = Tokens | TokenLists | Text | Described | Refused
+TokenizerAnswer = Tokens | TokenLists | Text | Pieces | Described | Refused
 
 
 class TokenizerCall(msgspec.Struct, frozen=True):

@@ -29,8 +29,10 @@ from cllm.workers.messages import (
     Described,
     DescribeFormat,
     Detokenize,
+    Pieces,
     Refused,
     RenderChat,
+    SpellTokens,
     Text,
     TokenizeChat,
     TokenizeInfill,
@@ -105,6 +107,8 @@ class TokenizerWorker:
                     return _all_limited(pairs, max_tokens, "documents")
                 case Detokenize(tokens):
                     return Text(b"".join(map(vocabulary.piece, tokens)).decode("utf-8", "replace"))
+                case SpellTokens(tokens):
+                    return Pieces(tuple(map(self._spell, tokens)))
                 case DescribeFormat(tools):
                     return Described(self._prompts.describe(tools=tools))
                 case CheckConstraint(spec):
@@ -113,6 +117,12 @@ class TokenizerWorker:
                     return Text("")
         except CllmError as error:
             return Refused(error.code, error.message, getattr(error, "field", None))
+
+    def _spell(self, token: int) -> bytes:
+        vocabulary = self._vocabulary
+        return (
+            vocabulary.spelling(token).encode() if vocabulary.is_control(token) else vocabulary.piece(token)
+        )
 
 
 def _limited(tokens: list[int], max_tokens: int, *, thinking: bool = False) -> Tokens:

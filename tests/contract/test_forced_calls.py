@@ -1,4 +1,4 @@
-"""Forced calls with llama.cpp: markers are control tokens, arguments validate, the rest is reported as cut."""
+"""Forced calls with llama.cpp: markers are control tokens, arguments validate, what is cut is no text."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ from tests.tiny_models import CHAT_TEMPLATE, VOCABULARY, make_dense
 CONTROLS = ("<PRE>", "<SUF>", "<MID>", "<REP>", "<SEP>", "[TOOL_CALLS]", "<|python_tag|>")
 ROLES = {f"fim_{role}": f"<{role.upper()}>" for role in ("pre", "suf", "mid", "rep", "sep")}
 PRE, SUF, MID, REP, SEP, TOOL_CALLS, PYTHON_TAG = range(VOCABULARY - len(CONTROLS), VOCABULARY)
-TOOL_TEMPLATE = CHAT_TEMPLATE + "{{ tools | length }}[TOOL_CALLS]"
+TOOL_TEMPLATE = CHAT_TEMPLATE + "{{ tools[0].function.name if tools }}[TOOL_CALLS]"
+LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +74,10 @@ def test_a_template_for_tools_is_used_with_tools_only(model: LlamaModel) -> None
     worker = TokenizerWorker(model.vocabulary, info.chat_template, tool_template=info.tool_template)
     chat = Chat(({"role": "user", "content": "hi"},))
     plain, with_tools = (
-        worker.perform(RenderChat(each)) for each in (chat, msgspec.structs.replace(chat, tools=({},)))
+        worker.perform(RenderChat(each)) for each in (chat, msgspec.structs.replace(chat, tools=(LOOK,)))
     )
     assert isinstance(plain, Text) and isinstance(with_tools, Text)
-    assert with_tools.text == plain.text + "1[TOOL_CALLS]"
+    assert with_tools.text == plain.text + "look[TOOL_CALLS]"
     given = model.info("{{ 'mine' }}")
     assert (given.chat_template, given.tool_template) == ("{{ 'mine' }}", None)
 

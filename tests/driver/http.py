@@ -63,6 +63,10 @@ def refusal(answer: httpx.Response, status: int = 400, code: str | None = None) 
         assert set(error) == {"message", "type", "param", "code"}
         message, given = error["message"], error["code"]
         assert isinstance(error["type"], str)
+    elif isinstance(body["error"], dict):  # llama-server's own routes
+        assert set(body) == {"error"} and {"code", "message", "type"} <= set(body["error"])
+        assert body["error"]["code"] == status
+        message, given = body["error"]["message"], code or body["error"]["type"]
     else:
         assert set(body) == {"success", "error", "message"} and body["success"] is False
         message, given = body["message"], body["error"]

@@ -187,7 +187,7 @@ def test_llama_servers_own_shape(embedded: Server, client: openai.OpenAI) -> Non
     raw = embedded.post("/embedding", {"content": CAT, "embd_normalize": -1}).json()[0]["embedding"][0]
     assert np.linalg.norm(raw) > 2
     refused = embedded.post("/embedding", {"content": ""})
-    assert refused.status_code == 400 and refused.json()["success"] is False
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == 400
 
 
 # Beside streams, and after disconnects --------------------------------------------------------------

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.driver.server import Server, parse_events
+
+LLAMA = ("from cllm.cli.main import main; main()", "llama-server")
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
+FIELDS = {  # of an answer of /completion
+    *("index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted", "tokens_evaluated"),
+    *("generation_settings", "prompt", "has_new_line", "truncated", "stop_type", "stopping_word"),
+    *("tokens_cached", "timings"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    """The tiny model, which has no chat template, served by llama-server's command line."""
+    folder = tmp_path_factory.mktemp("llama")
+    saves, keys = folder / "saves", folder / "keys"
+    saves.mkdir()
+    keys.write_text("# ours\nother-key\n")
+    words = (
+        f"-m {tiny_model} -a tiny-one,other -c 2048 -t 1 -n 5 --temp 0 --seed 3 --slot-save-path {saves} "
+        f"--metrics --props --api-key-file {keys} --cors-origins localhost --lora none.gguf --jinja -fa on "
+        "--host 127.0.0.1"
+    )
+    with Server(folder / "log", *words.split(), program=LLAMA) as server:
+        server.client.headers["Authorization"] = "Bearer other-key"
+        yield server
+
+
+def stream(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, without the last mark of OpenAI's."""
+    with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = (line for line in answer.iter_lines() if line != "data: [DONE]" and not line.startswith(":"))
+        return list(parse_events(lines))
 
 
 def completion(server: Server, prompt: Any, n_predict: int = 8, **fields: Any) -> dict[str, Any]:
@@ -20,7 +58,11 @@ def test_a_completion_has_its_fields_and_equals_the_native_route(embedded: Serve
     assert answer["content"] == embedded.generate("The capital of France is", 8, temperature=0)["text"]
     assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 8)
     timings = answer["timings"]
-    assert timings["predicted_n"] == 8 and len(answer["tokens"]) == 8
+    assert set(answer) == FIELDS
+    assert timings["predicted_n"] == 8 and answer["tokens"] == []
+    assert (
+        answer["prompt"] == "The capital of France is" and answer["generation_settings"]["temperature"] == 0
+    )
     assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0 and timings["predicted_per_second"] > 0
 
 
@@ -49,10 +91,11 @@ def test_probabilities_come_when_asked_for(embedded: Server) -> None:
 
 def test_a_stream_ends_with_a_stop_event(embedded: Server) -> None:
     body = {"prompt": "1+1=", "n_predict": 5, "temperature": 0, "stream": True}
-    with embedded.client.stream("POST", "/completion", json=body) as answer:
-        pieces = list(parse_events(answer.iter_lines()))
+    pieces = stream(embedded, "/completion", body)
     assert "".join(piece["content"] for piece in pieces) == completion(embedded, "1+1=", 5)["content"]
     assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert set(pieces[-1]) == FIELDS and (pieces[-1]["content"], pieces[-1]["tokens"]) == ("", [])
+    assert sum(len(piece["tokens"]) for piece in pieces) == 5 == pieces[-1]["tokens_predicted"]
 
 
 def test_the_template_props_and_slots_are_shown(embedded: Server) -> None:
@@ -61,3 +104,170 @@ def test_the_template_props_and_slots_are_shown(embedded: Server) -> None:
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert embedded.get("/props")["total_slots"] == 8
     assert [slot["is_processing"] for slot in embedded.get("/slots")] == [False] * 8
+
+
+def test_what_a_completion_may_be_asked_for(embedded: Server) -> None:
+    answer = completion(
+        embedded, "1+1=", 3, return_tokens=True, response_fields=["tokens", "timings/prompt_n"]
+    )
+    assert set(answer) == {"tokens", "timings/prompt_n"} and len(answer["tokens"]) == 3
+    text = "Once upon a time there was a king who had three daughters. " * 4
+    warmed = completion(embedded, text, 0)
+    assert (warmed["content"], warmed["tokens_predicted"], warmed["stop_type"]) == ("", 0, "limit")
+    assert completion(embedded, text, 1)["timings"]["cache_n"] > 0
+    assert completion(embedded, "1+1=", 1)["timings"]["predicted_per_second"] == 0.0
+    assert completion(embedded, "1+1=", 4, logit_bias=[["2", False]])["content"][0] != "2"
+    assert completion(embedded, "1+1=", 4, grammar="", stop=[""], seed=-7, samplers=["top_k"])["content"]
+
+
+def test_several_prompts_are_several_answers(embedded: Server) -> None:
+    tokens = embedded.post("/tokenize", {"content": "1+1="}).json()["tokens"]
+    body = {"prompt": ["1+1=", tokens, ["1+", *tokens[2:]]], "n_predict": 3, "temperature": 0}
+    answers = embedded.post("/completion", body).json()
+    assert [answer["index"] for answer in answers] == [0, 1, 2]
+    assert len({answer["content"] for answer in answers}) == 1 and answers[1]["prompt"] == "1+1="
+    events = stream(embedded, "/completion", body)
+    assert sorted(event["index"] for event in events if event["stop"]) == [0, 1, 2]
+
+
+def test_a_stream_has_one_token_an_event_where_probabilities_are_asked_for(embedded: Server) -> None:
+    body = {"prompt": "a a a a a a a a", "n_predict": 12, "temperature": 0, "n_probs": 2}
+    *pieces, last = stream(embedded, "/completion", body)
+    assert [len(piece["tokens"]) for piece in pieces] == [1] * 12
+    assert [len(piece["completion_probabilities"]) for piece in pieces] == [1] * 12
+    assert "completion_probabilities" not in last
+    whole = completion(embedded, "a a a a a a a a", 12, n_probs=2)
+    assert "".join(piece["content"] for piece in pieces) == whole["content"]
+
+
+def test_probabilities_after_sampling(embedded: Server) -> None:
+    answer = completion(embedded, "1+1=", 2, n_probs=3, post_sampling_probs=True)
+    for entry in answer["completion_probabilities"]:
+        assert entry["prob"] == 1.0 and [each["prob"] for each in entry["top_probs"]] == [1.0]
+
+
+def test_progress_and_timings_in_a_stream(llama: Server) -> None:
+    body = {"prompt": "x " * 300, "n_predict": 2, "return_progress": True, "timings_per_token": True}
+    first, *pieces, _ = stream(llama, "/completion", {**body, "cache_prompt": False})
+    while "prompt_progress" in pieces[0]:
+        first = pieces.pop(0)
+    progress = first["prompt_progress"]
+    assert progress["processed"] == progress["total"] == first["tokens_evaluated"] > 300
+    assert all(piece["timings"]["prompt_ms"] > 0 for piece in pieces)
+
+
+def test_a_line_that_is_indented_by_too_little_ends_it(embedded: Server) -> None:
+    answer = completion(embedded, "1, 2, 3.\n\nA poem:\n\n", 200, n_indent=30, ignore_eos=True)
+    assert answer["stop_type"] == "limit" and answer["tokens_predicted"] < 200
+
+
+def test_tokens_with_their_texts(embedded: Server) -> None:
+    body = {"content": ["é<|im_end|>", 33], "with_pieces": True}
+    tokens = embedded.post("/tokenize", body).json()["tokens"]
+    assert [token["piece"] for token in tokens][-2:] == [
+        "<|im_end|>",
+        "2" if tokens[-1]["piece"] == "2" else "1",
+    ]
+    assert embedded.post("/detokenize", {"tokens": [tokens[-2]["id"]]}).json() == {"content": "<|im_end|>"}
+    assert embedded.post("/tokenize", {}).json() == {"tokens": []}
+    assert embedded.post("/detokenize", {}).json() == {"content": ""}
+
+
+def test_errors_have_its_shape(embedded: Server) -> None:
+    wrong = embedded.post("/completion", {"prompt": "x", "n_predict": "many"})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["code"] == 400 and wrong.json()["error"]["type"] == "invalid_request_error"
+    long = embedded.post("/completion", {"prompt": [1] * 5000}).json()["error"]
+    assert long["type"] == "exceed_context_size_error"
+    assert (long["n_prompt_tokens"], long["n_ctx"]) == (5000, 4096)
+
+
+def test_routes_without_v1(embedded: Server) -> None:
+    assert embedded.post("/chat/completions", CHAT).json()["object"] == "chat.completion"
+    assert (
+        embedded.post("/responses", {"input": "Hi", "max_output_tokens": 16}).json()["object"] == "response"
+    )
+    counts = [
+        embedded.post(path, {"messages": CHAT["messages"], "input": "Hi"}).json()["input_tokens"]
+        for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")
+    ]
+    assert counts[0] == counts[1] > 1
+    assert embedded.post("/responses/input_tokens", {"input": "Hi"}).json()["input_tokens"] == counts[0]
+    assert embedded.get("/v1/health")["status"] == "ok"
+    (model,) = embedded.get("/models")["data"]
+    assert model["meta"]["n_ctx"] == 4096 and model["meta"]["n_vocab"] > 0
+    assert embedded.get("/lora-adapters") == []
+    assert embedded.post("/props", {}).status_code == 501
+    assert embedded.post("/slots/0?action=save", {"filename": "x"}).status_code == 501
+
+
+def test_the_command_line_says_what_a_request_leaves_out(llama: Server) -> None:
+    first, second = (completion(llama, "abc", -1, temperature=None) for _ in range(2))
+    assert first["content"] == second["content"] and first["tokens_predicted"] == 5
+    settings = first["generation_settings"]
+    assert (settings["temperature"], settings["seed"]) == (0, 3)
+    assert completion(llama, "abc", 2)["tokens_predicted"] == 2
+    props = llama.get("/props")
+    assert props["model_alias"] == "tiny-one" == llama.get("/v1/models")["data"][0]["id"]
+    assert props["default_generation_settings"]["params"]["n_predict"] == 5
+    assert props["default_generation_settings"]["n_ctx"] == 2048 and props["total_slots"] == 4
+    assert props["model_path"].endswith(".gguf") and props["modalities"]["vision"] is False
+    assert (
+        llama.post("/v1/chat/completions", {"messages": CHAT["messages"]}).json()["usage"][
+            "completion_tokens"
+        ]
+        == 5
+    )
+    assert "ignored: --lora" in llama.log_text
+
+
+def test_a_model_without_a_template_speaks_chatml(llama: Server) -> None:
+    prompt = llama.post("/apply-template", {"messages": CHAT["messages"]}).json()["prompt"]
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_keys_and_origins(llama: Server) -> None:
+    assert llama.client.get("/v1/health", headers={"Authorization": ""}).status_code == 200
+    refused = llama.client.get("/props", headers={"Authorization": "Bearer wrong"})
+    assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+    for origin, allowed in (("http://localhost:3000", True), ("http://elsewhere.example", False)):
+        answer = llama.client.get("/v1/health", headers={"Origin": origin})
+        assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+def test_its_metrics(llama: Server) -> None:
+    completion(llama, "abcdef", 4)
+    found = llama.metrics()
+    for name in ("prompt_tokens_total", "prompt_seconds_total", "tokens_predicted_total", "n_decode_total"):
+        assert found[f"llamacpp:{name}"] > 0
+    assert found["llamacpp:n_tokens_max"] >= 10 and found["llamacpp:requests_processing"] == 0
+    assert {"llamacpp:predicted_tokens_seconds", "llamacpp:requests_deferred"} <= set(found)
+
+
+def test_slots_are_saved_restored_and_erased(llama: Server) -> None:
+    assert [slot["n_ctx"] for slot in llama.get("/slots")] == [2048] * 4
+    prompt = "a slot of its own " * 8
+    completion(llama, prompt, 1)
+    saved = llama.post("/slots/0?action=save", {"filename": "one.bin"}).json()
+    assert saved["n_saved"] > 64 and saved["n_written"] > 0 and saved["filename"] == "one.bin"
+    assert llama.post("/slots/0?action=erase", {}).json()["n_erased"] > 64
+    assert completion(llama, prompt, 1)["timings"]["cache_n"] == 0
+    llama.post("/slots/0?action=erase", {})
+    restored = llama.post("/slots/0?action=restore", {"filename": "one.bin"}).json()
+    assert restored["n_restored"] == saved["n_saved"] and restored["timings"]["restore_ms"] >= 0
+    assert completion(llama, prompt, 1)["timings"]["cache_n"] > 0
+    for action, body in (("save", {"filename": "../x"}), ("wibble", {}), ("restore", {"filename": "none"})):
+        assert llama.post(f"/slots/0?action={action}", body).status_code in (400, 404)
+    assert llama.post("/slots/99?action=erase", {}).status_code == 400
+    assert llama.post("/props", {}).json() == {"success": True}
+
+
+def test_a_slot_that_computes_shows_its_request(llama: Server) -> None:
+    with llama.client.stream(
+        "POST", "/completion", json={"prompt": "abc", "n_predict": 1500, "stream": True, "ignore_eos": True}
+    ) as answer:
+        lines = answer.iter_lines()  # the response is closed with it
+        next(lines)
+        busy = [slot for slot in llama.get("/slots") if slot["is_processing"]]
+    assert len(busy) == 1 and busy[0]["params"]["n_predict"] == 1500
+    assert busy[0]["next_token"][0]["n_decoded"] > 0 and "abc" not in json.dumps(busy)

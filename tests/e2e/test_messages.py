@@ -16,6 +16,7 @@ import pytest
 from anthropic.types import MessageParam
 from pydantic import BaseModel
 
+from tests.driver.agent_bodies import CLAUDE, CLAUDE_TURNS
 from tests.driver.server import Server, StartServer
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
@@ -130,6 +131,16 @@ def test_the_billing_header_of_claude_code_changes_nothing(client: anthropic.Ant
         read = usage.input_tokens + (usage.cache_read_input_tokens or 0)
         answers.append((words(answer), read, client.messages.count_tokens(**body).input_tokens))
     assert len(set(answers)) == 1 and answers[0][1] == answers[0][2]
+
+
+def test_a_session_of_claude_code_is_taken(embedded: Server) -> None:
+    messages = [*CLAUDE["messages"], *(message for turn in CLAUDE_TURNS for message in turn)]
+    counts = [
+        embedded.post("/v1/messages/count_tokens", {**CLAUDE, "messages": messages[:count]}).json()
+        for count in (2, 4, len(messages))
+    ]
+    tokens = [count["input_tokens"] for count in counts]
+    assert tokens == sorted(set(tokens)) and tokens[0] > 3000, counts
 
 
 def test_tokens_are_counted_beyond_the_context(client: anthropic.Anthropic) -> None:

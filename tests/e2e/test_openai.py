@@ -37,7 +37,17 @@ def client(embedded: Server) -> Iterator[openai.OpenAI]:
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:
-    assert "SmolLM2" in client.models.list().data[0].id
+    model = client.models.list().data[0]
+    assert "SmolLM2" in model.id and model.created > 1_700_000_000
+    told = model.to_dict()
+    assert told["max_model_len"] == told["context_length"] == 4096
+    assert told["capabilities"] == ["completion", "chat", "tools", "embeddings"]
+    assert told["meta"]["n_ctx_train"] == 8192  # type: ignore[index]
+    assert client.models.retrieve(model.id) == model
+    other = client.models.retrieve("/org/any:latest").to_dict()
+    assert (other["id"], other["root"]) == ("/org/any:latest", model.id)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("../x")
 
 
 def test_a_completion_equals_the_native_route(client: openai.OpenAI, embedded: Server) -> None:
@@ -271,3 +281,35 @@ def test_a_disconnect_in_mid_stream_leaves_nothing_behind(
 ) -> None:
     with embedded.freed_on_leaving(), STREAMS[route](client) as stream:
         next(iter(stream))
+
+
+def test_the_prompts_log_probabilities_are_those_of_its_tokens(client: openai.OpenAI) -> None:
+    """As evaluation harnesses score a text: by echo, without generating."""
+    asked: Any = {"model": "any", "temperature": 0, "logprobs": 1}
+    said = client.completions.create(prompt="1, 2, 3, 4,", max_tokens=6, **asked).choices[0]
+    text = f"1, 2, 3, 4,{said.text}"
+    echoed = client.completions.create(prompt=text, max_tokens=0, echo=True, **asked).choices[0]
+    assert echoed.text == text and echoed.finish_reason == "length"
+    assert said.logprobs is not None and echoed.logprobs is not None
+    tokens, logprobs = echoed.logprobs.tokens or [], echoed.logprobs.token_logprobs or []
+    assert "".join(tokens) == text and logprobs[0] is None
+    assert tokens[-6:] == said.logprobs.tokens
+    assert logprobs[-6:] == pytest.approx(said.logprobs.token_logprobs, abs=0.2)  # kernels round differently
+    more = client.completions.create(prompt=text, max_tokens=2, echo=True, **asked).choices[0]
+    assert more.logprobs is not None and len(more.logprobs.tokens or []) == len(tokens) + 2
+    chunks = list(client.completions.create(prompt=text, max_tokens=2, echo=True, stream=True, **asked))
+    pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
+    assert [token for piece in pieces for token in piece.tokens or []] == more.logprobs.tokens
+    assert [at for piece in pieces for at in piece.text_offset or []] == more.logprobs.text_offset
+    assert "".join(chunk.choices[0].text for chunk in chunks) == more.text
+
+
+def test_reasoning_ends_at_its_budget(thinking: Server) -> None:
+    """This model thinks for ever; without a budget nothing else comes."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "temperature": 0}
+    for budget in (0, 5):
+        answer = thinking.post("/v1/chat/completions", {**body, "reasoning_budget": budget}).json()
+        message = answer["choices"][0]["message"]
+        assert message["content"] and len(message.get("reasoning_content", "")) <= 4 * budget
+    free = thinking.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    assert not free["content"] and free["reasoning_content"]

@@ -15,6 +15,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseReasoningItem
 from pydantic import BaseModel, ConfigDict, Field
 
+from tests.driver.agent_bodies import CODEX, CODEX_TURNS
 from tests.driver.server import Server, StartServer
 
 QUESTION = "What is AI?"
@@ -162,6 +163,20 @@ def test_a_demanded_call_fits_its_schema_and_its_result_goes_back(client: openai
         (streamed,) = stream.get_final_response().output
     assert "".join(deltas) == call.arguments
     assert streamed.type == "function_call" and streamed.arguments == call.arguments
+
+
+def test_a_session_of_codex_is_taken(embedded: Server) -> None:
+    items = [*CODEX["input"], *(item for turn in CODEX_TURNS for item in turn)]
+    counts = [
+        embedded.post("/v1/responses/input_tokens", {**CODEX, "input": items[:count]}).json()
+        for count in (3, 12, len(items))
+    ]
+    tokens = [count["input_tokens"] for count in counts]
+    assert tokens == sorted(set(tokens)), counts
+    answer = embedded.post(
+        "/v1/responses", {**CODEX, "input": items, "stream": False, "max_output_tokens": 4}
+    )
+    assert answer.status_code == 200 and answer.json()["output"], answer.text
 
 
 def test_logprobs_are_given_where_asked_for(client: openai.OpenAI) -> None:

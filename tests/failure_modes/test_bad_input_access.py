@@ -224,8 +224,15 @@ def test_hosts_and_origins_that_are_allowed(start_for_module: StartServer, tmp_p
     assert preflight.status_code == 200
     assert cors_of(preflight)["access-control-allow-origin"] == "https://ui.example.org"
     assert "authorization" in cors_of(preflight)["access-control-allow-headers"]
+    private = {"access-control-request-private-network": "true"}
+    preflight = server.client.options("/v1/completions", headers={**ours, **ASK, **private})
+    assert preflight.status_code == 200
+    assert cors_of(preflight)["access-control-allow-private-network"] == "true"
+    preflight = server.client.options("/v1/completions", headers={**foreign, **ASK, **private})
+    assert preflight.status_code == 400 and "access-control-allow-origin" not in cors_of(preflight)
     answer = server.client.post("/v1/completions", json=OK, headers={**ours, **key})
     assert answer.status_code == 200 and "access-control-allow-origin" in cors_of(answer)
+    assert "X-Queue-Position" in cors_of(answer)["access-control-expose-headers"]
     assert "access-control-allow-origin" in cors_of(server.client.get("/v1/models", headers=ours))
     for answer in (
         server.client.options("/v1/completions", headers={**foreign, **ASK}),

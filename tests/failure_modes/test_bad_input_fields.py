@@ -138,7 +138,7 @@ def test_too_many_prompts_times_choices(tiny: Server) -> None:
 @pytest.mark.failure_mode("max-tokens-out-of-range")
 def test_max_tokens_below_one(tiny: Server) -> None:
     for route in (GENERATE, COMPLETIONS, CHAT):
-        for value in ("-2", "0", "-1000000000000"):
+        for value in ("-2", "-1000000000000", *(["0"] if route != COMPLETIONS else [])):
             field_refused(tiny, route, "max_tokens", value)
     field_refused(tiny, LLAMA, "n_predict", "-2")
 

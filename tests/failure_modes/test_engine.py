@@ -117,7 +117,7 @@ def test_disconnect_in_mid_decode_or_on_the_last_token_is_counted_once(one: Serv
 
 @pytest.mark.failure_mode("abort-during-other-prefill")
 def test_abort_of_one_during_anothers_prefill_leaves_it_whole(four: Server) -> None:
-    body = {"prompt": tokens(3000, 3), "n_predict": 12, "temperature": 0}
+    body = {"prompt": tokens(3000, 3), "n_predict": 12, "temperature": 0, "return_tokens": True}
     expected = four.post("/completion", body).json()["tokens"]
     answers: list[Any] = []
     interrupted = four.metrics()["cllm_steps_interrupted"]

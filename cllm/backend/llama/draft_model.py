@@ -24,6 +24,7 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
         config,
         model=config.draft_model,
         draft_model="",
+        alias="",
         chat_template="",
         pooling="",
         parallel=SLOTS,

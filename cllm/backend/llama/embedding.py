@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,13 @@ ROWS = 32  # inputs per step
 # Flash attention on a CPU sums in 16 bits and differently at each batch size: the embeddings of a text alone
 # and in a batch had a cosine of 0.996 (0.999999 without). So it is used only above this size of attention.
 EXACT_BYTES = 1 << 30
-_POOLING = {Pooling.MEAN: 1, Pooling.CLS: 2, Pooling.LAST: 3, Pooling.RANK: 4}  # llama_pooling_type
+_POOLING = {
+    Pooling.NONE: 0,
+    Pooling.MEAN: 1,
+    Pooling.CLS: 2,
+    Pooling.LAST: 3,
+    Pooling.RANK: 4,
+}  # llama_pooling_type
 
 Vector = npt.NDArray[np.float32]
 
@@ -105,7 +112,8 @@ class EmbeddingContext(Owned):
             status = get_status(code)
             if status is not StepStatus.DONE:
                 return StepResult(status, code=code, compute_s=compute_s)
-            results = tuple(map(self._result, batch.rows))
+            ends = accumulate(len(row.tokens) for row in batch.rows)
+            results = tuple(self._result(row, end) for row, end in zip(batch.rows, ends, strict=True))
             keep = not batch.rows[0].outputs
             return StepResult(status, results, ubatches=1, compute_s=compute_s)
         finally:
@@ -117,11 +125,17 @@ class EmbeddingContext(Owned):
         self._sum = None
         self._api.llama_memory_clear(self._memory, False)
 
-    def _result(self, row: Row) -> RowResult:
-        pointer = self._api.llama_get_embeddings_seq(self.pointer, row.seq_id)
-        if not pointer:
+    def _result(self, row: Row, end: int) -> RowResult:
+        """The result of a row whose last token is the one before `end` in the batch."""
+        api = self._api
+        if self._pooling is Pooling.NONE:
+            places = range(end - len(row.tokens), end)
+            pointers = [api.llama_get_embeddings_ith(self.pointer, place) for place in places]
+        else:
+            pointers = [api.llama_get_embeddings_seq(self.pointer, row.seq_id)]
+        if not all(pointers):
             return RowResult(error="llama.cpp returned no embedding")
-        pooled = np.ctypeslib.as_array(pointer, (self._length,)).copy()
+        pooled = np.concatenate([np.ctypeslib.as_array(pointer, (self._length,)) for pointer in pointers])
         if row.position or not row.outputs:
             pooled = self._joined(row, pooled)
         if not row.outputs:
@@ -139,5 +153,7 @@ class EmbeddingContext(Owned):
                 return self._sum / np.float32(row.position + len(row.tokens))
             case Pooling.CLS if before is not None:
                 return before
+            case Pooling.NONE if before is not None:
+                pooled = np.concatenate((before, pooled))
         self._sum = pooled
         return pooled

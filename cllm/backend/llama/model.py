@@ -74,7 +74,8 @@ class LlamaModel(Owned):
             raise ModelFileError(f"llama.cpp cannot load {path.name}; CLLM_LOG_LEVEL=debug shows its reasons")
         super().__init__(pointer, api.llama_model_free, deferred_frees)
         self.api = api
-        self.name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of all files of a model
+        self.file = path.name
+        self.name = config.alias or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of all files of a model
         self.vocabulary = LlamaVocabulary(self)
         self.context_train = int(api.llama_model_n_ctx_train(pointer))
         self.recurrent = bool(api.llama_model_is_recurrent(pointer) or api.llama_model_is_hybrid(pointer))
@@ -122,6 +123,9 @@ class LlamaModel(Owned):
             generates=generates,
             pooling=self.pooling,
             vector_length=self.vector_length,
+            file=self.file,
+            begin_text=self.vocabulary.begin_text,
+            end_text=self.vocabulary.end_text,
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import msgspec
 from fastapi.routing import APIRoute
@@ -19,21 +19,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    create_model,
+    WithJsonSchema,
     model_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cllm.errors import InvalidRequest
-from cllm.types import SEED_SPACE, ConstraintKind, ConstraintSpec, SamplingParams
+from cllm import __version__
+from cllm.frontend.output_stream import OutputStream
+from cllm.types import Usage
 
 log = logging.getLogger(__name__)
 MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
-MAX_BIASES = 1024
-MAX_PRIORITY = 100
-MIN_TIMEOUT_S = 0.001
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 DOCUMENTED = "x-documented"  # what `documented` says, on its way to the OpenAPI page
@@ -50,26 +48,36 @@ class StructResponse(Response):
 
 
 class LargeJsonRoute(APIRoute):
-    """A route whose large bodies are decoded one at a time, with a turn for other requests in between."""
+    """A route whose large bodies are decoded one at a time, with a turn for other requests in between.
+
+    Fields that a body lacks are those of the app's `defaults`.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def decode_first(request: Request) -> Response:
-            if int(request.headers.get("content-length", LARGE_BODY)) < LARGE_BODY:
-                return await handle(request)
-            return await handle(_LargeJsonRequest(request.scope, request.receive))
+            if int(request.headers.get("content-length", LARGE_BODY)) >= LARGE_BODY:
+                request = _LargeJsonRequest(request.scope, request.receive)
+            elif request.app.state.defaults:
+                request = _JsonRequest(request.scope, request.receive)
+            return await handle(request)
 
         return decode_first
 
 
-class _LargeJsonRequest(Request):
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return self.app.state.add_defaults(await super().json())
+
+
+class _LargeJsonRequest(_JsonRequest):
     async def json(self) -> Any:
         body = await self.body()
         async with self.app.state.large_bodies:
             await asyncio.sleep(0)
             try:
-                return msgspec.json.decode(body)
+                return self.app.state.add_defaults(msgspec.json.decode(body))
             except (msgspec.DecodeError, RecursionError):
                 return await super().json()  # takes more than JSON (NaN), and says what is wrong
 
@@ -126,13 +134,19 @@ SourceText = Annotated[str, AfterValidator(_source)]
 StopText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_source)]
 
 
-def _object(value: dict[str, Any]) -> dict[str, Any]:
+def _writable(value: Any) -> Any:
     _text(json.dumps(value, ensure_ascii=False))
     return value
 
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(_object)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_writable)]
 """Any JSON object that can be written as text."""
+JsonValue = Annotated[
+    Any,
+    AfterValidator(_writable),
+    WithJsonSchema({"type": ["object", "array", "string", "number", "boolean", "null"]}),
+]
+"""Any JSON value that can be written as text."""
 
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -197,189 +211,6 @@ TokenLimit = Annotated[int, Field(ge=-1), AfterValidator(_as_limit)]
 """A number of tokens to generate; -1, which becomes None: as many as fit."""
 
 
-def _clamp_priority(value: int) -> int:
-    return max(-MAX_PRIORITY, min(MAX_PRIORITY, value))
-
-
-class SchedulingBody(Body):
-    """How a request is scheduled, shared by every route that generates."""
-
-    timeout: float | None = Field(
-        None,
-        ge=MIN_TIMEOUT_S,
-        le=86400,
-        description="Seconds from acceptance to the last token, then 504; the server's own limit applies too",
-        examples=[30],
-    )
-    priority: Annotated[int, AfterValidator(_clamp_priority)] = Field(
-        0,
-        ge=-(2**63),
-        le=2**63 - 1,
-        description=f"Higher goes first, from -{MAX_PRIORITY} to {MAX_PRIORITY} (the nearest counts); "
-        "waiting raises it by one a second",
-    )
-    cache_prompt: bool = Field(True, description="Use the prefix cache: match from it and store to it")
-    speculate: bool = Field(True, description="Allow speculative decoding; the text is the same either way")
-
-
-_SAMPLING = get_type_hints(SamplingParams, include_extras=True)
-
-
-def sampling_field(name: str, **options: Any) -> Any:
-    """The body's field of a sampling parameter, with the default, bounds and description it has there."""
-    parameter = next(field for field in msgspec.structs.fields(SamplingParams) if field.name == name)
-    (meta,) = _SAMPLING[name].__metadata__
-    bounds = {key: getattr(meta, key) for key in ("gt", "ge", "lt", "le", "max_length", "description")}
-    return Field(**{"default": parameter.default, **bounds, **options})
-
-
-def _count_biases(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"has {len(value)} entries, over the limit of {MAX_BIASES}")
-    return value
-
-
-if TYPE_CHECKING:
-    _SamplingFields = SchedulingBody
-else:
-    _SamplingFields = create_model(
-        "_SamplingFields",
-        __base__=SchedulingBody,
-        **{name: (_SAMPLING[name].__origin__, sampling_field(name)) for name in _SAMPLING},
-    )
-
-
-class SamplingBody(_SamplingFields):
-    """The fields of `SamplingParams`, shared by every route that generates; those that differ over HTTP."""
-
-    top_k: int = sampling_field("top_k", ge=-1, description="Keep the k most likely tokens; 0 or -1: off")
-    dry_sequence_breakers: list[Annotated[StopText, Field(max_length=16)]] = sampling_field(
-        "dry_sequence_breakers", default=["\n", ":", '"', "*"]
-    )
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_count_biases)
-    ] = sampling_field("logit_bias", default={}, examples=[{"42": -100}])
-    seed: int | None = sampling_field(
-        "seed",
-        default=None,
-        ge=-(2**63),
-        le=2**63 - 1,
-        description="The same seed gives the same text; none or -1: random",
-        examples=[7],
-    )
-
-    def sampling(self, vocabulary_size: int) -> SamplingParams:
-        """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
-        biases = []
-        for key, bias in self.logit_bias.items():
-            if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
-                message = f"logit_bias: {key[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
-                raise InvalidRequest(message, field="logit_bias")
-            biases.append((int(key), bias))
-        drawn = self.seed is None or self.seed == -1
-        differing = {
-            "top_k": max(0, self.top_k),
-            "dry_sequence_breakers": tuple(self.dry_sequence_breakers),
-            "logit_bias": tuple(biases),
-            "seed": secrets.randbelow(SEED_SPACE) if drawn else (self.seed or 0) % SEED_SPACE,
-        }
-        return SamplingParams(**{name: getattr(self, name) for name in _SAMPLING} | differing)
-
-
-Grammar = Annotated[SourceText, Field(min_length=1)]
-Choices = Annotated[list[StopText], Field(min_length=1, max_length=256)]
-
-
-class StructuredOutputs(Body):
-    """Structured output in vLLM's words."""
-
-    json_schema: JsonObject | SourceText | None = Field(
-        None, alias="json", description="A JSON schema, also as text", examples=[{"type": "object"}]
-    )
-    json_object: bool = Field(False, description="Any JSON object")
-    regex: Grammar | None = Field(None, description="A regular expression", examples=["[0-9]+"])
-    choice: Choices | None = Field(None, description="Texts to choose from", examples=[["red", "blue"]])
-    grammar: Grammar | None = Field(None, description="A grammar", examples=['root ::= "yes" | "no"'])
-
-
-class ConstrainedBody(SamplingBody):
-    """Structured output: at most one of these fields, or of the API's own field named by `form`."""
-
-    form: ClassVar[str] = ""
-
-    grammar: Grammar | None = Field(
-        None, description="The answer follows this GBNF or Lark grammar", examples=['root ::= "yes" | "no"']
-    )
-    regex: Grammar | None = Field(
-        None,
-        description="The whole answer matches this regular expression",
-        examples=["[0-9]{4}-[0-9]{2}"],
-    )
-    choice: Choices | None = Field(
-        None, description="The answer is one of these texts", examples=[["red", "blue"]]
-    )
-    json_schema: dict[str, Any] | None = Field(
-        None,
-        description="The answer is JSON that validates against this schema",
-        examples=[{"type": "array", "items": {"type": "integer"}}],
-    )
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="The same as vLLM has it", examples=[{"choice": ["red", "blue"]}]
-    )
-    guided_json: JsonObject | SourceText | None = Field(
-        None, description="`json_schema` by vLLM's older name, also as text", examples=[{"type": "object"}]
-    )
-    guided_regex: Grammar | None = Field(None, description="`regex` by that name", examples=["[0-9]+"])
-    guided_choice: Choices | None = Field(
-        None, description="`choice` by that name", examples=[["red", "blue"]]
-    )
-    guided_grammar: Grammar | None = Field(
-        None, description="`grammar` by that name", examples=['root ::= "yes" | "no"']
-    )
-
-    def form_schema(self) -> dict[str, Any] | None:
-        """The schema that the API's own field asks for."""
-        return None
-
-    def _constraints(self) -> list[tuple[str, ConstraintKind, Any]]:
-        """What the answer must look like: field, kind and value of each that was given."""
-        more = self.structured_outputs or StructuredOutputs.model_validate({})
-        nested = "structured_outputs"
-        given = (
-            ("grammar", ConstraintKind.GRAMMAR, self.grammar),
-            ("guided_grammar", ConstraintKind.GRAMMAR, self.guided_grammar),
-            (nested, ConstraintKind.GRAMMAR, more.grammar),
-            ("regex", ConstraintKind.REGEX, self.regex),
-            ("guided_regex", ConstraintKind.REGEX, self.guided_regex),
-            (nested, ConstraintKind.REGEX, more.regex),
-            ("choice", ConstraintKind.CHOICE, self.choice),
-            ("guided_choice", ConstraintKind.CHOICE, self.guided_choice),
-            (nested, ConstraintKind.CHOICE, more.choice),
-            ("json_schema", ConstraintKind.JSON_SCHEMA, self.json_schema),
-            ("guided_json", ConstraintKind.JSON_SCHEMA, self.guided_json),
-            (nested, ConstraintKind.JSON_SCHEMA, more.json_schema),
-            (nested, ConstraintKind.JSON_SCHEMA, {"type": "object"} if more.json_object else None),
-            (self.form.partition(".")[0], ConstraintKind.JSON_SCHEMA, self.form_schema()),
-        )
-        return [each for each in given if each[2] is not None]
-
-    def constraint(self) -> ConstraintSpec | None:
-        """The constraint on the answer; raises InvalidRequest when there are several."""
-        given = self._constraints()
-        if not given:
-            return None
-        if len(given) > 1:
-            fields = " and ".join(dict.fromkeys(field for field, *_ in given))
-            raise InvalidRequest(f"{fields}: give only one, they all say what the answer is", given[-1][0])
-        _, kind, value = given[0]
-        return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value))
-
-    @property
-    def form_field(self) -> str:
-        """The field that holds the schema, for errors."""
-        return next((field for field, *_ in self._constraints()), "json_schema")
-
-
 def skip_tools(*known: str, default: str) -> BeforeValidator:
     """Before a list of tools: leaves out those of a type that cannot be called here.
 
@@ -429,3 +260,83 @@ ToolDescription = Annotated[
         examples=["The weather in a city, now"],
     ),
 ]
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """The times of a request under llama-server's names. The first token comes with the prompt."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int | msgspec.UnsetType = msgspec.UNSET
+    draft_n_accepted: int | msgspec.UnsetType = msgspec.UNSET
+    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
+
+
+def make_timings(
+    *,
+    prompt_tokens: int,
+    generated: int,
+    prompt_s: float,
+    generated_s: float,
+    cached: int = 0,
+    cached_from: str = "",
+    drafted: int = 0,
+    accepted: int = 0,
+) -> Timings:
+    computed, steps = prompt_tokens - cached, max(0, generated - 1)
+    return Timings(
+        cache_n=cached,
+        prompt_n=computed,
+        prompt_ms=1000 * prompt_s,
+        prompt_per_token_ms=1000 * prompt_s / computed if computed else 0.0,
+        prompt_per_second=computed / prompt_s if prompt_s > 0 else 0.0,
+        predicted_n=generated,
+        predicted_ms=1000 * generated_s,
+        predicted_per_token_ms=1000 * generated_s / steps if steps else 0.0,
+        predicted_per_second=steps / generated_s if generated_s > 0 else 0.0,
+        draft_n=drafted or msgspec.UNSET,
+        draft_n_accepted=accepted if drafted else msgspec.UNSET,
+        cached_from=cached_from,
+    )
+
+
+def get_timings(stream: OutputStream, prompt_tokens: int, usage: Usage | None = None) -> Timings:
+    """The times of a stream so far; of one that has ended, with its `usage`."""
+    now = stream.ended or time.perf_counter()
+    first = stream.first_token or now
+    usage = usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=stream.generated)
+    return make_timings(
+        prompt_tokens=prompt_tokens,
+        generated=usage.completion_tokens,
+        prompt_s=first - stream.started,
+        generated_s=now - first,
+        cached=usage.cached_tokens,
+        cached_from=usage.cached_from,
+        drafted=usage.drafted_tokens,
+        accepted=usage.accepted_tokens,
+    )
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt is computed."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+class TimedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a response of OpenAI's routes has besides, as llama-server's has."""
+
+    system_fingerprint: str = f"cllm-{__version__}"
+    timings: Timings | msgspec.UnsetType = msgspec.UNSET
+    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
+    verbose: dict[str, Any] | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="__verbose")

@@ -11,12 +11,23 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, WithJsonS
 
 from cllm.chat.conversation import TEXT_PARTS, Conversation, ToolChoice, normalize_messages, write_arguments
 from cllm.chat.reply import ChatReply
-from cllm.server.protocol.base import Body, JsonObject, Text, TokenLimit, ToolDescription, kinds
+from cllm.server.protocol.base import (
+    Body,
+    JsonObject,
+    JsonValue,
+    Text,
+    TimedResponse,
+    TokenLimit,
+    ToolDescription,
+    kinds,
+)
 from cllm.server.protocol.completions import (
     CompletionUsage,
     Name,
     OpenAIBody,
+    PredictedBody,
     PromptTokensDetails,
+    ReasoningFormat,
     ThinkingBody,
 )
 from cllm.text.chat_format import Tool
@@ -33,9 +44,6 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL_CHOICE = "Whether a tool may or must be called, or which; forced calls always match their schema"
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,256}$", examples=["get_weather"])]
-AnyValue = Annotated[
-    Any, WithJsonSchema({"type": ["object", "array", "string", "number", "boolean", "null"]})
-]
 # In the history: as a client has it, whatever it is.
 CalledName = Annotated[Text, Field(description="The tool that was called", examples=["get_weather"])]
 CallId = Annotated[Text | None, Field(description="The id from the response", examples=["call_1"])]
@@ -57,13 +65,13 @@ TemplateOptions = Annotated[
 class ContentPart(Body):
     """A part of a message. In the history, what is no text is replaced by a note."""
 
-    type: Annotated[str, Field(max_length=64)] = Field(
+    type: Annotated[Text, Field(max_length=64)] = Field(
         description="`text`, or `refusal` and `thinking` of the assistant; else refused in the last question",
         examples=["text"],
     )
     text: Text | None = Field(None, description="The text of this part", examples=[QUESTION])
     refusal: Text | None = Field(None, description="The text of a refusal", examples=["Rather not."])
-    thinking: Text | list[Any] | None = Field(None, description="Reasoning", examples=[REASONING])
+    thinking: JsonValue = Field(None, description="Reasoning", examples=[REASONING])
 
     @model_validator(mode="after")
     def _has_text(self) -> ContentPart:
@@ -99,7 +107,9 @@ Reasoning = Annotated[
 class MessageBody(Body):
     """One message."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="The author")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="The author"
+    )
     content: Text | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = Field(
         None,
         description="Text, or parts of text; the text of control tokens stays plain text",
@@ -112,6 +122,9 @@ class MessageBody(Body):
         examples=[[{"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}]],
     )
     tool_call_id: Text | None = Field(None, description="The call that this answers", examples=["call_1"])
+    function_call: CalledFunction | None = Field(
+        None, description="A call in OpenAI's older form", examples=[{"name": "now", "arguments": "{}"}]
+    )
     refusal: Text | None = Field(None, description="In the place of the content", examples=["Rather not."])
     reasoning_content: Reasoning = None
     reasoning: Reasoning = None
@@ -170,21 +183,6 @@ Chosen = Annotated[
 ]
 
 
-def _convert_function_messages(messages: Any) -> Any:
-    """Messages of the older form, with functions for tools: a call has the function's name for an id."""
-    if not isinstance(messages, list):
-        return messages
-    converted: list[Any] = []
-    for message in messages:
-        if isinstance(message, dict) and message.get("role") == "function":
-            message = {**message, "role": "tool", "tool_call_id": f"call_{message.get('name')}"}
-        elif isinstance(message, dict) and isinstance(call := message.get("function_call"), dict):
-            calls = [{"id": f"call_{call.get('name')}", "type": "function", "function": call}]
-            message = {**message, "tool_calls": message.get("tool_calls") or calls}
-        converted.append(message)
-    return converted
-
-
 class ConversationBody(ThinkingBody):
     """Messages and tools, as `/apply-template` also takes them."""
 
@@ -210,10 +208,7 @@ class ConversationBody(ThinkingBody):
         None, description="`tool_choice` for `functions`", examples=["auto", {"name": "now"}]
     )
     chat_template_kwargs: TemplateOptions = None
-    reasoning_format: Literal["auto", "none"] = Field(
-        "auto", description="`auto`: reasoning goes to `reasoning_content`; `none`: it stays in the text"
-    )
-
+    reasoning_format: ReasoningFormat = "auto"
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = Field(
         None,
         description="`false`: an assistant message at the end is history, not continued",
@@ -221,13 +216,6 @@ class ConversationBody(ThinkingBody):
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"messages": MESSAGES}})
-
-    @model_validator(mode="before")
-    @classmethod
-    def _convert_functions(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "messages" in value:
-            return {**value, "messages": _convert_function_messages(value["messages"])}
-        return value
 
     @model_validator(mode="after")
     def _check_tools(self) -> ConversationBody:
@@ -273,7 +261,7 @@ class ConversationBody(ThinkingBody):
         )
 
 
-class ChatBody(ConversationBody, OpenAIBody):
+class ChatBody(ConversationBody, PredictedBody, OpenAIBody):
     """`POST /v1/chat/completions`."""
 
     max_tokens: TokenLimit | None = Field(
@@ -395,7 +383,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
+class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
     """The response."""
 
     id: str
@@ -425,7 +413,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+class ChatCompletionChunk(TimedResponse, frozen=True, kw_only=True):
     """One event of a stream."""
 
     id: str
@@ -433,7 +421,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     usage: CompletionUsage | UnsetType = UNSET
-    choices: list[ChunkChoice] = []  # last: a stream encodes what precedes it once
+    choices: Sequence[ChunkChoice] = ()  # last: a stream encodes what precedes it once
 
 
 _HEAD: dict[str, Any] = {"id": "chatcmpl-1", "created": 1767225600, "model": "SmolLM2-135M-Instruct"}

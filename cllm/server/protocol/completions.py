@@ -7,24 +7,19 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import make_template_options
-from cllm.server.protocol.base import (
-    Body,
-    ConstrainedBody,
-    StopText,
-    Text,
-    TokenIds,
-    TokenLimit,
-    sampling_field,
-)
+from cllm.server.protocol.base import Body, StopText, Text, TimedResponse, TokenIds
+from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 256
 
 Name = Annotated[str, Field(max_length=256)]
+PromptLimit = Annotated[int, Field(ge=-1), AfterValidator(lambda limit: None if limit < 0 else limit)]
+"""As `TokenLimit`; 0: only the prompt is computed."""
 ReasoningBudget = Annotated[
     Annotated[int, Field(ge=-1)] | None,
     Field(description="Tokens of reasoning; 0: none, -1: no limit", examples=[1024]),
@@ -62,6 +57,12 @@ class SchemaFormat(Body):
     strict: bool | None = Field(None, description="Ignored: the answer always validates", examples=[True])
 
 
+ReasoningFormat = Annotated[
+    Literal["auto", "deepseek", "deepseek-legacy", "none"],
+    Field(description="`none`: reasoning stays in the text; others: it goes to `reasoning_content`"),
+]
+
+
 class ResponseFormat(Body):
     """The form of the answer."""
 
@@ -72,6 +73,9 @@ class ResponseFormat(Body):
         None,
         description="The schema; required by the type `json_schema`",
         examples=[{"name": "answer", "schema": {"type": "object"}}],
+    )
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The schema of a `json_object`", examples=[{"type": "object"}]
     )
 
     @model_validator(mode="after")
@@ -113,12 +117,15 @@ class OpenAIBody(OpenAIFields):
     stream_options: StreamOptions | None = Field(
         None, description="What a stream sends besides the answer", examples=[{"include_usage": True}]
     )
+    timings_per_token: bool = Field(False, description="Give llama-server's `timings` in every event")
+    return_progress: bool = Field(False, description="Send events while the prompt is computed")
+    verbose: bool = Field(False, description="Give `__verbose`, what llama-server's `/completion` would say")
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None
-        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        return wanted.json_schema.schema_ if wanted.json_schema else wanted.schema_ or {"type": "object"}
 
     @property
     def include_usage(self) -> bool:
@@ -198,6 +205,33 @@ class ThinkingBody(Body):
         }
 
 
+class PredictedPart(Body):
+    type: Literal["text"] = Field("text", description="Always `text`")
+    text: Text = Field(description="The text", examples=["def add(a, b):"])
+
+
+class Prediction(Body):
+    """What most of the answer is expected to be: a file that is edited, say."""
+
+    type: Literal["content"] = Field("content", description="Always `content`")
+    content: Text | Annotated[list[PredictedPart], Field(max_length=MAX_PROMPTS)] = Field(
+        description="Text, or parts of text", examples=["def add(a, b):"]
+    )
+
+
+class PredictedBody(Body):
+    prediction: Prediction | None = Field(
+        None,
+        description="What most of the answer will repeat: then it is generated faster",
+        examples=[{"type": "content", "content": "def add(a, b):"}],
+    )
+
+    @property
+    def predicted_text(self) -> str:
+        content = self.prediction.content if self.prediction is not None else ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class CompletionBody(OpenAIBody):
     """`POST /v1/completions`."""
 
@@ -217,8 +251,8 @@ class CompletionBody(OpenAIBody):
         description="The text after the answer; needs a model with fill-in-the-middle tokens",
         examples=[" The end."],
     )
-    max_tokens: TokenLimit | None = Field(
-        16, description="Maximum number of tokens to generate; null or -1: as many as fit"
+    max_tokens: PromptLimit | None = Field(
+        16, description="Maximum number of tokens to generate; null or -1: as many as fit; 0: none"
     )
     best_of: int | None = Field(
         None,
@@ -234,7 +268,16 @@ class CompletionBody(OpenAIBody):
         description="Log-probabilities of the sampled token and of this many most likely ones",
         examples=[2],
     )
-    echo: bool = Field(False, description="Repeat the prompt before the answer")
+    echo: bool = Field(
+        False, description="Repeat the prompt before the answer, with `logprobs` of its tokens, too"
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="Log-probabilities of the prompt's tokens, and of this many likely ones in their places",
+        examples=[1],
+    )
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}}
@@ -251,6 +294,17 @@ class CompletionBody(OpenAIBody):
         return self
 
     @property
+    def scores_echo(self) -> bool:
+        """Whether the tokens of the prompt are among those with log-probabilities."""
+        return self.echo and self.logprobs is not None and not self.suffix
+
+    @property
+    def scored(self) -> int:
+        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
+        wanted = (self.prompt_logprobs, self.logprobs if self.scores_echo else None)
+        return max((max(1, count) for count in wanted if count is not None), default=0)
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list: of texts, or of lists of token ids."""
         if isinstance(self.prompt, str):
@@ -265,6 +319,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_from: str = ""  # its tier: device, ram or disk
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    accepted_prediction_tokens: int  # draft tokens that came true
+    rejected_prediction_tokens: int
+
+
 class CompletionUsage(msgspec.Struct, frozen=True):
     """The tokens of a call, all choices together."""
 
@@ -272,15 +331,24 @@ class CompletionUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET  # of a prediction
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities as parallel lists, one entry a token."""
+    """Log-probabilities as parallel lists, one entry a token; the first of a prompt has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token of the prompt, or one that could have stood in its place, as vLLM has it."""
+
+    logprob: float
+    rank: int | None  # 1: the most likely; null: not among those asked for
+    decoded_token: str
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -290,9 +358,10 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET  # by token id
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
+class Completion(TimedResponse, frozen=True, kw_only=True):
     """The response of `/v1/completions`, whole or one chunk of a stream."""
 
     id: str
@@ -318,34 +387,63 @@ def make_usage(usages: Iterable[Usage | None], prompt_tokens: int) -> Completion
     generated = sum(usage.completion_tokens for usage in ended)
     least = min(ended, key=lambda usage: usage.cached_tokens, default=None)
     details = PromptTokensDetails(least.cached_tokens, least.cached_from) if least else PromptTokensDetails(0)
-    return CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
+    usage = CompletionUsage(prompt_tokens, generated, prompt_tokens + generated, details)
+    if not any(usage.predicted_tokens for usage in ended):
+        return usage
+    accepted = sum(usage.accepted_tokens for usage in ended)
+    rejected = sum(usage.drafted_tokens for usage in ended) - accepted
+    predicted = CompletionTokensDetails(accepted, rejected)
+    return msgspec.structs.replace(usage, completion_tokens_details=predicted)
 
 
 def make_choice(
-    index: int, outputs: Sequence[RequestOutput], *, logprobs: bool, echo: str = "", offset: int = 0
+    body: CompletionBody, index: int, outputs: Sequence[RequestOutput], *, echo: str = "", offset: int = 0
 ) -> CompletionChoice:
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
-    return CompletionChoice(
-        index,
-        echo + "".join(output.text for output in outputs),
-        make_logprobs(entries, offset) if logprobs else None,
-        outputs[-1].finish_reason,
+    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
+    logprobs = None
+    if body.logprobs is not None:
+        if prompt and body.scores_echo:
+            entries, offset = prompt + entries, offset - len(echo)
+        logprobs = make_logprobs(entries, offset, max(1, body.logprobs))
+    choice = CompletionChoice(
+        index, echo + "".join(output.text for output in outputs), logprobs, outputs[-1].finish_reason
     )
+    if not prompt or body.prompt_logprobs is None:
+        return choice
+    scores = [make_prompt_logprobs(entry, body.prompt_logprobs) for entry in prompt]
+    return msgspec.structs.replace(choice, prompt_logprobs=scores)
 
 
 def decode_piece(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def make_logprobs(entries: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
+def make_logprobs(entries: Sequence[TokenLogprob], offset: int, count: int) -> CompletionLogprobs:
+    """`count` alternatives for each token."""
     tokens = [decode_piece(entry.pieces[0]) for entry in entries]
-    top = [
-        {
-            decode_piece(piece): logprob
-            for piece, (_, logprob) in zip(entry.pieces[1:], entry.top, strict=True)
-        }
-        for entry in entries
-    ]
+    top = [_make_top(entry, count) if entry.top else None for entry in entries]
+    values = [entry.logprob if entry.top else None for entry in entries]
     ends = accumulate(map(len, tokens), initial=offset)
-    return CompletionLogprobs(tokens, [entry.logprob for entry in entries], top, list(ends)[:-1])
+    return CompletionLogprobs(tokens, values, top, list(ends)[:-1])
+
+
+def _make_top(entry: TokenLogprob, count: int) -> dict[str, float]:
+    """The likeliest tokens by their text; where several have the same (a part of a character), the first."""
+    found: dict[str, float] = {}
+    for piece, (_, logprob) in zip(entry.pieces[1 : 1 + count], entry.top[:count], strict=True):
+        found.setdefault(decode_piece(piece), logprob)
+    return found
+
+
+def make_prompt_logprobs(entry: TokenLogprob, count: int) -> dict[str, PromptLogprob] | None:
+    """The token and the `count` likeliest in its place, by token id; None for the first of a prompt."""
+    if not entry.top:
+        return None
+    ranked = zip(entry.top, range(1, 1 + len(entry.top)), map(decode_piece, entry.pieces[1:]), strict=True)
+    found = {token: PromptLogprob(value, rank, text) for (token, value), rank, text in ranked}
+    own = found.get(entry.token, PromptLogprob(entry.logprob, None, decode_piece(entry.pieces[0])))
+    likeliest = dict(list(found.items())[:count])
+    return {str(token): each for token, each in ({entry.token: own} | likeliest).items()}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
-from cllm.server.protocol.base import Body, Text, TokenIds
+from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
 from cllm.server.protocol.completions import ModelBody
 
 MAX_INPUTS = 2048
@@ -16,14 +23,44 @@ InputText = Annotated[Text, Field(min_length=1)]
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_INPUTS)]
 InputTokens = Annotated[TokenIds, Field(min_length=1)]
 InputTokenLists = Annotated[list[InputTokens], Field(min_length=1, max_length=MAX_INPUTS)]
-Input = InputText | InputTokens | InputTexts | InputTokenLists
 
 
-def as_list(value: Input) -> list[str] | list[list[int]]:
-    """The inputs as a list: of texts, or of lists of token ids."""
-    if isinstance(value, str):
-        return [value]
-    return [value] if isinstance(value[0], int) else value
+class InputPart(Body):
+    """A part of an input."""
+
+    type: Literal["text"] = Field("text", description="Always `text`: the model accepts text only")
+    text: Text = Field(description="The text of this part", examples=["The cat sat."])
+
+
+class InputObject(Body):
+    """An input in an object, as llama-server takes it."""
+
+    content: InputText | list[InputPart] | None = Field(
+        None, description="Text, or parts of text", examples=["The cat sat."]
+    )
+    prompt_string: InputText | None = Field(None, description="Text", examples=["The cat sat."])
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or self.prompt_string or ""
+
+
+MixedInput = Annotated[list[InputText | TokenId], Field(fail_fast=True, min_length=1)]
+InputObjects = Annotated[
+    list[InputText | InputTokens | MixedInput | InputObject], Field(min_length=1, max_length=MAX_INPUTS)
+]
+Input = InputText | InputTokens | InputTexts | InputTokenLists | MixedInput | InputObjects | InputObject
+
+
+def split_inputs(value: Input) -> list[list[str | int]]:
+    """Each input as texts and token ids: a list with a number in it is one input."""
+    if isinstance(value, list) and not any(isinstance(part, int) for part in value):
+        return [pieces for part in value for pieces in split_inputs(part)]  # type: ignore[arg-type]
+    if isinstance(value, list):
+        return [value]  # type: ignore[list-item]
+    return [[value.text if isinstance(value, InputObject) else value]]
 
 
 class EmbeddingsBody(ModelBody):
@@ -77,6 +114,7 @@ class RerankBody(ModelBody):
         description="The query that documents are ranked for", examples=["What is a panda?"]
     )
     documents: list[InputText | DocumentBody] = Field(
+        validation_alias=AliasChoices("documents", "texts"),
         min_length=1,
         max_length=MAX_INPUTS,
         description=f'Texts, or objects with a "text"; at most {MAX_INPUTS}',
@@ -86,6 +124,8 @@ class RerankBody(ModelBody):
         None, ge=1, description="Return only the best documents; none: all", examples=[1]
     )
     return_documents: bool = Field(False, description="Return each document beside its score")
+    return_text: bool = Field(False, description="The same for `texts`")
+    _listed: bool = PrivateAttr(False)  # the shapes of text-embeddings-inference: `texts` in, a bare list out
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -93,8 +133,19 @@ class RerankBody(ModelBody):
         }
     )
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _see_texts(cls, value: Any, handler: ModelWrapValidatorHandler[RerankBody]) -> RerankBody:
+        body = handler(value)
+        body._listed = isinstance(value, dict) and "texts" in value
+        return body
+
     @property
-    def texts(self) -> tuple[str, ...]:
+    def listed(self) -> bool:
+        return self._listed
+
+    @property
+    def plain_texts(self) -> tuple[str, ...]:
         return tuple(one if isinstance(one, str) else one.text for one in self.documents)
 
 
@@ -170,6 +221,14 @@ class Ranked(msgspec.Struct, frozen=True):
     index: int
     relevance_score: float
     document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class RankedInList(msgspec.Struct, frozen=True):
+    """The same in the shape of text-embeddings-inference."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
-from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds, TokenLimit
+from cllm.server.protocol.base import Body, StopText, Text, TokenIds, TokenLimit
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Pooling, Usage
 
 # In the chat templates of models that reason.
@@ -158,6 +159,7 @@ class ModelMeta(msgspec.Struct, frozen=True):
     n_embd: int
     n_params: int
     size: int
+    ftype: str
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +173,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     context_length: int
     capabilities: list[str]
+    aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     meta: ModelMeta
 
 
@@ -181,8 +185,33 @@ LISTED_MODEL = Model(
     max_model_len=4096,
     context_length=4096,
     capabilities=["completion", "chat", "tools", "embeddings"],
-    meta=ModelMeta(49152, 4096, 8192, 576, 134515584, 96862464),
+    meta=ModelMeta(49152, 4096, 8192, 576, 134515584, 96862464, "Q4_1"),
 )
+
+
+class ModelDetails(msgspec.Struct, frozen=True, kw_only=True):
+    parent_model: str = ""
+    format: str = "gguf"
+    family: str
+    families: tuple[str, ...]
+    parameter_size: str = ""
+    quantization_level: str
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The same model as llama-server lists it for Ollama's clients."""
+
+    name: str
+    model: str
+    modified_at: str = ""
+    size: str = ""
+    digest: str = ""
+    type: str = "model"
+    description: str = ""
+    tags: tuple[str, ...] = ("",)
+    capabilities: tuple[str, ...] = ("completion",)
+    parameters: str = ""
+    details: ModelDetails
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +219,19 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[Model]
+    models: list[ModelEntry] = []
+
+
+def make_entry(info: ModelInfo) -> ModelEntry:
+    details = ModelDetails(
+        family=info.architecture, families=(info.architecture,), quantization_level=get_file_type(info)
+    )
+    return ModelEntry(name=info.name, model=info.name, details=details)
+
+
+def get_file_type(info: ModelInfo) -> str:
+    """How the weights are stored, as llama.cpp names it: Q4_K - Medium."""
+    return info.description.rpartition(" ")[2]
 
 
 def make_model(info: ModelInfo, limits: Limits, created: int, name: str = "") -> Model:
@@ -202,6 +244,7 @@ def make_model(info: ModelInfo, limits: Limits, created: int, name: str = "") ->
         max_model_len=context,
         context_length=context,
         capabilities=list(_list_capabilities(info)),
+        aliases=(info.name,),
         meta=ModelMeta(
             info.vocabulary_size,
             context,
@@ -209,6 +252,7 @@ def make_model(info: ModelInfo, limits: Limits, created: int, name: str = "") ->
             info.embedding_length,
             info.parameters,
             info.size_bytes,
+            get_file_type(info),
         ),
     )
 

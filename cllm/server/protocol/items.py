@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from cllm.chat.conversation import MESSAGE_JOINT, TEXT_PARTS, MessageBuilder, note_media, write_arguments
 from cllm.server.protocol import chat
-from cllm.server.protocol.base import Body, JsonObject, Text, ToolDescription, skip_tools
+from cllm.server.protocol.base import Body, JsonObject, JsonValue, Text, ToolDescription, skip_tools
 from cllm.server.protocol.chat import MAX_MESSAGES, MAX_TOOLS, FunctionBody, FunctionName
 from cllm.text.chat_format import Tool
 
@@ -45,7 +45,7 @@ ResponseTools = Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), CALLA
 class ItemPart(Body):
     """A part of a message. In the history, what is no text is replaced by a note."""
 
-    type: Annotated[str, Field(max_length=64)] = Field(
+    type: Annotated[Text, Field(max_length=64)] = Field(
         description="`input_text`, `output_text`, `text`, `refusal`; else refused in the last question",
         examples=["input_text"],
     )
@@ -93,7 +93,7 @@ class MessageItem(Body):
 class CallItem(Body):
     """An earlier tool call of the assistant, of any type. Calls that a server executed have no id."""
 
-    type: Annotated[str, Field(pattern="_call$")] = Field(
+    type: Annotated[Text, Field(pattern="_call$")] = Field(
         description="`function_call`, `custom_tool_call` …", examples=["function_call"]
     )
     call_id: Text | None = Field(None, description="The id from the response", examples=["call_1"])
@@ -101,8 +101,8 @@ class CallItem(Body):
     arguments: chat.Arguments | None = Field(
         None, description="Its arguments, as JSON text or as an object", examples=["{}"]
     )
-    input: chat.AnyValue = Field(None, description="The argument of a custom tool", examples=["ls"])
-    action: chat.AnyValue = Field(None, description="What another tool did", examples=[{"command": ["ls"]}])
+    input: JsonValue = Field(None, description="The argument of a custom tool", examples=["ls"])
+    action: JsonValue = Field(None, description="What another tool did", examples=[{"command": ["ls"]}])
 
     def add_to(self, builder: MessageBuilder) -> None:
         arguments = self.arguments
@@ -114,7 +114,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     """The result of a tool call."""
 
-    type: Annotated[str, Field(pattern="_call_output$")] = Field(
+    type: Annotated[Text, Field(pattern="_call_output$")] = Field(
         description="`function_call_output`, `custom_tool_call_output` …", examples=["function_call_output"]
     )
     call_id: Text | None = Field(None, description="The call that this answers", examples=["call_1"])
@@ -152,7 +152,7 @@ class ReasoningItem(Body):
 
 
 def _item_kind(item: Any) -> str:
-    kind = (item.get("type") if isinstance(item, dict) else getattr(item, "type", None)) or "message"
+    kind = str((item.get("type") if isinstance(item, dict) else getattr(item, "type", None)) or "message")
     if kind.endswith("_call_output"):
         return "output"
     return "call" if kind.endswith("_call") else kind

@@ -1,40 +1,117 @@
-"""Requests and responses of llama-server's own routes, under its names."""
+"""Requests of llama-server's own routes, under its names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
-from cllm.server.protocol.base import Body, ConstrainedBody, StopText, Text, TokenIds, sampling_field
-from cllm.server.protocol.completions import decode_piece
+from cllm.chat.conversation import Conversation
+from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
+from cllm.server.protocol.chat import ConversationBody
+from cllm.server.protocol.completions import MAX_CHOICES, MAX_PROMPTS
+from cllm.server.protocol.sampling import ConstrainedBody, get_sampling_bounds, sampling_field
 from cllm.text.prompt import Gap, Snippet
-from cllm.types import TokenLogprob
+
+MAX_PROBS = 20
 
 
-class LlamaCompletionBody(ConstrainedBody):
+class PromptObject(Body):
+    """A prompt in an object, as it comes beside images; without them it is its text."""
+
+    prompt_string: Text = Field(description="The text", examples=["1+1="])
+
+
+Pieces = Annotated[list[Text | TokenId], Field(fail_fast=True, min_length=1)]
+Prompt = Text | Annotated[TokenIds, Field(min_length=1)] | Pieces | PromptObject
+Prompts = Annotated[
+    Prompt | Annotated[list[Prompt], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
+    Field(union_mode="left_to_right"),
+]
+
+
+def split_prompts(given: Any) -> list[list[str | int]]:
+    """Prompts as texts and token ids, one list each: a list with a number in it is one prompt."""
+    if isinstance(given, list) and not any(isinstance(part, int) for part in given):
+        return [pieces for part in given for pieces in split_prompts(part)]
+    if isinstance(given, list):
+        return [given]
+    return [[given.prompt_string if isinstance(given, PromptObject) else given]]
+
+
+class LlamaSamplingBody(ConstrainedBody):
+    """Numbers out of bounds are the nearest within, as llama-server takes them."""
+
+    bias_by_text: ClassVar[bool] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clamp(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        for name, (low, high) in get_sampling_bounds().items():
+            for spelling in (name, name.replace("repetition_penalty", "repeat_penalty")):
+                number = value.get(spelling)
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    value[spelling] = min(max(number, low), high)
+        if value.get("grammar") and value.get("json_schema") is not None:
+            del value["json_schema"]
+        elif value.get("grammar") == "":
+            del value["grammar"]
+        return value
+
+
+class LlamaCompletionBody(LlamaSamplingBody):
     """`POST /completion`. -1 tokens is no limit, and the prompt may contain control tokens."""
 
-    prompt: Text | Annotated[TokenIds, Field(min_length=1)] = Field(
-        description="Text (control tokens in it are parsed), or token ids", examples=["1+1="]
+    prompt: Prompts = Field(
+        description="Text (control tokens in it are parsed), token ids, both mixed, or a list of prompts",
+        examples=["1+1=", [12, " and ", 34]],
     )
     n_predict: int = Field(
         -1,
         ge=-1,
-        validation_alias=AliasChoices("n_predict", "max_tokens"),
-        description="Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit",
+        validation_alias=AliasChoices("n_predict", "max_completion_tokens", "max_tokens"),
+        description="Maximum number of tokens to generate (also `max_tokens`); -1: as many as fit, 0: none",
     )
-    stop: list[StopText] = Field(
+    n_cmpl: int = Field(
+        1,
+        ge=1,
+        le=MAX_CHOICES,
+        validation_alias=AliasChoices("n_cmpl", "n"),
+        description="Answers to each prompt",
+    )
+    stop: Annotated[str, Field(max_length=256)] | list[Annotated[str, Field(max_length=256)]] = Field(
         default=[],
-        max_length=16,
+        max_length=256,
         description="Texts that end the answer and are not part of it",
         examples=[["\n\n"]],
     )
     stream: bool = Field(False, description="Send server-sent events")
     n_probs: int = Field(
-        0, ge=0, le=20, description="Log-probabilities of this many most likely tokens; 0: none"
+        0,
+        ge=0,
+        le=MAX_PROBS,
+        validation_alias=AliasChoices("n_probs", "logprobs"),
+        description="Log-probabilities of this many most likely tokens; 0: none",
+    )
+    post_sampling_probs: bool = Field(
+        False, description="Give probabilities after top_k, top_p, min_p and temperature, not before"
+    )
+    return_tokens: bool = Field(False, description="Give the ids of the generated tokens")
+    return_progress: bool = Field(False, description="Send events while the prompt is computed")
+    timings_per_token: bool = Field(False, description="Give timings in every event")
+    response_fields: list[Annotated[str, Field(max_length=256)]] = Field(
+        default=[],
+        max_length=64,
+        description="Give only these fields; `a/b` is the field b of a",
+        examples=[["content", "generation_settings/n_predict"]],
+    )
+    n_indent: int = Field(0, ge=0, description="Stop at a line that is indented by less than this")
+    t_max_predict_ms: int = Field(
+        0, ge=-1, description="Stop at the next line break once generation has taken so long; 0: never"
     )
     repetition_penalty: float = sampling_field(
         "repetition_penalty", validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
@@ -44,6 +121,21 @@ class LlamaCompletionBody(ConstrainedBody):
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "1+1=", "n_predict": 8}})
+
+    @model_validator(mode="after")
+    def _check_count(self) -> LlamaCompletionBody:
+        if (count := len(self.prompts) * self.n_cmpl) > MAX_PROMPTS:
+            raise ValueError(f"prompt: prompts times n_cmpl is {count}, over the limit of {MAX_PROMPTS}")
+        return self
+
+    @property
+    def prompts(self) -> list[list[str | int]]:
+        return split_prompts(self.prompt)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop
+        return tuple(filter(None, given))[:16]
 
 
 class SnippetBody(Body):
@@ -91,128 +183,41 @@ class InfillBody(LlamaCompletionBody):
 class LlamaTokenizeBody(Body):
     """`POST /tokenize`."""
 
-    content: Text = Field(description="Text to tokenise", examples=["1+1="])
+    content: Text | Annotated[list[Text | TokenId], Field(fail_fast=True)] = Field(
+        "", description="Text to tokenise, or texts and token ids mixed", examples=["1+1="]
+    )
     add_special: bool = Field(False, description="Add the model's own start tokens")
     parse_special: bool = Field(True, description="Parse control tokens in the text")
+    with_pieces: bool = Field(False, description="Give the text of each token, too")
 
     model_config = ConfigDict(json_schema_extra={"example": {"content": "1+1="}})
 
 
-class LlamaLogprob(msgspec.Struct, frozen=True):
-    id: int
-    token: str
-    bytes: list[int]
-    logprob: float
+class LlamaDetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds = Field(default=[], description="Token ids", examples=[[33, 27, 33, 45]])
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [33, 27, 33, 45]}})
 
 
-class LlamaTokenLogprobs(LlamaLogprob, frozen=True):
-    """The log-probability of a token, and of the likeliest ones in its place."""
+class ApplyTemplateBody(ConversationBody):
+    """`POST /apply-template`."""
 
-    top_logprobs: list[LlamaLogprob]
+    add_generation_prompt: bool = Field(True, description="End where the answer begins")
 
-
-class LlamaTimings(msgspec.Struct, frozen=True):
-    """The times of a request, in milliseconds."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-    cached_from: str = ""  # the tier of the KV cache: device, ram or disk
+    def conversation(self) -> Conversation:
+        found = super().conversation()
+        options = {**found.options, "add_generation_prompt": self.add_generation_prompt}
+        return msgspec.structs.replace(found, options=options)
 
 
-class LlamaEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of an answer, as a stream sends it."""
+class SlotBody(Body):
+    """`POST /slots/{id}`."""
 
-    content: str
-    tokens: tuple[int, ...]
-    stop: bool = False
-    completion_probabilities: list[LlamaTokenLogprobs] | msgspec.UnsetType = msgspec.UNSET
-
-
-class LlamaCompletion(LlamaEvent, frozen=True, kw_only=True):
-    """The response of `/completion` and `/infill`, and the last event of their streams."""
-
-    stop: bool = True
-    model: str
-    tokens_predicted: int
-    tokens_evaluated: int
-    tokens_cached: int
-    truncated: bool = False
-    stop_type: Literal["eos", "limit", "word"]
-    stopping_word: str
-    timings: LlamaTimings
-
-
-COMPLETION_EXAMPLE = LlamaCompletion(
-    content="2\n\n",
-    tokens=(34, 198, 198),
-    model="SmolLM2-135M-Instruct",
-    tokens_predicted=3,
-    tokens_evaluated=4,
-    tokens_cached=0,
-    stop_type="limit",
-    stopping_word="",
-    timings=LlamaTimings(0, 4, 21.5, 3, 18.2, 164.8),
-)
-
-
-class LlamaTokens(msgspec.Struct, frozen=True):
-    tokens: tuple[int, ...]
-
-
-class LlamaContent(msgspec.Struct, frozen=True):
-    content: str
-
-
-class LlamaPrompt(msgspec.Struct, frozen=True):
-    prompt: str
-
-
-class LlamaSettings(msgspec.Struct, frozen=True):
-    n_ctx: int
-
-
-class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
-    """The response of `/props`."""
-
-    default_generation_settings: LlamaSettings
-    total_slots: int
-    model_alias: str
-    chat_template: str
-    chat_template_tool_use: str | msgspec.UnsetType = msgspec.UNSET
-    build_info: str
-
-
-PROPS_EXAMPLE = LlamaProps(
-    default_generation_settings=LlamaSettings(4096),
-    total_slots=8,
-    model_alias="SmolLM2-135M-Instruct",
-    chat_template="{% for message in messages %}…{% endfor %}",
-    build_info="cllm 0.1.0",
-)
-
-
-class LlamaSlot(msgspec.Struct, frozen=True):
-    id: int
-    n_ctx: int
-    is_processing: bool
-
-
-def make_probabilities(entries: Iterable[TokenLogprob]) -> list[LlamaTokenLogprobs]:
-    """Log-probabilities in llama-server's shape."""
-    return [
-        LlamaTokenLogprobs(
-            entry.token,
-            decode_piece(entry.pieces[0]),
-            list(entry.pieces[0]),
-            entry.logprob,
-            [
-                LlamaLogprob(token, decode_piece(piece), list(piece), logprob)
-                for (token, logprob), piece in zip(entry.top, entry.pieces[1:], strict=True)
-            ],
-        )
-        for entry in entries
-    ]
+    filename: Text = Field(
+        "",
+        max_length=60,
+        description="Name of the file; `erase` needs none",
+        examples=["slot.bin"],
+    )

@@ -22,8 +22,8 @@ from cllm.server.blocks import StreamEvent
 from cllm.server.protocol import chat
 from cllm.server.protocol.base import (
     Body,
-    ConstrainedBody,
     JsonObject,
+    JsonValue,
     StopText,
     Text,
     TokenLimit,
@@ -31,6 +31,7 @@ from cllm.server.protocol.base import (
     skip_tools,
 )
 from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
+from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,9 @@ class TextBlock(Body):
 class OtherBlock(Body):
     """A block that is no text, or of a tool that Anthropic's servers execute. A note replaces it."""
 
-    type: Name = Field(description="`image`, `document` …", examples=["image"], json_schema_extra=_OTHER)
-    source: chat.AnyValue = Field(None, description="A document's text is taken", examples=[{"data": "x"}])
-    content: chat.AnyValue = Field(
-        None, description="Text blocks of a search result are taken", examples=[[]]
-    )
+    type: Text = Field(description="`image`, `document` …", examples=["image"], json_schema_extra=_OTHER)
+    source: JsonValue = Field(None, description="A document's text is taken", examples=[{"data": "x"}])
+    content: JsonValue = Field(None, description="Text blocks of a search result are taken", examples=[[]])
 
     @property
     def text(self) -> str:

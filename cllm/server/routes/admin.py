@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from cllm.errors import EngineNotReady
 from cllm.frontend.async_calls import loaded
+from cllm.frontend.engine_client import EngineClient
 from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.submit import get_registry
-from cllm.types import Health
+from cllm.types import Health, Snapshot
 from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
@@ -78,14 +79,19 @@ async def metrics(http: HttpRequest) -> Response:
     return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+async def inspect(engine: EngineClient) -> Snapshot:
+    """The engine between two steps. Raises EngineNotReady where it does not answer."""
+    try:
+        async with asyncio.timeout(INSPECT_LIMIT_S):
+            return await asyncio.wrap_future(engine.inspect())
+    except TimeoutError:
+        raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
+
+
 @router.get("/debug/kv", **documented(api.KV_EXAMPLE))
 async def debug_kv(http: HttpRequest) -> Response:
     """Show the slots, the KV cells and every lease, taken between two steps."""
-    try:
-        async with asyncio.timeout(INSPECT_LIMIT_S):
-            snapshot = await asyncio.wrap_future(get_registry(http).current.inspect())
-    except TimeoutError:
-        raise EngineNotReady(f"the engine did not answer within {INSPECT_LIMIT_S:.0f} s") from None
+    snapshot = await inspect(get_registry(http).current)
     total, leased = snapshot.sequences_total, len(snapshot.leases)
     response = api.KVResponse(
         sequences=api.SlotCounts(total, leased, total - leased, snapshot.slots_cached),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 import uuid
@@ -10,20 +11,24 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm.chat.reply import ChatReply, ReplyBuilder
 from cllm.chat.session import ChatSession, open_chat
+from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import chat as api
-from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, Timings, documented, get_timings
 from cllm.server.protocol.completions import make_usage
+from cllm.server.routes.llama_completion import make_verbose, watch_prompt
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason, RequestOutput, TokenLogprob
+from cllm.workers.messages import TokenizeText, Tokens
 
 ROUTE = "/v1/chat/completions"
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
@@ -43,17 +48,21 @@ class ChatRenderer:
         *,
         include_usage: bool = False,
         older_form: bool = False,
+        timed: bool = False,
     ) -> None:
         self._head = head
         self._top = top
         self._include_usage = include_usage
+        self._timed = timed  # every chunk has timings, not the last one alone
         self._older_form = older_form  # calls are functions
         # All chunks start alike: that part is encoded once.
         self._prefix = b"data: " + _json.encode(api.ChatCompletionChunk(**head))[:-2]
         self._opening = self._prefix + b'{"index":'
 
-    def whole(self, replies: Sequence[ChatReply], prompt_tokens: int) -> api.ChatCompletion:
-        """The response to a call that does not stream."""
+    def whole(
+        self, replies: Sequence[ChatReply], session: ChatSession[AsyncOutputStream], **more: Any
+    ) -> api.ChatCompletion:
+        """The response to a call that does not stream. Its times are those of the first choice."""
         choices = [
             api.ChatChoice(
                 index,
@@ -63,8 +72,9 @@ class ChatRenderer:
             )
             for index, reply in enumerate(replies)
         ]
-        usage = make_usage((reply.usage for reply in replies), prompt_tokens)
-        return api.ChatCompletion(**self._head, choices=choices, usage=usage)
+        usage = make_usage((reply.usage for reply in replies), session.prompt_tokens)
+        timings = get_timings(session.streams[0], session.prompt_tokens, replies[0].usage)
+        return api.ChatCompletion(**self._head, choices=choices, usage=usage, timings=timings, **more)
 
     async def chunks(self, session: ChatSession[AsyncOutputStream]) -> AsyncIterator[bytes]:
         """Chunks as they arrive, the usage if it was asked for, `[DONE]`; or an error, and the end."""
@@ -77,23 +87,49 @@ class ChatRenderer:
             if output.error is not None:
                 yield encode(failure_body(ROUTE, output.error))
                 return
-            if output.finish_reason is None and not output.logprobs and len(events) == 1:
+            plain = output.finish_reason is None and not output.logprobs and not self._timed
+            if plain and len(events) == 1:
                 event = events[0]
                 if type(event) is ContentText:  # nearly all of them: put together as bytes
                     yield b"%b%d%b%b%b" % (self._opening, index, _CONTENT, _json.encode(event.text), _CLOSING)
                     continue
             called[index] = called[index] or any(isinstance(event, ToolCallStart) for event in events)
-            if chunks := self._encode_step(index, events, output, called=called[index]):
-                yield chunks
             if output.finish_reason is not None:
                 usages.append(output.usage)
+            timings: Timings | UnsetType = UNSET
+            if self._timed or (len(usages) == n and not self._include_usage):
+                timings = get_timings(session.streams[index], session.prompt_tokens, output.usage)
+            if chunks := self._encode_step(index, events, output, timings, called=called[index]):
+                yield chunks
         if self._include_usage:
+            timings = get_timings(session.streams[0], session.prompt_tokens, usages[0])
             usage = make_usage(usages, session.prompt_tokens)
-            yield encode(api.ChatCompletionChunk(**self._head, usage=usage))
+            yield encode(api.ChatCompletionChunk(**self._head, usage=usage, timings=timings))
         yield DONE
 
+    async def with_progress(
+        self, session: ChatSession[AsyncOutputStream], chunks: AsyncIterator[bytes]
+    ) -> AsyncIterator[bytes]:
+        """The chunks, and before the first that has an output: how much of the prompt is computed."""
+        for _ in session.streams:
+            yield await anext(chunks)
+        first = asyncio.ensure_future(anext(chunks))
+        total = session.prompt_tokens
+        async for progress in watch_prompt(session.engine, session.streams[0], total, first):
+            choices = [api.ChunkChoice(0, api.ChunkDelta())]
+            yield encode(api.ChatCompletionChunk(**self._head, choices=choices, prompt_progress=progress))
+        yield await first
+        async for chunk in chunks:
+            yield chunk
+
     def _encode_step(
-        self, index: int, events: Sequence[OutputEvent], output: RequestOutput, *, called: bool
+        self,
+        index: int,
+        events: Sequence[OutputEvent],
+        output: RequestOutput,
+        timings: Timings | UnsetType,
+        *,
+        called: bool,
     ) -> bytes:
         """The chunks of a step. Its log-probabilities go with the last one that has content."""
         make_delta = _make_older_delta if self._older_form else _make_delta
@@ -105,13 +141,17 @@ class ChatRenderer:
             choices[last_content].logprobs = self._logprobs(output.logprobs)
         if output.finish_reason is not None:
             choices[-1].finish_reason = self._finish_reason(output.finish_reason, called=called)
-        return b"".join(map(self._encode, choices))
+        if not choices:
+            return b""
+        *before, last = choices
+        return b"".join((*map(self._encode, before), self._encode(last, timings)))
 
     def _finish_reason(self, reason: FinishReason, *, called: bool) -> str:
         return api.get_finish_reason(reason, called=called, older_form=self._older_form)
 
-    def _encode(self, choice: api.ChunkChoice) -> bytes:
-        return self._prefix + _json.encode(choice) + b"]}\n\n"
+    def _encode(self, choice: api.ChunkChoice, timings: Timings | UnsetType = UNSET) -> bytes:
+        more = b"" if timings is UNSET else b',"timings":' + _json.encode(timings)
+        return self._prefix + _json.encode(choice) + b"]" + more + b"}\n\n"
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> api.ChatLogprobs | None:
         return None if self._top is None else api.ChatLogprobs(api.make_logprobs(entries, self._top))
@@ -157,13 +197,28 @@ async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
         stop=body.stops,
         logprobs=max(1, body.top) if body.top is not None else 0,
     )
+    if body.predicted_text:
+        task = TokenizeText(body.predicted_text, add_special=False)
+        predicted = (await run_tokenizer(engine, task, Tokens)).tokens
+        limit = loaded(engine)[1].request_tokens
+        request = msgspec.structs.replace(request, prediction=predicted[:limit])
     session = await open_chat(engine, body.conversation(), request, body.n)
     head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
-    renderer = ChatRenderer(head, body.top, include_usage=body.include_usage, older_form=body.older_form)
+    renderer = ChatRenderer(
+        head,
+        body.top,
+        include_usage=body.include_usage,
+        older_form=body.older_form,
+        timed=body.timings_per_token,
+    )
     if body.stream:
-        return EventStream(engine, session.streams, renderer.chunks(session))
+        chunks = renderer.chunks(session)
+        if body.return_progress:
+            chunks = renderer.with_progress(session, chunks)
+        return EventStream(engine, session.streams, chunks)
     outputs = await collect(engine, session.streams, http)
     if outputs is None:
         return Response(status_code=GONE)
     replies = [ReplyBuilder(session.parse(choice)).reply() for choice in outputs]
-    return StructResponse(renderer.whole(replies, session.prompt_tokens))
+    more = {"verbose": await make_verbose(session, request, outputs[0])} if body.verbose else {}
+    return StructResponse(renderer.whole(replies, session, **more))

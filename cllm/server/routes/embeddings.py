@@ -21,7 +21,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.protocol import embeddings as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.sse import GONE, collect
-from cllm.server.submit import check_model, check_tokens, get_registry, model_name
+from cllm.server.submit import check_model, get_registry, model_name, tokenize_pieces
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
 from cllm.workers.messages import TokenizePairs, TokenizeTexts, TokenLists
@@ -56,12 +56,24 @@ async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:
 
 async def tokenize_inputs(engine: EngineClient, value: api.Input, field: str) -> Inputs:
     """The tokens of each input; raises ContextLengthExceeded for one that is too long."""
-    inputs = api.as_list(value)
-    texts = tuple(one for one in inputs if isinstance(one, str))
+    inputs = api.split_inputs(value)
+    limit = loaded(engine)[1].embed.tokens
+    texts = tuple(pieces[0] for pieces in inputs if len(pieces) == 1 and isinstance(pieces[0], str))
+    lists: Inputs = ()
     if texts:
-        task = TokenizeTexts(texts, loaded(engine)[1].embed.tokens, field)
-        return (await run_tokenizer(engine, task, TokenLists)).lists
-    return tuple(check_tokens(engine, one, field) for one in inputs if not isinstance(one, str))
+        lists = (await run_tokenizer(engine, TokenizeTexts(texts, limit, field), TokenLists)).lists
+    if len(texts) == len(inputs):
+        return lists
+    whole, found = iter(lists), []
+    for index, pieces in enumerate(inputs):
+        if len(pieces) == 1 and isinstance(pieces[0], str):
+            found.append(next(whole))
+            continue
+        tokens = await tokenize_pieces(engine, pieces, field)
+        if limit and len(tokens) > limit:
+            raise ContextLengthExceeded.of_input(index, len(tokens), limit, field)
+        found.append(tokens)
+    return tuple(found)
 
 
 async def embed(
@@ -128,6 +140,10 @@ async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
     engine = get_registry(http).current
     check_model(body.model)
     length = embedding_length(engine)
+    if loaded(engine)[0].pooling is Pooling.NONE:
+        raise InvalidRequest(
+            "this server pools nothing (--pooling none): use /embedding, a vector a token", "model"
+        )
     if body.dimensions is not None and body.dimensions > length:
         raise InvalidRequest(
             f"dimensions is {body.dimensions}, but this model's embeddings have {length}",
@@ -154,12 +170,15 @@ async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
 async def llama_embedding(body: api.LlamaEmbeddingBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings, in llama-server's shape."""
     engine = get_registry(http).current
-    embedding_length(engine)
+    length = embedding_length(engine)
     found = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
     if found is None:
         return Response(status_code=GONE)
-    arrays = (to_vector(data, norm=body.embd_normalize) for data in found[0])
-    entries = (api.LlamaEmbedding(index, [array.tolist()]) for index, array in enumerate(arrays))
+    if loaded(engine)[0].pooling is Pooling.NONE:
+        arrays = (to_vector(data, norm=RAW).reshape(-1, length) for data in found[0])
+    else:
+        arrays = (to_vector(data, norm=body.embd_normalize).reshape(1, -1) for data in found[0])
+    entries = (api.LlamaEmbedding(index, array.tolist()) for index, array in enumerate(arrays))
     return StructResponse(await encode_entries(entries))
 
 
@@ -171,16 +190,22 @@ async def rerank(body: api.RerankBody, http: HttpRequest) -> Response:
     """Order documents by how well they answer a query; needs a reranker."""
     engine = get_registry(http).current
     check_model(body.model)
-    found = await score_pairs(engine, [body.query], body.texts, "documents", http)
+    texts = body.plain_texts
+    found = await score_pairs(engine, [body.query], texts, "documents", http)
     if found is None:
         return Response(status_code=GONE)
     scores, usage = found
     best = sorted(range(len(scores)), key=lambda index: scores[index], reverse=True)[: body.top_n]
+    if body.listed:
+        shown = [texts[index] if body.return_text else msgspec.UNSET for index in best]
+        return StructResponse(
+            [api.RankedInList(index, scores[index], text) for index, text in zip(best, shown, strict=True)]
+        )
     results = [
         api.Ranked(
             index,
             scores[index],
-            api.RankedText(body.texts[index]) if body.return_documents else msgspec.UNSET,
+            api.RankedText(texts[index]) if body.return_documents else msgspec.UNSET,
         )
         for index in best
     ]

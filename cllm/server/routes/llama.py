@@ -2,121 +2,83 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from cllm import __version__
+from cllm.chat.session import count_tokens
+from cllm.errors import EngineNotReady, Forbidden, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.errors import failure_body
-from cllm.server.protocol import llama as api
+from cllm.server.protocol import llama as bodies
+from cllm.server.protocol import llama_responses as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
-from cllm.server.protocol.generate import DecodeBody
-from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
-from cllm.server.submit import check_tokens, get_registry, make_request
-from cllm.types import FinishReason, RequestOutput
-from cllm.workers.messages import Detokenize, RenderChat, Text, TokenizeInfill, TokenizeText, Tokens
+from cllm.server.protocol.generate import get_file_type
+from cllm.server.protocol.responses import InputTokens
+from cllm.server.routes import admin, chat, openai, responses
+from cllm.server.routes.llama_completion import ROUTE, answer
+from cllm.server.sse import encode
+from cllm.server.submit import check_tokens, get_registry, tokenize_pieces
+from cllm.workers.messages import (
+    Pieces,
+    RenderChat,
+    SpellTokens,
+    StateFileDone,
+    Text,
+    TokenizeInfill,
+    Tokens,
+)
 
-ROUTE = "/completion"
 _COMPLETION = documented(
     api.COMPLETION_EXAMPLE,
     events=(encode(api.LlamaEvent(content="2", tokens=(34,))), encode(api.COMPLETION_EXAMPLE)),
     computes=True,
 )
+_HIDDEN: dict[str, Any] = {"response_model": None, "include_in_schema": False}
 router = APIRouter(tags=["llama-server"], route_class=LargeJsonRoute)
 
 
-class TimedStream(AsyncOutputStream):
-    """Notes when it was made and when its first token came, however it is read."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self.started = time.perf_counter()
-        self.first: float | None = None
-
-    def push(self, delta: RequestOutput) -> None:
-        if self.first is None and delta.tokens:
-            self.first = time.perf_counter()
-        super().push(delta)
+async def get_text(engine: EngineClient, pieces: Sequence[str | int], tokens: tuple[int, ...]) -> str:
+    """A prompt as text."""
+    if len(pieces) == 1 and isinstance(pieces[0], str):
+        return pieces[0]
+    return await spell(engine, tokens)
 
 
-def make_completion(
-    model: str, stream: TimedStream, outputs: Sequence[RequestOutput], *, logprobs: bool
-) -> api.LlamaCompletion:
-    """A finished answer, or its last event: how it ended and what it took."""
-    last = outputs[-1]
-    assert last.usage is not None
-    usage, now = last.usage, time.perf_counter()
-    first = stream.first or now
-    seconds = now - first
-    return api.LlamaCompletion(
-        content="".join(output.text for output in outputs),
-        tokens=tuple(token for output in outputs for token in output.tokens),
-        completion_probabilities=api.make_probabilities(
-            entry for output in outputs for entry in output.logprobs
-        )
-        if logprobs
-        else UNSET,
-        model=model,
-        tokens_predicted=usage.completion_tokens,
-        tokens_evaluated=usage.prompt_tokens,
-        tokens_cached=usage.cached_tokens,
-        stop_type="limit" if last.finish_reason is FinishReason.LENGTH else "word" if last.stop else "eos",
-        stopping_word=last.stop or "",
-        timings=api.LlamaTimings(
-            cache_n=usage.cached_tokens,
-            prompt_n=usage.prompt_tokens - usage.cached_tokens,
-            prompt_ms=1000 * (first - stream.started),
-            predicted_n=usage.completion_tokens,
-            predicted_ms=1000 * seconds,
-            predicted_per_second=usage.completion_tokens / seconds if seconds > 0 else 0.0,
-            cached_from=usage.cached_from,
-        ),
+async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
+    """Tokens as text, control tokens too."""
+    return b"".join((await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces).decode(
+        "utf-8", "replace"
     )
 
 
-async def events(model: str, stream: TimedStream) -> AsyncIterator[bytes]:
-    """The events of a stream: pieces, then the last one with the summary; or an error, and the end."""
-    yield COMMENT  # there is no event before the first token
-    async for output in stream:
-        if output.error is not None:
-            yield encode(failure_body(ROUTE, output.error))
-        elif output.finish_reason is not None:
-            yield encode(make_completion(model, stream, [output], logprobs=bool(output.logprobs)))
-        else:
-            probabilities = api.make_probabilities(output.logprobs) if output.logprobs else UNSET
-            yield encode(
-                api.LlamaEvent(
-                    content=output.text, tokens=output.tokens, completion_probabilities=probabilities
-                )
-            )
-
-
 @router.post(ROUTE, **_COMPLETION)
-@router.post("/completions", response_model=None, include_in_schema=False)
-async def completion(body: api.LlamaCompletionBody, http: HttpRequest) -> Response:
-    """Complete a prompt."""
+@router.post("/completions", **_HIDDEN)
+async def completion(body: bodies.LlamaCompletionBody, http: HttpRequest) -> Response:
+    """Complete prompts."""
     engine = get_registry(http).current
     engine.check_capacity()
-    if isinstance(body.prompt, str):
-        limit = loaded(engine)[1].request_tokens
-        task = TokenizeText(body.prompt, limit, parse_special=True)
-        prompt = (await run_tokenizer(engine, task, Tokens)).tokens
-    else:
-        prompt = check_tokens(engine, body.prompt, "prompt")
-    return await answer(engine, body, http, prompt)
+    limit = loaded(engine)[1].request_tokens
+    prompts = []
+    for pieces in body.prompts:
+        tokens = await tokenize_pieces(engine, pieces, "prompt", limit, parse_special=True)
+        prompts.append((tokens, await get_text(engine, pieces, tokens)))
+    return await answer(engine, body, http, prompts)
 
 
 @router.post("/infill", **_COMPLETION)
-async def infill(body: api.InfillBody, http: HttpRequest) -> Response:
+async def infill(body: bodies.InfillBody, http: HttpRequest) -> Response:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
     engine = get_registry(http).current
     engine.check_capacity()
@@ -124,51 +86,35 @@ async def infill(body: api.InfillBody, http: HttpRequest) -> Response:
     # The text is cut at its far ends so that the answer fits.
     reserved = min(body.n_predict, limit // 2) if body.n_predict > 0 else limit // 4
     task = TokenizeInfill(body.gap(), limit, limit - reserved)
-    return await answer(engine, body, http, (await run_tokenizer(engine, task, Tokens)).tokens)
-
-
-async def answer(
-    engine: EngineClient, body: api.LlamaCompletionBody, http: HttpRequest, prompt: tuple[int, ...]
-) -> Response:
-    request = await make_request(
-        engine,
-        http,
-        body,
-        request_id=uuid.uuid4().hex,
-        prompt=prompt,
-        max_tokens=None if body.n_predict < 0 else max(1, body.n_predict),
-        stop=tuple(body.stop),
-        logprobs=body.n_probs,
-    )
-    model = loaded(engine)[0].name
-    stream = engine.submit(request, TimedStream)
-    if body.stream:
-        return EventStream(engine, [stream], events(model, stream))
-    collected = await collect(engine, [stream], http)
-    if collected is None:
-        return Response(status_code=GONE)
-    return StructResponse(make_completion(model, stream, collected[0], logprobs=body.n_probs > 0))
+    tokens = (await run_tokenizer(engine, task, Tokens)).tokens
+    return await answer(engine, body, http, [(tokens, body.input_prefix + body.prompt)])
 
 
 @router.post("/tokenize", **documented(api.LlamaTokens((33, 27, 33, 45))))
-async def tokenize(body: api.LlamaTokenizeBody, http: HttpRequest) -> Response:
+async def tokenize(body: bodies.LlamaTokenizeBody, http: HttpRequest) -> Response:
     """Convert text to token ids."""
-    task = TokenizeText(body.content, 0, add_special=body.add_special, parse_special=body.parse_special)
+    engine = get_registry(http).current
+    pieces = [body.content] if isinstance(body.content, str) else body.content
+    special = {"add_special": body.add_special, "parse_special": body.parse_special}
+    tokens = await tokenize_pieces(engine, pieces, "content", **special)
+    if not body.with_pieces:
+        return StructResponse(api.LlamaTokens(tokens))
+    texts = (await run_tokenizer(engine, SpellTokens(tokens), Pieces)).pieces
     return StructResponse(
-        api.LlamaTokens((await run_tokenizer(get_registry(http).current, task, Tokens)).tokens)
+        api.LlamaTokens([api.make_piece(*pair) for pair in zip(tokens, texts, strict=True)])
     )
 
 
 @router.post("/detokenize", **documented(api.LlamaContent("1+1=")))
-async def detokenize(body: DecodeBody, http: HttpRequest) -> Response:
+async def detokenize(body: bodies.LlamaDetokenizeBody, http: HttpRequest) -> Response:
     """Convert token ids to text."""
     engine = get_registry(http).current
-    task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
-    return StructResponse(api.LlamaContent((await run_tokenizer(engine, task, Text)).text))
+    tokens = check_tokens(engine, body.tokens, "tokens")
+    return StructResponse(api.LlamaContent(await spell(engine, tokens)))
 
 
 @router.post("/apply-template", **documented(api.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n")))
-async def apply_template(body: ConversationBody, http: HttpRequest) -> Response:
+async def apply_template(body: bodies.ApplyTemplateBody, http: HttpRequest) -> Response:
     """Render a conversation with the model's chat template."""
     engine = get_registry(http).current
     conversation = body.conversation()
@@ -176,29 +122,115 @@ async def apply_template(body: ConversationBody, http: HttpRequest) -> Response:
     return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
 
 
+@router.post("/chat/completions/input_tokens", **documented(InputTokens(12)))
+@router.post("/v1/chat/completions/input_tokens", **_HIDDEN)
+async def count_chat(body: ConversationBody, http: HttpRequest) -> Response:
+    """Count the prompt tokens of a conversation."""
+    engine = get_registry(http).current
+    return StructResponse(InputTokens(await count_tokens(engine, body.conversation(), constrained=False)))
+
+
 @router.get("/props", **documented(api.PROPS_EXAMPLE))
 async def props(http: HttpRequest) -> Response:
     """Describe the model and the defaults."""
     info, limits = loaded(get_registry(http).current)
-    answer = api.LlamaProps(
-        default_generation_settings=api.LlamaSettings(limits.request_tokens),
+    routes = http.app.state.open_routes
+    params = api.make_params(http.app.state.defaults)
+    described = api.LlamaProps(
+        default_generation_settings=api.LlamaSettings(params, limits.request_tokens),
         total_slots=limits.sequences,
         model_alias=info.name,
+        model_ftype=get_file_type(info),
+        model_path=info.file,
+        endpoint_slots="-/slots" not in routes,
+        endpoint_props="/props" in routes,
         chat_template=info.chat_template or "",
         chat_template_tool_use=info.tool_template or UNSET,
+        chat_template_caps=api.make_caps(info.chat_template or ""),
+        bos_token=info.begin_text,
+        eos_token=info.end_text,
         build_info=f"cllm {__version__}",
     )
-    return StructResponse(answer)
+    return StructResponse(described)
 
 
-@router.get("/slots", **documented([api.LlamaSlot(0, 4096, is_processing=True)]))
-async def slots(http: HttpRequest) -> Response:
-    """List the slots, and whether each computes."""
-    limits = loaded(get_registry(http).current)[1]
-    running = sum(state.dispatched is not None for state in get_registry(http).requests)
-    return StructResponse(
-        [
-            api.LlamaSlot(number, limits.request_tokens, is_processing=number < running)
-            for number in range(limits.sequences)
-        ]
-    )
+@router.post("/props", **_HIDDEN)
+async def change_props(http: HttpRequest) -> Response:
+    """Change nothing, as llama-server does; for clients that try."""
+    if "/props" not in http.app.state.open_routes:
+        raise NotSupported("properties cannot be changed: start the server with --props")
+    return StructResponse({"success": True})
+
+
+@router.get("/lora-adapters", **_HIDDEN)
+async def lora_adapters() -> Response:
+    """List no LoRA adapters: there are none."""
+    return StructResponse([])
+
+
+@router.get("/slots", **documented([api.LlamaSlot(id=0, n_ctx=4096, is_processing=True)]))
+async def slots(http: HttpRequest, fail_on_no_slot: str = "") -> Response:
+    """List the slots, and what each computes."""
+    if "-/slots" in http.app.state.open_routes:
+        raise NotSupported("slots are not shown: start the server without --no-slots")
+    registry = get_registry(http)
+    limits = loaded(registry.current)[1]
+    snapshot = await admin.inspect(registry.current)
+    leases = {lease.seq_id: lease.request_id for lease in snapshot.leases}
+    if fail_on_no_slot and len(leases) >= limits.sequences:
+        raise EngineNotReady("no slot is free")
+    running = {state.request.id: state for state in registry.requests}
+    shown = []
+    for number in range(limits.sequences):
+        slot = api.LlamaSlot(id=number, n_ctx=limits.request_tokens, is_processing=number in leases)
+        if (state := running.get(leases.get(number, ""))) is not None:
+            left = state.request.max_tokens - state.generated
+            slot = msgspec.structs.replace(
+                slot,
+                id_task=zlib.crc32(state.request.id.encode()),
+                n_prompt_tokens=state.request.input_tokens,
+                params=api.make_settings(state.request, brief=True),
+                next_token=[api.NextToken(left > 0, False, left, state.generated)],
+            )
+        shown.append(slot)
+    return StructResponse(shown)
+
+
+@router.post("/slots/{id_slot}", **_HIDDEN)
+async def use_slot(
+    id_slot: int, action: Literal["save", "restore", "erase"], body: bodies.SlotBody, http: HttpRequest
+) -> Response:
+    """Save what is cached to a file, restore it, or forget it: of all slots, whichever is named."""
+    engine = get_registry(http).current
+    if not 0 <= id_slot < loaded(engine)[1].sequences:
+        raise InvalidRequest("id_slot: there is no such slot", "id_slot")
+    started = time.perf_counter()
+    if action == "erase":
+        done = await asyncio.wrap_future(engine.clear_cache())
+        return StructResponse({"id_slot": id_slot, "n_erased": done.tokens})
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", body.filename, re.ASCII):
+        raise InvalidRequest("filename: letters, digits, '.', '-' and '_', not a path", "filename")
+    use = engine.save_prefixes if action == "save" else engine.restore_prefixes
+    try:
+        done = await asyncio.wrap_future(use(body.filename.replace(".", "--")))
+    except Forbidden:
+        raise NotSupported("slots are not saved: start the server with --slot-save-path") from None
+    return StructResponse(_describe(id_slot, action, body.filename, done, time.perf_counter() - started))
+
+
+def _describe(
+    id_slot: int, action: str, filename: str, done: StateFileDone, seconds: float
+) -> dict[str, Any]:
+    count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    timings = {f"{action}_ms": 1000 * seconds}
+    return {
+        "id_slot": id_slot, "filename": filename, count: done.tokens, size: done.size, "timings": timings
+    }  # fmt: skip
+
+
+# Routes of others, without their /v1.
+router.get("/models", **_HIDDEN)(openai.models)
+router.post("/chat/completions", **_HIDDEN)(chat.chat)
+router.post("/responses", **_HIDDEN)(responses.responses)
+router.post("/responses/input_tokens", **_HIDDEN)(responses.input_tokens)
+router.get("/v1/health", **_HIDDEN)(admin.health)

@@ -16,8 +16,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
-from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_model
+from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented, get_timings
+from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_entry, make_model
 from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, check_tokens, get_registry, make_request
 from cllm.text.prompt import Gap
@@ -37,7 +37,8 @@ router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 async def models(http: HttpRequest) -> Response:
     """List the models."""
     info, limits = loaded(get_registry(http).current)
-    return StructResponse(ModelList(data=[make_model(info, limits, http.app.state.started)]))
+    model = make_model(info, limits, http.app.state.started)
+    return StructResponse(ModelList(data=[model], models=[make_entry(info)]))
 
 
 @router.get("/v1/models/{name:path}", **documented(LISTED_MODEL))
@@ -65,6 +66,7 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
         stop=body.stops,
         logprobs=body.logprobs or int(logprobs or best_of > body.n),
     )
+    request = _replace(request, prompt_logprobs=body.scored)
     given = body.prompts
     prompts = await _tokenize(engine, given, body.suffix, limits.request_tokens)
     echoes = await _detokenize(engine, given) if body.echo else [""] * len(prompts)
@@ -82,8 +84,9 @@ async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
     choices = []
     for index, outputs in enumerate(collected):
         echo = echoes[index // body.n]
-        choices.append(api.make_choice(index, outputs, logprobs=logprobs, echo=echo, offset=len(echo)))
-    return StructResponse(_replace(head, choices=choices, usage=usage))
+        choices.append(api.make_choice(body, index, outputs, echo=echo, offset=len(echo)))
+    timings = get_timings(streams[0], len(prompts[0]), collected[0][-1].usage)
+    return StructResponse(_replace(head, choices=choices, usage=usage, timings=timings))
 
 
 async def _events(
@@ -98,7 +101,7 @@ async def _events(
     echoes = [echo for echo in echoes for _ in range(body.n)]
     offsets = list(map(len, echoes))
     yield COMMENT  # there is no event before the first token
-    if body.echo:
+    if body.echo and not body.scores_echo:
         for index, echo in enumerate(echoes):
             yield encode(_replace(head, choices=[api.CompletionChoice(index, echo)]))
     usages: list[Usage | None] = []
@@ -106,19 +109,26 @@ async def _events(
         if output.error is not None:
             yield encode(failure_body(ROUTE, output.error))
             return
-        if output.finish_reason is None and not output.logprobs:
+        scored = bool(output.prompt_logprobs)
+        if output.finish_reason is None and not output.logprobs and not scored:
             if output.text:  # nearly all chunks: put together as bytes
                 yield b"%b%d%b%b%b" % (opening, index, _TEXT, _json.encode(output.text), _CLOSING)
             continue
-        logprobs = body.logprobs is not None
-        choice = api.make_choice(index, [output], logprobs=logprobs, offset=offsets[index])
+        echo = echoes[index] if scored and body.scores_echo else ""
+        choice = api.make_choice(body, index, [output], echo=echo, offset=offsets[index])
         if choice.logprobs is not None:
-            offsets[index] += sum(map(len, choice.logprobs.tokens))
-        yield encode(_replace(head, choices=[choice]))
+            offsets[index] += sum(map(len, choice.logprobs.tokens)) - len(echo)
         if output.finish_reason is not None:
             usages.append(output.usage)
+        chunk = _replace(head, choices=[choice])
+        if len(usages) == len(streams) and not body.include_usage:
+            timings = get_timings(streams[index], len(prompts[index // body.n]), output.usage)
+            chunk = _replace(chunk, timings=timings)
+        yield encode(chunk)
     if body.include_usage:
-        yield encode(_replace(head, usage=api.make_usage(usages, sum(map(len, prompts)))))
+        timings = get_timings(streams[0], len(prompts[0]), usages[0])
+        usage = api.make_usage(usages, sum(map(len, prompts)))
+        yield encode(_replace(head, usage=usage, timings=timings))
     yield DONE
 
 

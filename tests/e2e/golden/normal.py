@@ -17,13 +17,16 @@ Event = dict[str, Any]  # "data", and "event" where it has a name
 
 _ID = re.compile(r"\b([a-z]+)[-_]([0-9a-f]{8,})(-\d+)?\b|\b[0-9a-f]{32}\b")
 _TIMES = frozenset(
-    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second"}
+    {"created", "created_at", "completed_at", "prompt_ms", "predicted_ms", "predicted_per_second", "seed"}
+    | {"prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms"}
 )
 _COUNTERS = frozenset(
     {"cached_tokens", "cache_n", "tokens_cached", "prompt_n", "decoded_tokens", "steps", "ubatches", "cells"}
     # a delta that holds the end of thoughts and the first words counts as one or the other
     | {"cache_read_input_tokens", "reasoning_tokens"}
+    | {"tokens_predicted"}  # so far
 )
+_BESIDES = frozenset({"system_fingerprint", "timings"})
 # Where pieces of text are, and what comes in pieces beside them.
 _TEXTS = (
     ("choices", 0, "text"),
@@ -101,6 +104,9 @@ def _plain(value: Any, names: dict[str, str], key: str = "") -> Any:
         assert isinstance(value, str), f"{key}: {value!r}"
         return ""
     if isinstance(value, dict):
+        if "choices" in value:  # of OpenAI's: see test_llama_routes
+            value = {key: item for key, item in value.items() if key not in _BESIDES}
+        value = {key: item for key, item in value.items() if not key.startswith("draft_n")}
         if cached := value.get("cache_read_input_tokens"):  # Anthropic's input tokens are those not cached
             value = {**value, "input_tokens": value["input_tokens"] + cached}
         return {inner: _plain(item, names, inner) for inner, item in value.items()}

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from cllm.server.protocol.completions import make_usage
+from cllm.server.protocol.llama import LlamaCompletionBody
 from cllm.server.protocol.responses import ResponsesBody, echo
-from cllm.server.routes.llama import TimedStream, make_completion
+from cllm.server.routes.llama_completion import Completions, LimitedStream
 from cllm.server.routes.messages import MessageRenderer
 from cllm.server.routes.responses import ResponseRenderer
-from cllm.types import FinishReason, RequestOutput, Usage
+from cllm.types import FinishReason, Request, RequestOutput, Usage
 
 USAGE = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=80, cached_from="ram")
 LAST = RequestOutput(request_id="r", finish_reason=FinishReason.LENGTH, usage=USAGE)
@@ -48,7 +49,10 @@ def test_a_message_counts_cached_tokens_apart() -> None:
 
 def test_the_timings_of_a_completion_say_where_cached_tokens_came_from() -> None:
     async def complete() -> dict[str, Any]:
-        return plain(make_completion("m", TimedStream("r"), [LAST], logprobs=False))
+        body = LlamaCompletionBody.model_validate({"prompt": "x"})
+        request = Request(id="r", prompt=(), max_tokens=4)
+        call = Completions(body, request, "m", 100, [((), "x")])
+        return plain(call.whole(0, LimitedStream("r"), [LAST]))
 
     timings = asyncio.run(complete())["timings"]
     assert (timings["cache_n"], timings["prompt_n"], timings["cached_from"]) == (80, 10, "ram")

@@ -262,6 +262,13 @@ LONE: Any = {"type": "object", "description": "\ud83d"}
             },
         ),
         (ChatBody, {"messages": USER, "chat_template_kwargs": LONE}),
+        (
+            ChatBody,
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": LONE}]}]},
+        ),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "\ud83d"}]}]}),
+        (CountBody, {"messages": [{"role": "user", "content": [{"type": "document", "source": LONE}]}]}),
+        (ResponsesBody, {"input": [{"type": "x_call", "call_id": "1", "action": LONE}]}),
     ],
 )
 def test_a_lone_surrogate_is_found_wherever_it_is(body: type[Body], fields: Any) -> None:

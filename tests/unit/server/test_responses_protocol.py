@@ -116,6 +116,35 @@ def test_the_events_of_an_answer_in_order() -> None:
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"input": "*** Begin\\n"}', "*** Begin\n"),
+        ('{"input": "cut', '{"input": "cut'),
+        ('{"x": 1}', '{"x": 1}'),
+    ],
+)
+def test_a_custom_tool_is_called_with_a_text(arguments: str, given: str) -> None:
+    tools = [TOOL, {"type": "custom", "name": "apply_patch"}]
+    body = ResponsesBody.model_validate({"input": "x", "tools": tools})
+    renderer = ResponseRenderer("resp_1", echo(body, "m"))
+    half = len(arguments) // 2
+    steps = [
+        step(ToolCallStart(0, "apply_patch"), ToolCallArguments(0, arguments[:half])),
+        step(ToolCallArguments(0, arguments[half:]), end=FinishReason.STOP),
+    ]
+    events = [msgspec.to_builtins(event) for one in steps for event in renderer.add(*one)]
+    for event in events:
+        sdk("ResponseStreamEvent").validate_python(event)
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done"),
+        *("output_item.done", "completed"),
+    ]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", given)
+    sdk("Response").validate_python(events[-1]["response"])
+
+
 def test_an_answer_cut_off_is_incomplete() -> None:
     response = whole([step(ContentText("on and"), end=FinishReason.LENGTH)])
     assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"

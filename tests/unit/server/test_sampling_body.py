@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from cllm.errors import InvalidRequest
-from cllm.server.protocol.base import SamplingBody
+from cllm.server.protocol.sampling import SamplingBody
 from cllm.types import SEED_SPACE, SamplingParams
 
 PARAMETERS = {field.name: field for field in msgspec.structs.fields(SamplingParams)}

@@ -89,7 +89,8 @@ def with_server(test: Asked, **options: Any) -> None:
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, Any]) -> None:
     async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
-        fields = {"timeout": 30, "priority": -7, "cache_prompt": False, "speculate": False}
+        fields: dict[str, Any] = {"timeout": 30, "priority": -7, "cache_prompt": False, "speculate": False}
+        fields |= {"min_tokens": 2, "stop_token_ids": [7, 8]}
         answer = await client.post(path, json={**body, **fields})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-queue-position"] == "0"
@@ -97,6 +98,7 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
         for request in requests:
             assert (request.timeout_s, request.priority, request.reuse) == (30.0, -7, False)
             assert not request.speculate
+            assert (request.min_tokens, request.stop_token_ids) == (2, (7, 8))
         requests.clear()
         await client.post(path, json=body)
         assert (requests[0].timeout_s, requests[0].priority, requests[0].reuse) == (None, 0, True)
@@ -105,10 +107,46 @@ def test_every_generating_route_passes_the_fields_on(path: str, body: dict[str, 
     with_server(asked)
 
 
+CHAT = ("/v1/chat/completions", ROUTES[5][1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        (*CHAT, {"reasoning_budget": 5}),
+        (*CHAT, {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+        ("/v1/messages", ROUTES[7][1], {"thinking": {"type": "enabled", "budget_tokens": 5}}),
+    ],
+)
+def test_a_budget_of_reasoning_is_passed_on(path: str, body: dict[str, Any], fields: dict[str, Any]) -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
+        assert (await client.post(path, json={**body, **fields})).status_code == 200
+        limit = requests[0].reasoning
+        assert limit is not None and limit.budget == 5 and not limit.inside
+        assert (bytes(limit.opening), bytes(limit.closing)) == (b"<think>", b"</think>")
+        await client.post(path, json=body)
+        await client.post(path, json={**body, **fields, "choice": ["a", "b"]})
+        assert requests[1].reasoning is requests[2].reasoning is None
+
+    with_server(asked)
+
+
+def test_a_prediction_is_passed_on() -> None:
+    async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:
+        path, body = CHAT
+        for content in ("abcdef", [{"type": "text", "text": "abc"}, {"type": "text", "text": "def"}]):
+            given = {**body, "max_tokens": 4, "prediction": {"type": "content", "content": content}}
+            assert (await client.post(path, json=given)).status_code == 200
+        assert [bytes(request.prediction) for request in requests] == [b"abcdef"] * 2
+
+    with_server(asked)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"timeout": 0}, {"timeout": -1}, {"timeout": 1e9}, {"timeout": "5"}, {"timeout": 5e-324},
-     {"priority": 0.5}, {"priority": True}, {"cache_prompt": 1}, {"speculate": 0}],
+     {"priority": 0.5}, {"priority": True}, {"min_tokens": -1}, {"stop_token_ids": [99999]},
+     {"cache_prompt": 1}, {"speculate": 0}],
 )  # fmt: skip
 def test_what_is_out_of_bounds_is_400_and_names_the_field(wrong: dict[str, Any]) -> None:
     async def asked(client: httpx.AsyncClient, _: EngineClient, requests: list[Request]) -> None:

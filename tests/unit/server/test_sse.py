@@ -134,7 +134,7 @@ def test_a_stream_begins_before_anything_is_computed(path: str, body: dict[str, 
 def test_what_is_known_at_once_keeps_its_status(path: str, body: dict[str, Any], first: bytes) -> None:
     async def scenario() -> None:
         async with engine_of(GatedRunner(threading.Event())) as engine:
-            wrong = {**body, "stream": True, "temperature": -1}
+            wrong = {**body, "stream": True, "temperature": "hot"}
             long = {name: _lengthen(value) for name, value in body.items()}
             for given, status in ((wrong, 400), ({**long, "stream": True}, 400)):
                 client = Client(path, given)

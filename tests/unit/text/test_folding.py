@@ -183,11 +183,16 @@ def test_calls_are_taken_as_they_come() -> None:
         [say("assistant", None, *calls), result("r", None), result("q", None), result("s", "x" * 999)]
     )
     called = [(one["id"], one["function"]["arguments"]) for one in asked["tool_calls"]]
-    assert called == [("call_0", {"a": 1}), ("call_1", {"b": 2}), ("call_1", {}), ("x" * 999, "[1]")]
+    assert called == [("call00000", {"a": 1}), ("call00001", {"b": 2}), ("call_1", {}), ("x" * 999, "[1]")]
     assert asked["content"] == ""
     assert [(one["tool_call_id"], one["name"]) for one in (first, second, last)] == [
-        *(("call_0", "f"), ("call_1", "h"), ("x" * 999, "i"))
+        *(("call00000", "f"), ("call00001", "g"), ("x" * 999, "i"))
     ]
+
+
+def test_only_the_assistant_calls() -> None:
+    (stray,) = prepare([{**result("r"), "tool_calls": [call("f")]}])
+    assert stray == {**result("r"), "name": "tool"}
 
 
 def test_reasoning_goes_by_every_name() -> None:

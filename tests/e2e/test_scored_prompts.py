@@ -1,0 +1,113 @@
+"""Over HTTP: log-probabilities of prompts, answers of no tokens, least lengths, stop tokens, predictions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.driver.server import Server
+
+PROMPT = "Once upon a time"
+
+
+def complete(server: Server, **fields: Any) -> dict[str, Any]:
+    response = server.post("/v1/completions", {"prompt": PROMPT, "temperature": 0, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def get_tokens(server: Server, count: int) -> list[int]:
+    """The tokens of the answer."""
+    asked = {"prompt": PROMPT, "n_predict": count, "temperature": 0, "return_tokens": True}
+    tokens: list[int] = server.post("/completion", asked).json()["tokens"]
+    assert len(tokens) == count
+    return tokens
+
+
+def test_echoed_prompts_have_logprobs(tiny: Server) -> None:
+    """As lm-eval asks for them: what a prompt scores is what its text scored when it was generated."""
+    plain = complete(tiny, max_tokens=12, logprobs=2)["choices"][0]
+    tokens = tiny.post("/encode", {"text": PROMPT}).json()["tokens"]
+    answer = get_tokens(tiny, 12)
+    for given in ([*tokens, *answer], [[*tokens, *answer]]):
+        for max_tokens in (0, 1):
+            echoed = complete(tiny, prompt=given, max_tokens=max_tokens, logprobs=2, echo=True)["choices"][0]
+            found = echoed["logprobs"]
+            size = len(tokens) + len(answer)
+            assert {len(column) for column in found.values()} == {size + max_tokens}
+            assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+            own = slice(len(tokens), size)
+            assert found["token_logprobs"][own] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=0.1)
+            best = [max(top.values()) for top in found["top_logprobs"][1:]]
+            assert best[len(tokens) - 1 :] == found["token_logprobs"][len(tokens) :], "it was greedy"
+            assert all(0 < len(top) <= 2 for top in found["top_logprobs"][1:])
+            assert "".join(found["tokens"]) == echoed["text"]
+            for text, begin in zip(found["tokens"], found["text_offset"], strict=True):
+                assert echoed["text"][begin : begin + len(text)] == text
+            assert echoed["finish_reason"] == "length"
+
+
+def test_a_stream_has_the_same_logprobs(tiny: Server) -> None:
+    asked = {"echo": True, "logprobs": 1, "max_tokens": 3, "n": 2, "seed": 3, "prompt_logprobs": 1}
+    whole = complete(tiny, **asked)["choices"]
+    joined: list[dict[str, Any]] = [{"text": "", "logprobs": {}} for _ in whole]
+    stream = tiny.post("/v1/completions", {"prompt": PROMPT, "temperature": 0, "stream": True, **asked})
+    for line in stream.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            one = joined[choice["index"]]
+            one["text"] += choice["text"]
+            for name, column in (choice["logprobs"] or {}).items():
+                one["logprobs"].setdefault(name, []).extend(column)
+            one["prompt_logprobs"] = choice.get("prompt_logprobs") or one.get("prompt_logprobs")
+    for one, expected in zip(joined, whole, strict=True):
+        assert one == {name: expected[name] for name in one}
+
+
+def test_prompt_logprobs_by_token_id(tiny: Server) -> None:
+    tokens = tiny.post("/encode", {"text": PROMPT}).json()["tokens"]
+    choice = complete(tiny, max_tokens=1, prompt_logprobs=2)["choices"][0]
+    first, *scored = choice["prompt_logprobs"]
+    assert first is None and len(scored) == len(tokens) - 1 and choice["logprobs"] is None
+    for entry, token in zip(scored, tokens[1:], strict=True):
+        assert 2 <= len(entry) <= 3
+        ranks = {found["rank"]: found["logprob"] for found in entry.values()}
+        assert ranks[1] >= ranks[2] >= entry[str(token)]["logprob"] or entry[str(token)]["rank"] in (1, 2)
+    assert "prompt_logprobs" not in complete(tiny, max_tokens=1)["choices"][0]
+
+
+def test_no_tokens_are_an_answer(tiny: Server) -> None:
+    answer = complete(tiny, max_tokens=0, echo=True)
+    assert answer["choices"][0]["text"] == PROMPT and answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_stop_tokens_and_least_lengths(tiny: Server) -> None:
+    answer = get_tokens(tiny, 8)
+    stop = answer[3]
+    first = answer.index(stop)
+    stopped = complete(tiny, max_tokens=8, stop_token_ids=[stop])
+    assert stopped["usage"]["completion_tokens"] == first
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    later = complete(tiny, max_tokens=8, stop_token_ids=[stop], min_tokens=6)
+    assert later["usage"]["completion_tokens"] >= 6
+    refused = tiny.post("/v1/completions", {"prompt": PROMPT, "stop_token_ids": [10**6]})
+    assert refused.status_code == 400 and "stop_token_ids" in refused.json()["error"]["message"]
+
+
+def test_a_prediction_is_counted(tiny: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32, "temperature": 0}
+    plain = tiny.post("/v1/chat/completions", asked).json()
+    text = plain["choices"][0]["message"]["content"]
+    parts = [{"type": "text", "text": text}]
+    for content in (text, parts):
+        fields = {**asked, "prediction": {"type": "content", "content": content}}
+        answer = tiny.post("/v1/chat/completions", fields).json()
+        assert answer["choices"][0]["message"]["content"] == text
+        details = answer["usage"]["completion_tokens_details"]
+        assert details.keys() == {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+    assert "completion_tokens_details" not in plain["usage"]

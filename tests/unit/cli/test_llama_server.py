@@ -1,0 +1,254 @@
+"""llama-server's arguments: what each becomes, what is skipped, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cllm.cli import main, serve
+from cllm.cli.llama_flags import FLAGS
+from cllm.cli.llama_server import Translation
+from cllm.config import Config
+from cllm.errors import ConfigError
+from cllm.server.app import read_defaults
+
+ENGINE = {
+    "-m FILE": ("model", "FILE"),
+    "--model FILE": ("model", "FILE"),
+    "-a one,two": ("alias", "one"),
+    "-t 3": ("threads", 3),
+    "-t -1": ("threads", 0),
+    "--poll 7": ("poll", 7),
+    "-np 3": ("parallel", 3),
+    "-np -1": ("parallel", 0),
+    "-b 64": ("batch_tokens", 64),
+    "-b 2048": ("batch_tokens", 512),
+    "-ub 256": ("batch_tokens", 256),
+    "-fa off": ("flash_attention", False),
+    "-fa --jinja": ("flash_attention", True),
+    "--no-repack": ("extra_buffers", False),
+    "-ctk q8_0": ("cache_type_k", "q8_0"),
+    "-ctv q8_0": ("cache_type_v", "q8_0"),
+    "-ngl 12": ("gpu_layers", 12),
+    "-ngl all": ("gpu_layers", -1),
+    "--device none": ("gpu_layers", 0),
+    "-cram 5": ("cache_ram_mb", 5),
+    "-cram -1": ("cache_ram_mb", 1 << 20),
+    "--spec-draft-n-max 4": ("draft_tokens", 4),
+    "--spec-type none": ("draft_tokens", 0),
+    "-md DRAFT": ("draft_model", "DRAFT"),
+    "--pooling cls": ("pooling", "cls"),
+    "--pooling none": ("pooling", "none"),
+    "--rerank": ("pooling", "rank"),
+    "--chat-template llama3": ("chat_template", "llama3"),
+    "--chat-template-file T": ("chat_template", "T"),
+    "--kv-unified": ("unified_kv", True),
+}
+SERVER = {
+    "--host ::1,127.0.0.1": ("host", "::1,127.0.0.1"),
+    "--port 99": ("port", 99),
+    "-to 5": ("slow_reader_s", 5.0),
+    "--timeout 6": ("body_timeout_s", 6.0),
+    "--cors-origins localhost": ("cors_origins", "localhost"),
+    "--api-key a,b": ("api_key", "a,b"),
+    "--ssl-key-file K": ("tls_key", "K"),
+    "--ssl-cert-file C": ("tls_cert", "C"),
+    "--metrics": ("open_routes", "/slots,/metrics"),
+    "--props": ("open_routes", "/slots,/props"),
+    "--no-slots": ("open_routes", "-/slots"),
+    "--no-slots --slots": ("open_routes", "/slots"),
+    "-v": ("log_level", "debug"),
+    "-lv 2": ("log_level", "warning"),
+    "-lv 5": ("log_level", "debug"),
+    "--log-disable": ("log_level", "error"),
+}
+REQUESTS: dict[str, Any] = {
+    "-n 7": {"max_tokens": 7, "max_output_tokens": 7},
+    "-n -1": {},
+    "--seed 3": {"seed": 3},
+    "--temp 0.5": {"temperature": 0.5},
+    "--dynatemp-range 0.1 --dynatemp-exp 2": {"dynatemp_range": 0.1, "dynatemp_exponent": 2},
+    "--top-k 5 --top-p 0.5 --min-p 0.1": {"top_k": 5, "top_p": 0.5, "min_p": 0.1},
+    "--top-nsigma 1 --typical 0.5": {"top_n_sigma": 1, "typical_p": 0.5},
+    "--xtc-probability 0.5 --xtc-threshold 0.2": {"xtc_probability": 0.5, "xtc_threshold": 0.2},
+    "--repeat-last-n 9 --repeat-penalty 1.1": {"penalty_last_n": 9, "repetition_penalty": 1.1},
+    "--presence-penalty 1 --frequency-penalty 2": {"presence_penalty": 1, "frequency_penalty": 2},
+    "--dry-multiplier 1 --dry-base 2": {"dry_multiplier": 1, "dry_base": 2},
+    "--dry-allowed-length 3 --dry-penalty-last-n 4": {"dry_allowed_length": 3, "dry_penalty_last_n": 4},
+    r"--dry-sequence-breaker \n --dry-sequence-breaker x": {"dry_sequence_breakers": ["\n", "x"]},
+    "--dry-sequence-breaker none": {"dry_sequence_breakers": []},
+    "--mirostat 2 --mirostat-lr 0.2 --mirostat-ent 4": {
+        "mirostat": 2,
+        "mirostat_eta": 0.2,
+        "mirostat_tau": 4,
+    },
+    "--samplers top_k;temperature": {"samplers": ["top_k", "temperature"]},
+    "--sampler-seq kt": {"samplers": "kt"},
+    "--ignore-eos": {"ignore_eos": True},
+    "-l 12+1.5 -l 7-inf": {"logit_bias": {"12": 1.5, "7": -100}},
+    "--grammar G": {"grammar": "G"},
+    '-j {"type":"object"}': {"json_schema": {"type": "object"}},
+    r"-r a\nb -r c": {"stop": ["a\nb", "c"]},
+    "--embd-normalize -1": {"embd_normalize": -1},
+    "--no-cache-prompt": {"cache_prompt": False},
+    '--chat-template-kwargs {"a":1}': {"chat_template_kwargs": {"a": 1}},
+    "--reasoning-format none": {"reasoning_format": "none"},
+    "--reasoning off": {"reasoning_effort": "none"},
+    "--reasoning on": {"chat_template_kwargs": {"enable_thinking": True}},
+    "--reasoning auto": {},
+    "--reasoning-effort low": {"reasoning_effort": "low"},
+    "--reasoning-budget 0": {"reasoning_effort": "none"},
+    "--reasoning-budget 64": {"reasoning_budget": 64},
+}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations that would have been served."""
+    found: list[Config] = []
+    monkeypatch.setattr(serve, "run", lambda config, given: found.append(config))
+    return found
+
+
+def run(served: list[Config], words: str, **variables: str) -> tuple[Config, str]:
+    """The configuration of these arguments, and what was printed."""
+    done = CliRunner().invoke(main.app, ["llama-server", *words.split()], env=variables)
+    assert done.exit_code == 0, done.output
+    return served.pop(), done.output
+
+
+@pytest.mark.parametrize("words", ENGINE)
+def test_settings_of_the_engine(served: list[Config], words: str) -> None:
+    field, value = ENGINE[words]
+    config, said = run(served, words)
+    assert getattr(config.engine, field) == value and said == ""
+
+
+@pytest.mark.parametrize("words", SERVER)
+def test_settings_of_the_server(served: list[Config], words: str) -> None:
+    field, value = SERVER[words]
+    assert getattr(run(served, words)[0].server, field) == value
+
+
+@pytest.mark.parametrize("words", REQUESTS)
+def test_fields_of_requests(served: list[Config], words: str) -> None:
+    assert read_defaults(run(served, words)[0].server.defaults) == REQUESTS[words]
+
+
+def test_every_argument_that_has_a_meaning_is_tested() -> None:
+    tested = {word for words in (*ENGINE, *SERVER, *REQUESTS) for word in words.split()}
+    actions = {FLAGS[word].action for word in tested if word in FLAGS}
+    elsewhere = {"!context", "!unified", "!key_file", "!save_path", "!grammar_file", "!schema_file", "!sleep"}
+    assert {flag.action for flag in FLAGS.values()} - {"", "-", "!download"} - elsewhere <= actions
+
+
+def test_its_own_defaults(served: list[Config]) -> None:
+    config, _ = run(served, "")
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
+    assert config.server.defaults == ""
+    assert run(served, "", CLLM_PORT="77")[0].server.port == 77
+
+
+@pytest.mark.parametrize(
+    ("words", "cells", "parallel", "limit", "unified"),
+    [
+        ("", 0, 0, 0, False),
+        ("-c 8192", 8192, 4, 8192, True),  # any slot may use all of them
+        ("-c 8192 -np 2", 8192, 2, 0, False),  # half each
+        ("-c 8192 -np 2 --kv-unified", 8192, 2, 8192, True),
+        ("-c 8192 --no-kv-unified", 8192, 4, 0, False),
+        ("-c 0 -np 2", 0, 2, 0, False),
+    ],
+)
+def test_how_slots_share_the_context(
+    served: list[Config], words: str, cells: int, parallel: int, limit: int, unified: bool
+) -> None:
+    engine = run(served, words)[0].engine
+    assert (engine.ctx_size, engine.parallel) == (cells, parallel)
+    assert (engine.max_request_tokens, engine.unified_kv) == (limit, unified)
+
+
+def test_variables_and_the_command_line_over_them(served: list[Config]) -> None:
+    variables = {
+        "LLAMA_ARG_PORT": "99",
+        "LLAMA_ARG_HOST": "::1",
+        "LLAMA_ARG_ENDPOINT_SLOTS": "false",
+        "LLAMA_ARG_ENDPOINT_METRICS": "1",
+        "LLAMA_ARG_TEMPERATURE": "0.5",
+        "LLAMA_API_KEY": "secret",
+    }
+    config, _ = run(served, "--port 98", **variables)
+    assert (config.server.port, config.server.host, config.server.api_key) == (98, "::1", "secret")
+    assert config.server.open_routes == "/metrics,-/slots" or config.server.open_routes == "-/slots,/metrics"
+    assert json.loads(config.server.defaults) == {"temperature": 0.5}
+
+
+def test_what_has_no_counterpart_is_named_once_and_its_value_skipped(served: list[Config]) -> None:
+    words = "--lora a --port 99 --control-vector-layer-range 1 2 --mlock --numa x --sleep-idle-seconds 9"
+    config, said = run(served, words)
+    assert config.server.port == 99
+    (line,) = said.splitlines()
+    for name in ("--lora", "--control-vector-layer-range", "--mlock", "--numa", "--sleep-idle-seconds 9"):
+        assert name in line
+    assert run(served, "--sleep-idle-seconds -1 --cont-batching --no-warmup")[1] == ""
+
+
+def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
+    keys, grammar, schema = (tmp_path / name for name in ("keys", "grammar", "schema"))
+    keys.write_text("# ours\none\n\ntwo\n")
+    grammar.write_text('root ::= "a"')
+    schema.write_text('{"type": "array"}')
+    server = run(served, f"--api-key zero --api-key-file {keys} --slot-save-path {tmp_path}")[0]
+    assert server.server.api_key == "zero,one,two" and server.engine.state_dir == str(tmp_path)
+    for word, field, value in (
+        ("--grammar-file", "grammar", 'root ::= "a"'),
+        ("-jf", "json_schema", {"type": "array"}),
+    ):
+        file = grammar if field == "grammar" else schema
+        assert json.loads(run(served, f"{word} {file}")[0].server.defaults) == {field: value}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--wibble", "wibble"),
+        ("--port", "needs a value"),
+        ("--host /tmp/x.sock", "UNIX"),
+        ("-hf user/model", "-m"),
+        ("--gpt-oss-20b-default", "-m"),
+        ("-l x", "logit-bias|15043"),
+        ("-fa maybe", "on, off"),
+        ("--api-key-file /none", "/none"),
+        ("--slot-save-path /none", "folder"),
+        ("-j [1]", "object"),
+        ("--threads x", "threads"),
+    ],
+)
+def test_what_is_refused(served: list[Config], words: str, said: str) -> None:
+    done = CliRunner().invoke(main.app, ["llama-server", *words.split()])
+    assert done.exit_code == 2 and not served
+    assert any(part in done.output for part in said.split("|")), done.output
+    assert "Traceback" not in done.output
+
+
+def test_help_lists_every_argument() -> None:
+    done = CliRunner().invoke(main.app, ["llama-server", "--help"])
+    assert done.exit_code == 0
+    assert set(FLAGS) <= set(done.output.split())
+
+
+def test_spellings() -> None:
+    assert Translation.of(["--n_predict", "3"], {}).defaults == {"max_tokens": 3}
+    with pytest.raises(ConfigError, match="did you mean '--n-predict'"):
+        Translation.of(["--n-predictt", "3"], {})
+
+
+def test_a_wrong_default_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        read_defaults('{"temperature": 99}')
+    with pytest.raises(ConfigError, match="JSON object"):
+        read_defaults("[1]")
