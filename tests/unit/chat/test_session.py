@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ChatReply, ToolCall
-from cllm.chat.session import ChatPlan
+from cllm.chat.session import ChatPlan, _get_chat_format_blocking
 from cllm.config import EngineConfig
-from cllm.errors import BadBatch, InvalidRequest
+from cllm.errors import BadBatch, EngineDied, InvalidRequest
 from cllm.llm import LLM, AsyncLLM
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
-from cllm.text.chat_format import ChatFormat
+from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request
 from cllm.workers.messages import TokenizeChat, Tokens
 from tests.unit.text.formats import FORMATS
@@ -171,3 +172,23 @@ def test_tools_that_make_no_grammar_can_be_called_where_none_is_forced(llm: LLM)
     assert [call.name for call in reply.tool_calls] == ["add"]
     with pytest.raises(InvalidRequest):
         llm.chat(ask(CALL), tools=[tool], tool_choice="required")
+
+
+def test_a_template_that_ends_the_tokenizer_leaves_the_generic_format() -> None:
+    class Dying:
+        asked = 0
+
+        def submit(self, task: Any, tenant: str = "") -> Future[Any]:
+            self.asked += 1
+            future: Future[Any] = Future()
+            future.set_exception(EngineDied("the tokenizer died"))
+            return future
+
+    class Engine:
+        chat_formats: ClassVar[dict[bool, ChatFormat]] = {}
+        tokenizer = Dying()
+
+    engine: Any = Engine()
+    for _ in range(2):
+        assert _get_chat_format_blocking(engine, tools=True) == GENERIC
+    assert engine.tokenizer.asked == 1, "asked once"
