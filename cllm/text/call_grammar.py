@@ -44,10 +44,11 @@ def make_call_grammar(
     triggers: tuple[str, ...] = ()
     skipped = chat_format.lead
     if not forced:
-        if form.bare:
-            return None
         skipped = first_piece(form.section_opening or form.opening).rstrip("[ ")
-        triggers = (skipped, *form.other_openings)
+        triggers = tuple(mark.removeprefix(chat_format.lead) for mark in (skipped, *form.other_openings))
+        others = (*chat_format.reasoning_openings, *chat_format.text_openings)
+        if form.bare or any(mark.removeprefix(chat_format.lead).startswith(triggers) for mark in others):
+            return None  # nothing tells the start of a call from that of a text
     count = min(MAX_CALLS, max(MIN_CALLS, len(tools))) if forced else MAX_CALLS
     grammar = _Grammar(chat_format, tools)
     closing = chat_format.reasoning_closings[0]

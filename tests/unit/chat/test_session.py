@@ -192,3 +192,14 @@ def test_a_template_that_ends_the_tokenizer_leaves_the_generic_format() -> None:
     for _ in range(2):
         assert _get_chat_format_blocking(engine, tools=True) == GENERIC
     assert engine.tokenizer.asked == 1, "asked once"
+
+
+def test_calls_that_are_not_forced_are_not_constrained_while_the_model_may_reason() -> None:
+    spec = ConstraintSpec(ConstraintKind.TOOLS, "start: first", ("<tool_call>",))
+    for known, prompt, kept in (
+        (FORMATS["coder"], Tokens(()), True),
+        (FORMATS["coder"], Tokens((), thinking=True), False),
+        (FORMATS["hermes"], Tokens(()), False),
+    ):
+        assert (plan(known, spec).make_request(prompt).constraint is not None) is kept
+    assert plan(FORMATS["hermes"], spec, think=False).make_request(Tokens(())).constraint == spec
