@@ -65,7 +65,8 @@ class ChatPlan(msgspec.Struct, frozen=True):
                 triggers = tuple(mark.removeprefix(known.lead) for mark in known.text_openings)
             constraint = _replace(constraint, triggers=triggers)
         limit = None
-        if budget is not None and known.closing_ids and self.conversation.think:
+        free = constraint is None or constraint.triggers
+        if budget is not None and free and known.closing_ids and self.conversation.think:
             ids = {"opening": known.opening_ids, "closing": known.closing_ids}
             limit = ReasoningLimit(budget=budget, inside=prompt.thinking, **ids)
         return _replace(request, constraint=constraint, reasoning=limit)

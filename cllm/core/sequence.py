@@ -230,56 +230,69 @@ class Sequence:
 
     def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
         """Append sampled tokens, and those that are then forced, until something ends the answer."""
-        begin = len(self.tokens)
+        begin, kept = len(self.tokens), 0
         texts: list[str] = []
         reason: FinishReason | None = None
-        left = list(sampled)
+        left, constraint, request = list(sampled), self.constraint, self.request
+        own = True  # what is left was sampled
         while left and reason is None:
             token = left.pop(0)
-            if self._is_end(token, vocabulary):
+            ends = vocabulary.is_end(token) and not request.sampling.ignore_eos
+            if ends or token in request.stop_token_ids:
                 reason = FinishReason.STOP
                 break
-            grammar = self.grammar
-            tokens: tuple[int, ...] = (token,)
-            if self.constraint is not None and grammar is None:
-                tokens = self._watch(token)
-                left = left if self.grammar is None else []  # what came after was sampled without it
-            for token in tokens:
-                self.tokens.append(token)
-                if self._reasoning is not None:
-                    self._reasoning.follow(self.tokens)
-                piece = vocabulary.piece(token) if self._markers == {} else self._spell(token, vocabulary)
-                texts.append(self.detokenizer.push(piece))
+            grammar = self.grammar if constraint is not None else None
+            if constraint is not None and grammar is None and (woken := constraint.follow(token)) is not None:
+                left = []  # what came after was sampled without the grammar
+                texts += [self._push(each, vocabulary) for each in self._wake(token, woken)]
+                own = own and self.tokens[-1] == token
+            else:
+                texts.append(self._push(token, vocabulary))
+            kept += own
             if grammar is not None:
                 grammar.accept(token)
             if self.detokenizer.stopped_by is not None or (grammar is not None and grammar.complete):
                 reason = FinishReason.STOP
             elif len(self.tokens) >= self.token_limit:
                 reason = FinishReason.LENGTH
-            elif (due := self.due) and left != due:
-                left = self._force(due)
-            elif not left and (grammar := self.grammar) is not None:
-                left = self._force(grammar.forced())
+            elif constraint is not None or self._reasoning is not None:
+                after = self._forced(left)
+                left, own = after, own and after is left
         if reason is not None:
             texts.append(self.detokenizer.finish())
-        appended = tuple(self.tokens[begin:])
-        return Appended(appended, "".join(texts), reason, common_length(sampled, appended))
+        return Appended(tuple(self.tokens[begin:]), "".join(texts), reason, kept)
 
-    def _is_end(self, token: int, vocabulary: Vocabulary) -> bool:
-        request = self.request
-        return token in request.stop_token_ids or (
-            not request.sampling.ignore_eos and vocabulary.is_end(token)
-        )
+    def _push(self, token: int, vocabulary: Vocabulary) -> str:
+        """Append a token; returns the text that is now final."""
+        self.tokens.append(token)
+        if self._reasoning is not None:
+            self._reasoning.follow(self.tokens)
+        piece = vocabulary.piece(token) if self._markers == {} else self._spell(token, vocabulary)
+        return self.detokenizer.push(piece)
 
-    def _watch(self, token: int) -> tuple[int, ...]:
-        """The tokens to append for a sampled one, which may wake the constraint."""
-        assert self.constraint is not None
-        tokens = tuple(self.constraint.follow(token))
-        if tokens != (token,):
-            self._force(tokens)
-        if not self.constraint.asleep:
-            self._reasoning = None  # from here on the grammar says what comes
-        return tokens[: self.token_limit - len(self.tokens)]
+    def _wake(self, token: int, instead: Tokens[int]) -> Tokens[int]:
+        """A token has woken the constraint: what is appended for it, as much as there is room for."""
+        if tuple(instead) != (token,) and self.sampler is not None:
+            self.sampler.accept(instead)
+        self._reasoning = None  # from here on the grammar says what comes
+        return instead[: self.token_limit - len(self.tokens)]
+
+    def _forced(self, left: list[int]) -> list[int]:
+        """What is left to append, or the tokens that must come instead and need no sampling."""
+        due = self.due
+        if due:
+            return left if left == due else self._force(due)
+        if left or (grammar := self.grammar) is None:
+            return left
+        return self._force(grammar.forced())
+
+    def _force(self, tokens: Tokens[int]) -> list[int]:
+        """None where the client wants to see every token's probability: they are sampled from masks."""
+        if self.request.logprobs:
+            return []
+        if tokens and self.sampler is not None:
+            self.sampler.accept(tokens)
+        return list(tokens)
 
     def _spell(self, token: int, vocabulary: Vocabulary) -> bytes:
         """The token's bytes; those of a control token only where the client asked to see its spelling."""
@@ -294,14 +307,6 @@ class Sequence:
                 if len(tokens) == 1 and vocabulary.is_control(tokens[0])
             }
         return self._markers.get(token) or vocabulary.piece(token)
-
-    def _force(self, tokens: Tokens[int]) -> list[int]:
-        """Tokens that need no sampling; none where the client wants to see every token's probability."""
-        if self.request.logprobs:
-            return []
-        if tokens and self.sampler is not None:
-            self.sampler.accept(tokens)
-        return list(tokens)
 
     def shared_with(self, other: Sequence) -> int:
         """Length of the common prefix, at most all but this one's last token (that must be computed)."""

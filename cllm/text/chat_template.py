@@ -29,7 +29,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cllm.errors import ConfigError, InvalidRequest
-from cllm.text.builtin_templates import BUILTIN_TEMPLATES
 
 RENDER_LIMIT_S = 0.75  # CPU time; below the guard's limit, so that an error comes before the kill
 GUARD_LIMIT_S = 1.0
@@ -275,6 +274,8 @@ def read_template(given: str) -> str:
 
     Read once: a file that changes or disappears later cannot fail the restart of a worker.
     """
+    from cllm.text.builtin_templates import BUILTIN_TEMPLATES  # not where requests are taken
+
     if given in BUILTIN_TEMPLATES:
         return BUILTIN_TEMPLATES[given]
     name, source = "(inline)", given

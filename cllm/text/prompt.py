@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -17,8 +17,10 @@ from cllm.errors import ContextLengthExceeded, InvalidRequest
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.chat_template import ChatTemplate, TemplateRefused, tojson
 from cllm.text.folding import Message, describe_tools, prepare, write_calls_as_text
-from cllm.text.template_probes import Folding
 from cllm.types import HasBound, InfillTokens, Vocabulary
+
+if TYPE_CHECKING:
+    from cllm.text.template_probes import Folding
 
 log = logging.getLogger(__name__)
 CHATML = """\
@@ -203,6 +205,8 @@ class PromptBuilder:
     def _folding(self, template: ChatTemplate) -> Folding:
         """Which folds a template needs; found once."""
         if template not in self._foldings:
+            from cllm.text.template_probes import Folding  # only where templates are rendered
+
             folding = Folding(lambda messages, tools: self._try(template, messages, tools))
             log.debug("the chat template needs these folds: %s", ", ".join(folding.names) or "none")
             self._foldings[template] = folding

@@ -63,8 +63,8 @@ class TriggerWatch:
     def __init__(self, triggers: Sequence[str], vocabulary: Vocabulary) -> None:
         self._triggers = [trigger.encode() for trigger in triggers]
         self._vocabulary = vocabulary
-        self._longest = max(map(len, self._triggers))
-        self._newest = b""  # of the answer, as much as a trigger can begin in
+        self._first = frozenset(trigger[0] for trigger in self._triggers)
+        self._begun = b""  # the end of the answer, where a trigger may have begun with it
 
     def spell(self, token: int) -> bytes:
         vocabulary = self._vocabulary
@@ -73,16 +73,24 @@ class TriggerWatch:
 
     def push(self, token: int) -> int | None:
         """How many bytes of a token follow a trigger that it completes; None: it completes none."""
-        text = self._newest + self.spell(token)
-        ends = [at + len(trigger) for trigger in self._triggers if (at := text.find(trigger)) >= 0]
-        self._newest = text[len(text) - min(len(text), self._longest - 1) :]
-        return len(text) - min(ends) if ends else None
+        piece = self._vocabulary.piece(token)
+        if piece and not self._begun and self._first.isdisjoint(piece):
+            return None  # nearly every token
+        text = self._begun + self.spell(token)
+        if ends := [at + len(trigger) for trigger in self._triggers if (at := text.find(trigger)) >= 0]:
+            return len(text) - min(ends)
+        rests = (text[begin:] for begin in range(len(text)))
+        self._begun = next((rest for rest in rests if self._may_begin(rest)), b"")
+        return None
+
+    def _may_begin(self, text: bytes) -> bool:
+        return any(trigger.startswith(text) for trigger in self._triggers)
 
     def count_before(self, tokens: Sequence[int]) -> int:
         """How many of these tokens would come before one that completes a trigger."""
-        newest = self._newest
+        begun = self._begun
         count = next((place for place, token in enumerate(tokens) if self.push(token) is not None), None)
-        self._newest = newest
+        self._begun = begun
         return len(tokens) if count is None else count
 
 
@@ -106,8 +114,8 @@ class Constraint:
     def asleep(self) -> bool:
         return self.watch is not None
 
-    def follow(self, token: int) -> Sequence[int]:
-        """While it sleeps: the tokens to append for a sampled one. It is awake afterwards if that was due.
+    def follow(self, token: int) -> Sequence[int] | None:
+        """Watch a sampled token; None: it sleeps on. Otherwise it is awake, and these tokens are appended.
 
         A token may hold the end of a trigger and more. What is more must fit the grammar, or is left out:
         then the tokens are those that spell the first part.
@@ -115,7 +123,7 @@ class Constraint:
         assert self.watch is not None
         beyond = self.watch.push(token)
         if beyond is None:
-            return (token,)
+            return None
         spelled, self.watch = self.watch.spell(token), None
         begun, rest = spelled[: len(spelled) - beyond], spelled[len(spelled) - beyond :]
         if self._consume(rest):

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.driver.server import Server, parse_events
+from tests.driver.server import Server, StartServer, parse_events
 
 LLAMA = ("from cllm.cli.main import main; main()", "llama-server")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
@@ -271,3 +272,58 @@ def test_a_slot_that_computes_shows_its_request(llama: Server) -> None:
         busy = [slot for slot in llama.get("/slots") if slot["is_processing"]]
     assert len(busy) == 1 and busy[0]["params"]["n_predict"] == 1500
     assert busy[0]["next_token"][0]["n_decoded"] > 0 and "abc" not in json.dumps(busy)
+
+
+def test_chats_have_its_timings_and_forms(llama: Server) -> None:
+    whole = llama.post("/v1/chat/completions", CHAT).json()
+    assert whole["system_fingerprint"].startswith("cllm-") and "__verbose" not in whole
+    assert whole["timings"]["predicted_n"] == 3 and whole["timings"]["prompt_ms"] > 0
+    *chunks, last = stream(llama, "/v1/chat/completions", CHAT)
+    assert last["timings"]["predicted_n"] == 3 and not any("timings" in chunk for chunk in chunks)
+    usage = {"stream_options": {"include_usage": True}}
+    *_, before, last = stream(llama, "/v1/chat/completions", {**CHAT, **usage})
+    assert "timings" in last and last["usage"]["completion_tokens"] == 3 and "timings" not in before
+    asked = {"return_progress": True, "timings_per_token": True, "reasoning_format": "deepseek"}
+    _, *chunks = stream(llama, "/chat/completions", {**CHAT, **asked})
+    assert chunks[0]["prompt_progress"]["total"] == whole["usage"]["prompt_tokens"]
+    timed = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
+    assert timed[-1] == 3 and "timings" in chunks[-1] and "prompt_progress" not in chunks[-1]
+    verbose = llama.post("/v1/chat/completions", {**CHAT, "verbose": True}).json()["__verbose"]
+    assert (
+        verbose["prompt"].endswith("<|im_start|>assistant\n")
+        and verbose["generation_settings"]["n_predict"] == 3
+    )
+    for path, body in (("/v1/completions", {"prompt": "abc", "max_tokens": 2}),):
+        assert llama.post(path, body).json()["timings"]["predicted_n"] == 2
+        assert stream(llama, path, body)[-1]["timings"]["predicted_n"] == 2
+
+
+def test_a_json_object_may_have_a_schema(embedded: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
+    form = {"response_format": {"type": "json_object", "schema": schema}, "max_tokens": 16}
+    answer = embedded.post("/chat/completions", {**CHAT, **form}).json()
+    assert json.loads(answer["choices"][0]["message"]["content"])["a"] == 7
+
+
+def test_a_template_without_the_opening_of_the_answer(embedded: Server) -> None:
+    body = {"messages": CHAT["messages"], "add_generation_prompt": False}
+    assert embedded.post("/apply-template", body).json()["prompt"].endswith("Hi<|im_end|>\n")
+
+
+def test_several_addresses_and_a_vector_for_each_token(start: StartServer, tiny_model: Path) -> None:
+    words = (
+        f"-m {tiny_model} -t 1 -np 2 -c 512 --pooling none --host 127.0.0.1,127.0.0.2 --no-slots --embeddings"
+    )
+    server = start(*words.split(), program=LLAMA)
+    other = f"http://127.0.0.2:{server.port}"
+    assert httpx.get(f"{other}/health", trust_env=False).status_code == 200
+    length = len(server.post("/tokenize", {"content": "abcd"}).json()["tokens"])
+    inputs = [[65, 66, 67], [65, 66, 67, "abcd"], {"content": "abcd"}]
+    vectors = server.post("/embedding", {"content": inputs}).json()
+    assert [len(entry["embedding"]) for entry in vectors] == [3, 3 + length, length]
+    assert len({len(vector) for entry in vectors for vector in entry["embedding"]}) == 1
+    assert vectors[0]["embedding"][2] == pytest.approx(vectors[1]["embedding"][2], abs=1e-2)  # causal
+    assert server.post("/v1/embeddings", {"input": "abc"}).status_code == 400
+    closed = server.client.get("/slots")
+    assert closed.status_code == 501 and closed.json()["error"]["type"] == "not_supported_error"
+    server.stop()

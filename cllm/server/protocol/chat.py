@@ -20,6 +20,7 @@ from cllm.server.protocol.base import (
     TokenLimit,
     ToolDescription,
     kinds,
+    skip_tools,
 )
 from cllm.server.protocol.completions import (
     CompletionUsage,
@@ -192,7 +193,10 @@ class ConversationBody(ThinkingBody):
         description="The conversation; an assistant message at its end is continued",
         examples=[MESSAGES],
     )
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = Field(
+    tools: (
+        Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), skip_tools("function", default="function")]
+        | None
+    ) = Field(
         None,
         description="Functions the model may call",
         examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],

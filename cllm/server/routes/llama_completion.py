@@ -122,7 +122,7 @@ async def make_verbose(
     info, limits = loaded(session.engine)
     stream, context = session.streams[0], limits.request_tokens
     answer = make_completion(request, stream, outputs, model=info.name, prompt=prompt, context=context)
-    found: dict[str, Any] = msgspec.to_builtins(answer)
+    found: dict[str, Any] = msgspec.to_builtins(_replace(answer, tokens=()))
     return found
 
 

@@ -54,7 +54,7 @@ _NOT_FOUND = {404: ("not_found", _NOT_STORED, "No such response")}
 
 
 class DeletedResponse(msgspec.Struct):
-    """The response of `DELETE /v1/responses/{id}`."""
+    """The response of `DELETE /v1/responses/{response_id}`."""
 
     id: str
     object: Literal["response"] = "response"

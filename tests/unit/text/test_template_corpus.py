@@ -48,15 +48,9 @@ def test_a_template_takes_every_shape_and_keeps_the_prefix(name: str) -> None:
         if GROWING[count]["role"] == "assistant" != GROWING[count - 1]["role"]
     ]
     for count, later in zip(asked, [*asked[1:], len(GROWING)], strict=True):
-        before, after = render(count, ends=True), render(later, ends=True)
-        kept = next(
-            (index for index, pair in enumerate(zip(before, after, strict=False)) if len(set(pair)) > 1),
-            len(before),
-        )
-        if kept < len(render(count, ends=False)) and name not in MOVING:
-            pytest.fail(
-                f"turn {count}: {before[kept - 40 : kept + 40]!r}, then {after[kept - 40 : kept + 40]!r}"
-            )
+        before = render(count, ends=False).removesuffix(Spelled.end_text)  # some write it only at the end
+        after = render(later, ends=True)
+        assert after.startswith(before) or name in MOVING, f"turn {count}: {before!r}, then {after!r}"
 
 
 def test_the_whole_corpus_is_there() -> None:
