@@ -133,7 +133,7 @@ def test_calls_are_bounded_by_the_tools_there_are(chat_format: ChatFormat) -> No
 @each_format
 def test_calls_that_are_not_forced_are_constrained_from_their_opening_on(chat_format: ChatFormat) -> None:
     spec = make_call_grammar(chat_format, [WEATHER, NOTHING], parallel=True, forced=False)
-    if chat_format.calls.bare:
+    if chat_format.calls.bare or chat_format is FORMATS["muse"]:
         assert spec is None
         return
     assert spec is not None
