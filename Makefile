@@ -86,6 +86,9 @@ vocabularies: .venv/ready-test ## every constraint on every vocabulary in llama.
 templates: .venv/ready-test ## 70 published chat templates × 12 shapes of conversations, against Transformers (installed for it)
 	.venv/bin/python -m tests.soak.templates $(ARGS)
 
+formats: .venv/ready-test ## 71 chat templates: 200 turns of each are read back, and forced calls validate
+	.venv/bin/python -m tests.soak.formats $(ARGS)
+
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
 	.venv/bin/python -m tests.soak.features $(ARGS)
 
@@ -121,4 +124,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas vocabularies features exits doctor firsttoken clean templates first-bytes llama-server
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits doctor firsttoken clean templates first-bytes llama-server

@@ -45,11 +45,19 @@ class ChatPlan(msgspec.Struct, frozen=True):
         """The plan where the grammar of calls that are not forced cannot be used."""
         return _replace(self, request=_replace(self.request, constraint=None), check=None)
 
+    @property
+    def _may_think(self) -> bool:
+        """The model may open reasoning by itself."""
+        chat = self.prompt.chat
+        return bool(self.chat_format.exact and self.chat_format.reasoning_field and chat.think)
+
     def make_request(self, prompt: Tokens) -> Request:
         """The request, its constraint and its limit of reasoning in force from where they belong."""
         known, request = self.chat_format, self.request
         constraint, budget = request.constraint, self.conversation.reasoning_budget
-        if constraint is not None and not constraint.triggers:
+        if constraint is not None and constraint.triggers and (prompt.thinking or self._may_think):
+            constraint = None  # a marker that the reasoning speaks of must not start a call
+        elif constraint is not None and not constraint.triggers:
             triggers: tuple[str, ...] = ()
             if prompt.thinking:
                 triggers = tuple(mark.strip() for mark in known.reasoning_closings)
@@ -58,7 +66,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
             constraint = _replace(constraint, triggers=triggers)
         limit = None
         free = constraint is None or constraint.triggers
-        if budget is not None and free and known.closing_ids:
+        if budget is not None and free and known.closing_ids and self.conversation.think:
             ids = {"opening": known.opening_ids, "closing": known.closing_ids}
             limit = ReasoningLimit(budget=budget, inside=prompt.thinking, **ids)
         return _replace(request, constraint=constraint, reasoning=limit)
@@ -148,7 +156,8 @@ class ChatSession(Generic[StreamKind]):
             thinking=self._thinking,
             forced=conversation.forced,
             parallel=conversation.parallel,
-            reasoning=conversation.reasoning and (self._thinking or not formed),
+            reasoning=conversation.reasoning
+            and (self._thinking or not formed or bool(self._plan.chat_format.lead)),
         )
 
 

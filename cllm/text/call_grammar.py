@@ -44,12 +44,16 @@ def make_call_grammar(
     triggers: tuple[str, ...] = ()
     skipped = chat_format.lead
     if not forced:
-        if form.bare:
-            return None
         skipped = first_piece(form.section_opening or form.opening).rstrip("[ ")
-        triggers = (skipped, *form.other_openings)
+        triggers = tuple(mark.removeprefix(chat_format.lead) for mark in (skipped, *form.other_openings))
+        others = (*chat_format.reasoning_openings, *chat_format.text_openings)
+        if form.bare or any(mark.removeprefix(chat_format.lead).startswith(triggers) for mark in others):
+            return None  # nothing tells the start of a call from that of a text
     count = min(MAX_CALLS, max(MIN_CALLS, len(tools))) if forced else MAX_CALLS
     grammar = _Grammar(chat_format, tools)
+    closing = chat_format.reasoning_closings[0]
+    if forced and (blanks := closing[len(closing.rstrip()) :]):
+        grammar.blanks = f"({json.dumps(blanks)})?"  # after reasoning
     grammar.exact = forced
     source = grammar.write(skipped, count if parallel and not chat_format.one_call else 1)
     return ConstraintSpec(ConstraintKind.TOOLS, source, triggers)
@@ -65,6 +69,7 @@ class _Grammar:
         self._controls = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._tools = tools
         self._rules: list[str] = []
+        self.blanks = ""  # before the first call
         self.exact = True  # blanks between calls are those of the format
 
     def write(self, skipped: str, count: int) -> str:
@@ -86,7 +91,7 @@ class _Grammar:
         section = self._text(form.section_opening.removeprefix(skipped)) if form.section_opening else ""
         closing = self._text(form.section_closing)
         self._add("first", " | ".join(first))
-        return "\n".join([f"start: {section} first {more} {closing}", *self._rules])
+        return "\n".join([f"start: {self.blanks} {section} first {more} {closing}", *self._rules])
 
     def _named(self, names: Sequence[str]) -> list[tuple[str, Tool | None]]:
         return (

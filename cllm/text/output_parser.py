@@ -97,7 +97,7 @@ class OutputParser:
         start = self._buffer.lstrip()
         if self._forced:
             openings = [] if self._reasoned else [mark.strip() for mark in self._format.reasoning_openings]
-            start = self._lead + start
+            start = self._lead + self._buffer if self._lead else start
             if any(start.startswith(mark) for mark in openings):
                 return self._enter_text()
             if not final and any(mark.startswith(start) for mark in openings):

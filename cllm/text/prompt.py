@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import secrets
@@ -102,7 +103,7 @@ class PromptBuilder:
         return msgspec.structs.replace(
             derived,
             opening_ids=tokenize(derived.reasoning_openings[0].strip()),
-            closing_ids=tokenize(derived.reasoning_closings[0].rstrip()),
+            closing_ids=tokenize(derived.reasoning_closings[0].strip()),
         )
 
     def tokenize(self, chat: Chat, max_tokens: int = 0) -> ChatPrompt:
@@ -159,14 +160,26 @@ class PromptBuilder:
         return rendered + safe(chat.prefill), thinking
 
     def _render(self, chat: Chat, safe: Callable[[Any], Any]) -> str:
+        """Render; with the tools in words where the template takes none, or refuses these."""
+        folding = self._folding(self._tool_template if chat.tools else self._template)
+        known = self.describe(tools=bool(chat.tools))
+        takes = known.takes_tools and folding.takes_tools and known.calls != GENERIC.calls
+        if not chat.tools or not takes:
+            return self._fold(chat, safe, folding, in_words=bool(chat.tools))
+        try:
+            return self._fold(chat, safe, folding, in_words=False)
+        except InvalidRequest:  # some templates fail on a type that a parameter has
+            with contextlib.suppress(InvalidRequest):
+                return self._fold(chat, safe, folding, in_words=True)
+            raise
+
+    def _fold(self, chat: Chat, safe: Callable[[Any], Any], folding: Folding, *, in_words: bool) -> str:
         """Render with the folds that the template needs; with others as well, while it refuses."""
         tools: Sequence[Mapping[str, Any]] = chat.tools
         template = self._tool_template if tools else self._template
-        folding = self._folding(template)
         prepared = prepare(chat.messages)
         known = self.describe(tools=bool(tools))
         generic = known.calls == GENERIC.calls
-        in_words = bool(tools) and (generic or not (known.takes_tools and folding.takes_tools))
         if in_words:
             prepared, tools = describe_tools(prepared, tools, known.calls), ()
         if not (known.writes_calls or generic):

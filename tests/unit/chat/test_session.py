@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
+from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ChatReply, ToolCall
+from cllm.chat.session import ChatPlan, _get_chat_format_blocking
 from cllm.config import EngineConfig
-from cllm.errors import BadBatch, InvalidRequest
+from cllm.errors import BadBatch, EngineDied, InvalidRequest
 from cllm.llm import LLM, AsyncLLM
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
-from cllm.types import FinishReason
+from cllm.text.chat_format import GENERIC, ChatFormat
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request
+from cllm.workers.messages import TokenizeChat, Tokens
+from tests.unit.text.formats import FORMATS
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
@@ -130,3 +137,69 @@ def test_a_forced_call_drops_the_form(llm: LLM) -> None:
 def test_an_object_that_is_no_call_is_text(llm: LLM) -> None:
     reply = llm.chat(ask('{"name": "other", "age": 3}'), tools=[TAKES], max_tokens=400)
     assert reply.tool_calls == () and "other" in reply.text
+
+
+def plan(chat_format: ChatFormat, constraint: ConstraintSpec, **fields: Any) -> ChatPlan:
+    conversation = Conversation(messages=({"role": "user", "content": "?"},), **fields)
+    request = Request(id="1", prompt=(), max_tokens=9, constraint=constraint)
+    return ChatPlan(conversation, chat_format, request, TokenizeChat(conversation.for_template()), None)
+
+
+def test_a_constraint_waits_for_the_end_of_the_reasoning() -> None:
+    schema = ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{}")
+    inside, outside = Tokens((), thinking=True), Tokens(())
+    made = plan(FORMATS["hermes"], schema)
+    for prompt, triggers in ((inside, ("</think>",)), (outside, ())):
+        constraint = made.make_request(prompt).constraint
+        assert constraint is not None and constraint.triggers == triggers
+    channels = plan(FORMATS["harmony"], schema).make_request(outside).constraint
+    assert channels is not None and "<|channel|>final<|message|>" in channels.triggers
+
+
+def test_a_budget_of_reasoning_has_the_markers_of_the_format() -> None:
+    known = msgspec.structs.replace(FORMATS["hermes"], opening_ids=(1, 2), closing_ids=(3,))
+    schema = ConstraintSpec(ConstraintKind.JSON_SCHEMA, "{}")
+    limit = plan(known, schema, reasoning_budget=7).make_request(Tokens((), thinking=True)).reasoning
+    assert limit is not None
+    assert (limit.budget, limit.opening, limit.closing, limit.inside) == (7, (1, 2), (3,), True)
+    assert plan(known, schema).make_request(Tokens(())).reasoning is None
+
+
+def test_tools_that_make_no_grammar_can_be_called_where_none_is_forced(llm: LLM) -> None:
+    odd = {"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": odd}}
+    reply = llm.chat(ask(CALL), tools=[tool], max_tokens=400)
+    assert [call.name for call in reply.tool_calls] == ["add"]
+    with pytest.raises(InvalidRequest):
+        llm.chat(ask(CALL), tools=[tool], tool_choice="required")
+
+
+def test_a_template_that_ends_the_tokenizer_leaves_the_generic_format() -> None:
+    class Dying:
+        asked = 0
+
+        def submit(self, task: Any, tenant: str = "") -> Future[Any]:
+            self.asked += 1
+            future: Future[Any] = Future()
+            future.set_exception(EngineDied("the tokenizer died"))
+            return future
+
+    class Engine:
+        chat_formats: ClassVar[dict[bool, ChatFormat]] = {}
+        tokenizer = Dying()
+
+    engine: Any = Engine()
+    for _ in range(2):
+        assert _get_chat_format_blocking(engine, tools=True) == GENERIC
+    assert engine.tokenizer.asked == 1, "asked once"
+
+
+def test_calls_that_are_not_forced_are_not_constrained_while_the_model_may_reason() -> None:
+    spec = ConstraintSpec(ConstraintKind.TOOLS, "start: first", ("<tool_call>",))
+    for known, prompt, kept in (
+        (FORMATS["coder"], Tokens(()), True),
+        (FORMATS["coder"], Tokens((), thinking=True), False),
+        (FORMATS["hermes"], Tokens(()), False),
+    ):
+        assert (plan(known, spec).make_request(prompt).constraint is not None) is kept
+    assert plan(FORMATS["hermes"], spec, think=False).make_request(Tokens(())).constraint == spec

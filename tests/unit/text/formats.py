@@ -148,6 +148,7 @@ FORMATS: dict[str, ChatFormat] = {
         **NATIVE,
     ),
     "harmony": HARMONY,
+    "muse": DECLARED[1][1],
 }
 ANY = {"type": "object", "properties": {"city": {"type": "string"}, "n": {}, "x_y": {}}}
 TOOLS = tuple(Tool(name, "", ANY) for name in ("look", "get.weather", "add-2", "f_"))

@@ -13,6 +13,7 @@ from cllm.errors import InvalidRequest
 from cllm.testing import END_TOKEN, FakeVocabulary
 from cllm.text.call_grammar import MIN_CALLS, make_call_grammar
 from cllm.text.chat_format import Call, CallStyle, ChatFormat, Tool, write_calls
+from cllm.text.declared_formats import DECLARED
 from cllm.text.output_parser import OutputParser
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import ConstraintSpec, FinishReason
@@ -132,11 +133,11 @@ def test_calls_are_bounded_by_the_tools_there_are(chat_format: ChatFormat) -> No
 @each_format
 def test_calls_that_are_not_forced_are_constrained_from_their_opening_on(chat_format: ChatFormat) -> None:
     spec = make_call_grammar(chat_format, [WEATHER, NOTHING], parallel=True, forced=False)
-    if chat_format.calls.bare:
+    if chat_format.calls.bare or chat_format is FORMATS["muse"]:
         assert spec is None
         return
     assert spec is not None
-    written = write_calls(chat_format.calls, [Call("weather", SUNNY, "abcdefgh1")])
+    written = spell(chat_format, ("weather", SUNNY))
     before, found, rest = written.partition(spec.triggers[0])
     assert found and not before and takes(spec, rest)
     assert not takes(spec, rest.replace("weather", "whether"))
@@ -167,3 +168,10 @@ def test_control_tokens_are_written_as_tokens() -> None:
     spec = grammar(made, [NOTHING])
     assert "<[300]>" in spec.source and "<[301]>" in spec.source
     assert "section_begin" not in spec.source and "<|tool_call_argument_begin|>" in spec.source
+
+
+def test_no_grammar_where_a_text_may_start_like_a_call() -> None:
+    formats = dict(DECLARED)
+    for mark in ("<|start|>assistant to=user<|message|>", "<|end_header_id|>\n\n>>>all\n"):
+        assert make_call_grammar(formats[mark], [NOTHING], parallel=True, forced=False) is None
+        assert make_call_grammar(formats[mark], [NOTHING], parallel=True) is not None

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cllm.errors import InvalidRequest
-from cllm.text.chat_format import GENERIC, CallStyle
+from cllm.testing import FakeVocabulary
+from cllm.text.chat_format import GENERIC, CallStyle, Tool
+from cllm.text.chat_template import ChatTemplate
 from cllm.text.format_analysis import derive_format
 from cllm.text.format_probe import KEYS, NAMES, REASON, TEXT, USER, VALUES
+from cllm.text.prompt import Chat, PromptBuilder
 from tests.driver.corpus import template_files
 from tests.driver.turns import Family, check_turns
 from tests.unit.text.formats import FORMATS
@@ -100,3 +106,21 @@ def test_a_template_of_random_words_does_no_harm() -> None:
     for _ in range(300):
         texts = iter([" ".join(rng.choices(words, k=rng.randint(0, 12))) for _ in range(100)])
         derive_format(lambda texts=texts, **_: next(texts, ""))
+
+
+def test_the_table_of_formats_is_up_to_date() -> None:
+    template_files()  # skips where there is no corpus
+    script = Path(__file__).parents[3] / "scripts" / "format_table.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tools_that_a_template_fails_on_are_described_in_words() -> None:
+    """Command R+ takes tools, but none with an object for a parameter."""
+    source = template_files()["CohereForAI-c4ai-command-r-plus-tool_use"].read_text(encoding="utf-8")
+    prompts = PromptBuilder(FakeVocabulary(), ChatTemplate(source))
+    for kind, in_words in (("string", False), ("object", True)):
+        parameter = {"type": kind, "description": "Any."}
+        tool = Tool("look", "Looks", {"type": "object", "properties": {"a": parameter}, "required": ["a"]})
+        rendered = prompts.render(Chat(({"role": "user", "content": "?"},), (tool.for_template(),)))
+        assert "look" in rendered and ("You can call these tools" in rendered) is in_words

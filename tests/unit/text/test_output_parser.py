@@ -341,3 +341,16 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
     assert reader.feed('{"answer": ') == [ContentText('{"answer":')]
     reader = OutputParser(FORMATS["generic"], TOOLS)
     assert reader.feed('{"name": "someone", ') == [ContentText('{"name": "someone",')], "not a tool"
+
+
+@each_format
+def test_forced_calls_may_come_after_reasoning(chat_format: ChatFormat) -> None:
+    parts = Parts("hm", "", (("look", {"n": 1}),))
+    answer = spelled(chat_format, parts)
+    for pieces in ([answer], list(answer)):
+        assert joined(events_of(OutputParser(chat_format, TOOLS, forced=True), pieces)) == parts
+    opening = chat_format.reasoning_openings[0]
+    inside = answer.partition(opening.removeprefix(chat_format.lead).strip())[2]
+    if not chat_format.lead:
+        reader = OutputParser(chat_format, TOOLS, forced=True, thinking=True)
+        assert joined(events_of(reader, list(inside))) == parts

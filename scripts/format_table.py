@@ -1,0 +1,72 @@
+"""Write the table of chat formats into docs/formats.md, as they are derived from llama.cpp's chat templates.
+
+python scripts/format_table.py           write it between the two markers
+python scripts/format_table.py --check   exit with 1 if it is not up to date
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from cllm.text.chat_format import GENERIC, Call, ChatFormat, write_calls  # noqa: E402
+from cllm.text.declared_formats import DECLARED, DESCRIBED  # noqa: E402
+from tests.driver.corpus import template_files  # noqa: E402
+from tests.driver.turns import Family  # noqa: E402
+
+PAGE = ROOT / "docs" / "formats.md"
+BEGIN, END = "<!-- formats: begin (scripts/format_table.py) -->", "<!-- formats: end -->"
+EXAMPLE = Call("f", {"a": "x", "n": 1}, "abc123def")
+
+
+def make_table() -> str:
+    """The Markdown table: one row for each chat template."""
+    rows = ["| chat template | calls | found by | forced | reasoning |", "|---|---|---|---|---|"]
+    for name, path in template_files().items():
+        found = Family(name, path.read_text(encoding="utf-8")).format
+        example = _code(write_calls(found.calls, [EXAMPLE]))
+        calls = f"{found.calls.style} {example}" if found.calls != GENERIC.calls else "generic"
+        forced = "to the closing tag" if found.calls.nested else "by schema"
+        rows.append(f"| {name} | {calls} | {_origin(found)} | {forced} | {_reasoning(found)} |")
+    return "\n".join(rows)
+
+
+def _origin(found: ChatFormat) -> str:
+    if found.calls == GENERIC.calls:
+        return "–"
+    declared = {known.calls.start for _, known in DECLARED}
+    described = [known for _, known in DESCRIBED] if not found.writes_calls else []
+    return "declaration" if found.calls.start in declared or found.calls in described else "derivation"
+
+
+def _reasoning(found: ChatFormat) -> str:
+    marks = f"{_code(found.reasoning_openings[0])} {_code(found.reasoning_closings[0])}"
+    return marks if found.exact else f"{marks}, if the model writes it"
+
+
+def _code(text: str) -> str:
+    shown = text.replace("\n", "⏎").replace("|", "\\|")
+    return f"`{shown}`" if "`" not in shown else f"`` {shown} ``"
+
+
+def main(arguments: list[str]) -> int:
+    before = PAGE.read_text()
+    head, begin, rest = before.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        print(f"{PAGE.name} has no markers: {BEGIN} … {END}", file=sys.stderr)
+        return 1
+    after = f"{head}{BEGIN}\n{make_table()}\n{END}{tail}"
+    if "--check" in arguments:
+        if after != before:
+            print(f"{PAGE.name} is out of date: run python scripts/format_table.py", file=sys.stderr)
+        return int(after != before)
+    PAGE.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
