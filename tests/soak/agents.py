@@ -184,7 +184,7 @@ def outgrown(run: Run) -> str:
         answer = f"This is answer {turn}."
         steps = run.program.change_file(file)[:1] if run.program.keeps_user_text else ()
         prompt = f"{'' if steps else filling}Message {turn}. Answer={say(*steps, run.program.finish(answer))}"
-        shown = run.turn(prompt, may_fail=not run.program.compacts)
+        shown = run.turn(prompt, may_fail=True)  # opencode compacts on a refusal, and exits with 1
         if not run.program.compacts and not shows(shown, answer):
             return check_refusal(run)
         if not shows(shown, answer):

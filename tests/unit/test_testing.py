@@ -63,7 +63,7 @@ def test_a_script_goes_on_with_each_turn_that_has_none() -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{say('old')} then {say(call, 'done')}"}]
     spoken = []
     for _ in range(3):
-        deltas = answer(prompts.tokenize(Chat(messages)).tokens)
+        deltas = answer(prompts.tokenize(Chat(tuple(messages))).tokens)
         spoken.append("".join(delta.text for delta in deltas))
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]},
