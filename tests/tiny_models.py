@@ -105,6 +105,37 @@ def make_dense(
     return write(writer, path)
 
 
+def make_reader(path: Path, source: Path, *, context: int, seed: int = 0) -> Path:
+    """Write a llama model with full attention and the tokenizer of `source`; its answers end by chance.
+
+    So it reads a prompt in as many tokens as a real model does. Returns ``path``.
+    """
+    fields = gguf.GGUFReader(source).fields.values()
+    copied = {field.name: field for field in fields if field.name.startswith("tokenizer.")}
+    vocabulary = len(copied["tokenizer.ggml.tokens"].data)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny llama")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_context_length(context)
+    writer.add_embedding_length(EMBEDDING)
+    writer.add_block_count(LAYERS)
+    writer.add_layer_norm_rms_eps(NORM_EPSILON)
+    for name, field in copied.items():
+        kind = field.types[0]
+        items = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=items)
+    add_attention_metadata(writer)
+    random = np.random.default_rng(seed)
+    output = make_matrix(random, vocabulary, EMBEDDING, LOGIT_SPREAD)
+    output[copied["tokenizer.ggml.eos_token_id"].contents()] *= 4
+    writer.add_tensor("token_embd.weight", make_matrix(random, vocabulary, EMBEDDING, math.sqrt(EMBEDDING)))
+    writer.add_tensor("output_norm.weight", make_constant(EMBEDDING, 1.0))
+    writer.add_tensor("output.weight", output)
+    for layer in range(LAYERS):
+        add_attention_layer(writer, random, f"blk.{layer}.")
+    return write(writer, path)
+
+
 def make_sliding_window(
     path: Path,
     *,

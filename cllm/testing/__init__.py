@@ -29,7 +29,7 @@ from cllm.testing.fake_runner import (
     expected_vector,
     next_token,
 )
-from cllm.testing.scripted import CHAT_TEMPLATE, ScriptedRunner, main, say
+from cllm.testing.scripted import CHAT_TEMPLATE, ScriptedRunner, call_tool, main, say
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -38,6 +38,7 @@ __all__ = [
     "FakeSampler",
     "FakeVocabulary",
     "ScriptedRunner",
+    "call_tool",
     "expected_text",
     "expected_vector",
     "main",

@@ -5,37 +5,58 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
 from cllm.config import EngineConfig, ServerConfig
 from cllm.testing.fake_runner import END_TOKEN, TURN, FakeRunner, FakeVocabulary
 from cllm.types import SamplingParams
 
-# Roles and tools as text, then TURN. Its words on tool calls name their format, as published templates do.
+# Roles and tools as text; an answer, earlier or to come, follows on TURN. Calls are written as Hermes does.
 CHAT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}, to be used as <tool_call>{...}</tool_call>\n{% endif %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}<|x|>"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}<|x|>{{ message.content or '' }}{% for call in message.tool_calls %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}{% else %}{{ message.role }}: {{ message.content or '' }}{% endif %}\n"
+    "{% endfor %}<|x|>"
 )
-BEGIN, END, FAIL = "\x02", "\x03", "\x04"
+BEGIN, NEXT, END, FAIL = "\x02", "\x1e", "\x03", "\x04"
 
 
-def say(text: str, *, fails: bool = False) -> str:
-    """A prompt, or a part of one, that makes `ScriptedRunner` answer `text` and then, with `fails`, fail."""
-    return f"{BEGIN}{text}{FAIL if fails else ''}{END}"
+def say(text: str, *later: str, fails: bool = False) -> str:
+    """A prompt, or a part of one, that makes `ScriptedRunner` answer `text` and then, with `fails`, fail.
+
+    The turns that follow on it without a script of their own, such as the result of a tool call, are answered
+    by the texts of `later`, one each; the last of all texts again and again.
+    """
+    return f"{BEGIN}{NEXT.join((text, *later))}{FAIL if fails else ''}{END}"
+
+
+def call_tool(name: str, arguments: Mapping[str, Any]) -> str:
+    """A tool call as the scripted model writes it: a text for `say`."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def find_script(memory: Sequence[int]) -> tuple[bytes, bool] | None:
     """What is left to say of the last script in a sequence's tokens, and whether it fails after that."""
-    turns = [index for index, token in enumerate(memory) if token == TURN]
-    plain = bytes(token if token < 256 else 0 for token in memory)
-    begin = plain.rfind(BEGIN.encode(), 0, turns[-1] if turns else len(plain))
+    tokens = np.asarray(memory, np.uint16)
+    turns = np.flatnonzero(tokens == TURN)
+    plain = np.where(tokens < END_TOKEN, tokens, 0).astype(np.uint8).tobytes()
+    begin = plain.rfind(BEGIN.encode(), 0, int(turns[-1]) if len(turns) else len(plain))
     end = plain.find(END.encode(), begin)
     if begin < 0 or end < 0:
         return None
-    answer = turns[-1] + 1 if turns else end + 1
-    text = plain[begin + 1 : end]
+    answer = int(turns[-1]) + 1 if len(turns) else end + 1
+    answered = int(np.count_nonzero(turns > end)) - 1
+    texts = plain[begin + 1 : end].split(NEXT.encode())
+    text = texts[max(0, min(answered, len(texts) - 1))]
     return text.removesuffix(FAIL.encode())[len(memory) - answer :], text.endswith(FAIL.encode())
 
 
@@ -100,7 +121,14 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] != ["serve"]:
         return _run_worker(arguments)
     parser = argparse.ArgumentParser(prog="python -m cllm.testing serve")
-    defaults = {"port": 0, "parallel": 8, "ctx-size": 8192, "step-ms": 0.0, "queue-size": 1024}
+    defaults = {
+        "port": 0,
+        "parallel": 8,
+        "ctx-size": 8192,
+        "step-ms": 0.0,
+        "queue-size": 1024,
+        "draft-tokens": 0,
+    }
     for name, default in ({"host": "127.0.0.1", "log-level": "warning"} | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
@@ -109,7 +137,7 @@ def main(arguments: list[str]) -> int:
         parallel=options.pop("parallel"),
         ctx_size=options.pop("ctx_size"),
         batch_tokens=512,
-        draft_tokens=0,
+        draft_tokens=options.pop("draft_tokens"),
     )
     serve_scripted(engine, ServerConfig(**options, drain_s=1.0))
     return 0

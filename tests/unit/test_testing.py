@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 from hypothesis import given, settings
 
 from cllm import testing
 from cllm.config import EngineConfig
 from cllm.core.engine_core import EngineCore
-from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, say
+from cllm.testing import CHAT_TEMPLATE, FakeVocabulary, ScriptedRunner, call_tool, say
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.prompt import Chat, PromptBuilder
 from cllm.types import FinishReason, Request, RequestOutput
@@ -53,6 +54,22 @@ def test_in_a_conversation_the_last_script_counts() -> None:
     )
     deltas = answer(prompts.tokenize(Chat(messages)).tokens)
     assert "".join(delta.text for delta in deltas) == "second, é"
+
+
+def test_a_script_goes_on_with_each_turn_that_has_none() -> None:
+    prompts = PromptBuilder(FakeVocabulary(), ChatTemplate(CHAT_TEMPLATE))
+    call = call_tool("read", {"path": "é.txt"})
+    function = {"name": "read", "arguments": {"path": "é.txt"}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{say('old')} then {say(call, 'done')}"}]
+    spoken = []
+    for _ in range(3):
+        deltas = answer(prompts.tokenize(Chat(tuple(messages))).tokens)
+        spoken.append("".join(delta.text for delta in deltas))
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]},
+            {"role": "tool", "content": "text", "tool_call_id": "1"},
+        ]
+    assert spoken == [call, "done", "done"]
 
 
 def test_a_failing_script_fails_alone_after_its_text() -> None:
