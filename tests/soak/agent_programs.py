@@ -207,7 +207,7 @@ class Cline(NodeProgram):
 
     name, package, executable = "Cline", "cline", "cline"
     platform_package, portable_version = "@cline/cli", "2"
-    continues = False  # it resumes a task in its own terminal only
+    continues = False  # --continue takes no prompt, and --taskId with one does not end
 
     def configure(self, home: Path, url: str, context: int) -> None:
         options = ("--provider", "openai", "--apikey", "none", "--modelid", MODEL, "--baseurl", f"{url}/v1")
