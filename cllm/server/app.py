@@ -54,7 +54,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry = registry
-    app.state.started = int(time.time())
+    app.state.created = int(time.time())
     app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))

@@ -201,12 +201,12 @@ class PromptBuilder:
 
     def _variables(self, tools: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
         """What a template may read, as Transformers and llama.cpp give it."""
-        now = datetime.now()
+        today = datetime.now()
         return {
             "enable_thinking": True,
             "documents": None,
-            "date_string": now.strftime("%d %b %Y"),
-            "datetime": now.strftime("%b %d %Y"),
+            "date_string": today.strftime("%d %b %Y"),
+            "datetime": today.strftime("%b %d %Y"),
             "functions": tojson(tools, indent=2) if tools else "",
             "add_generation_prompt": True,
             **options,

@@ -265,7 +265,7 @@ def to_llguidance(spec: ConstraintSpec) -> str:
 
 def _literal(text: str) -> str:
     """A regular expression that matches exactly this text."""
-    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'<>@!])", r"\\\1", text)
+    return re.sub(r"([\\.^$*+?{}\[\]|()/\-&~#\"'@!])", r"\\\1", text)
 
 
 def _depth(source: str) -> int:

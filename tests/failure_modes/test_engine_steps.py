@@ -176,10 +176,10 @@ def test_no_timing_reads_the_wall_clock() -> None:
         for path in sorted((ROOT / "cllm").rglob("*.py"))
         for line in wall_clock_lines(path)
     }
-    # Timestamps in answers and files are wall-clock time; nothing is measured or waited for with it.
-    strangers = {
-        line for line in lines if not any(stamp in line for stamp in ("created", "completed_at", "used_at"))
-    }
+    # Timestamps in answers and files, and dates in prompts, are wall-clock time; nothing is measured or
+    # waited for with it.
+    stamps = ("created", "completed_at", "used_at", "today", "strftime_now")
+    strangers = {line for line in lines if not any(stamp in line for stamp in stamps)}
     assert strangers == set()
 
 

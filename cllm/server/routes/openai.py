@@ -37,7 +37,7 @@ router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 async def models(http: HttpRequest) -> Response:
     """List the models."""
     info, limits = loaded(get_registry(http).current)
-    model = make_model(info, limits, http.app.state.started)
+    model = make_model(info, limits, http.app.state.created)
     return StructResponse(ModelList(data=[model], models=[make_entry(info)]))
 
 
@@ -46,7 +46,7 @@ async def model(name: str, http: HttpRequest) -> Response:
     """Describe the model that serves requests for this name."""
     check_model(name)
     info, limits = loaded(get_registry(http).current)
-    return StructResponse(make_model(info, limits, http.app.state.started, name))
+    return StructResponse(make_model(info, limits, http.app.state.created, name))
 
 
 @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))

@@ -92,6 +92,12 @@ def test_an_answer_validates_against_its_schema(schema: dict[str, Any], seed: in
     jsonschema.validate(json.loads(text(deltas)), schema)
 
 
+def test_a_choice_is_taken_letter_by_letter() -> None:
+    every = "".join(map(chr, range(0x20, 0x7F)))
+    (deltas,) = answer(spec("choice", json.dumps([every])), max_tokens=200)
+    assert text(deltas) == every
+
+
 def test_each_kind_is_honoured_beside_the_others() -> None:
     regex, choice, gbnf, lark = answer(
         spec("regex", r"[0-9]{3}-[0-9]{4}"),
