@@ -147,16 +147,25 @@ class ConstraintKind(StrEnum):
         return "response_format" if self is ConstraintKind.JSON_SCHEMA else self.value
 
 
+class ReasoningMarks(msgspec.Struct, frozen=True):
+    """The texts around reasoning; `inside`: the prompt ends between them."""
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    inside: bool = False
+
+
 class ConstraintSpec(msgspec.Struct, frozen=True):
     """The structured output of an answer: a schema, regular expression, grammar or list of choices.
 
     With `triggers` it applies from right after the first of these texts that is generated, be it as text or
-    as a control token; without, to the whole answer.
+    as a control token; without, to the whole answer. One that `reasoning` speaks of does not count.
     """
 
     kind: ConstraintKind
     source: str
     triggers: tuple[str, ...] = ()
+    reasoning: ReasoningMarks | None = None
 
 
 class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,15 @@ from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.output_parser import OutputEvent, OutputParser
 from cllm.text.prompt import Chat
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningLimit, Request, RequestOutput
+from cllm.types import (
+    ConstraintKind,
+    ConstraintSpec,
+    FinishReason,
+    ReasoningLimit,
+    ReasoningMarks,
+    Request,
+    RequestOutput,
+)
 from cllm.workers.messages import CheckConstraint, Described, DescribeFormat, Text, TokenizeChat, Tokens
 
 log = logging.getLogger(__name__)
@@ -45,19 +53,18 @@ class ChatPlan(msgspec.Struct, frozen=True):
         """The plan where the grammar of calls that are not forced cannot be used."""
         return _replace(self, request=_replace(self.request, constraint=None), check=None)
 
-    @property
-    def _may_think(self) -> bool:
-        """The model may open reasoning by itself."""
-        chat = self.prompt.chat
-        return bool(self.chat_format.exact and self.chat_format.reasoning_field and chat.think)
-
     def make_request(self, prompt: Tokens) -> Request:
         """The request, its constraint and its limit of reasoning in force from where they belong."""
         known, request = self.chat_format, self.request
         constraint, budget = request.constraint, self.conversation.reasoning_budget
-        if constraint is not None and constraint.triggers and (prompt.thinking or self._may_think):
-            constraint = None  # a marker that the reasoning speaks of must not start a call
-        elif constraint is not None and not constraint.triggers:
+        if constraint is not None and constraint.triggers:
+            openings, closings = (
+                tuple(mark.strip() for mark in marks)
+                for marks in (known.reasoning_openings, known.reasoning_closings)
+            )
+            marks = ReasoningMarks(openings, closings, prompt.thinking)
+            constraint = _replace(constraint, reasoning=marks)
+        elif constraint is not None:
             triggers: tuple[str, ...] = ()
             if prompt.thinking:
                 triggers = tuple(mark.strip() for mark in known.reasoning_closings)

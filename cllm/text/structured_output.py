@@ -19,7 +19,14 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
 from cllm.text.json_schema import close_schemas
-from cllm.types import GRAMMAR_CACHE_BYTES, ConstraintKind, ConstraintSpec, TokenMask, Vocabulary
+from cllm.types import (
+    GRAMMAR_CACHE_BYTES,
+    ConstraintKind,
+    ConstraintSpec,
+    ReasoningMarks,
+    TokenMask,
+    Vocabulary,
+)
 
 MAX_SOURCE = 256 << 10  # characters
 MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
@@ -60,11 +67,20 @@ class CompiledGrammar:
 class TriggerWatch:
     """Watches an answer for the texts that wake a constraint. Control tokens count by their spelling."""
 
-    def __init__(self, triggers: Sequence[str], vocabulary: Vocabulary) -> None:
-        self._triggers = [trigger.encode() for trigger in triggers]
+    def __init__(
+        self, triggers: Sequence[str], vocabulary: Vocabulary, reasoning: ReasoningMarks | None = None
+    ) -> None:
         self._vocabulary = vocabulary
-        self._first = frozenset(trigger[0] for trigger in self._triggers)
-        self._begun = b""  # the end of the answer, where a trigger may have begun with it
+        self._triggers = _encode(triggers)
+        openings, closings = (reasoning.openings, reasoning.closings) if reasoning is not None else ((), ())
+        self._outside = self._triggers + _encode(openings)
+        self._closings = _encode(closings)
+        self._inside = reasoning is not None and reasoning.inside  # the reasoning: only its end counts
+        self._begun = b""  # the end of the answer, where a mark may have begun with it
+
+    @property
+    def _marks(self) -> list[bytes]:
+        return self._closings if self._inside else self._outside
 
     def spell(self, token: int) -> bytes:
         vocabulary = self._vocabulary
@@ -74,24 +90,32 @@ class TriggerWatch:
     def push(self, token: int) -> int | None:
         """How many bytes of a token follow a trigger that it completes; None: it completes none."""
         piece = self._vocabulary.piece(token)
-        if piece and not self._begun and self._first.isdisjoint(piece):
+        if piece and not self._begun and not any(mark[0] in piece for mark in self._marks):
             return None  # nearly every token
         text = self._begun + self.spell(token)
-        if ends := [at + len(trigger) for trigger in self._triggers if (at := text.find(trigger)) >= 0]:
-            return len(text) - min(ends)
+        while found := [(at + len(mark), mark) for mark in self._marks if (at := text.find(mark)) >= 0]:
+            end, mark = min(found)
+            text = text[end:]
+            if mark in self._triggers and not self._inside:
+                return len(text)
+            self._inside = not self._inside
         rests = (text[begin:] for begin in range(len(text)))
         self._begun = next((rest for rest in rests if self._may_begin(rest)), b"")
         return None
 
     def _may_begin(self, text: bytes) -> bool:
-        return any(trigger.startswith(text) for trigger in self._triggers)
+        return any(mark.startswith(text) for mark in self._marks)
 
     def count_before(self, tokens: Sequence[int]) -> int:
         """How many of these tokens would come before one that completes a trigger."""
-        begun = self._begun
+        before = self._begun, self._inside
         count = next((place for place, token in enumerate(tokens) if self.push(token) is not None), None)
-        self._begun = begun
+        self._begun, self._inside = before
         return len(tokens) if count is None else count
+
+
+def _encode(texts: Sequence[str]) -> list[bytes]:
+    return [text.encode() for text in texts if text]
 
 
 class Constraint:
@@ -194,7 +218,8 @@ class GrammarCompiler:
 
     def compile(self, spec: ConstraintSpec) -> Constraint:
         """A new constraint. Raises InvalidRequest for a grammar that is invalid or too complex."""
-        triggers, spec = tuple(filter(None, spec.triggers)), ConstraintSpec(spec.kind, spec.source)
+        triggers, reasoning = tuple(filter(None, spec.triggers)), spec.reasoning
+        spec = ConstraintSpec(spec.kind, spec.source)
         if (grammar := self._cached.pop(spec, None)) is None:
             before = _allocated_bytes()
             matcher = self._compile(spec)
@@ -204,7 +229,7 @@ class GrammarCompiler:
         self._cached[spec] = grammar
         while self.memory_bytes > self._cache_bytes:
             self._cached.popitem(last=False)
-        watch = TriggerWatch(triggers, self._vocabulary) if triggers else None
+        watch = TriggerWatch(triggers, self._vocabulary, reasoning) if triggers else None
         return Constraint(grammar, self._tokenizer, self._vocabulary.size, watch)
 
     def check(self, spec: ConstraintSpec) -> None:

@@ -18,7 +18,7 @@ from cllm.errors import BadBatch, EngineDied, InvalidRequest
 from cllm.llm import LLM, AsyncLLM
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.text.chat_format import GENERIC, ChatFormat
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks, Request
 from cllm.workers.messages import TokenizeChat, Tokens
 from tests.unit.text.formats import FORMATS
 
@@ -194,12 +194,9 @@ def test_a_template_that_ends_the_tokenizer_leaves_the_generic_format() -> None:
     assert engine.tokenizer.asked == 1, "asked once"
 
 
-def test_calls_that_are_not_forced_are_not_constrained_while_the_model_may_reason() -> None:
+def test_calls_that_are_not_forced_begin_outside_the_reasoning() -> None:
     spec = ConstraintSpec(ConstraintKind.TOOLS, "start: first", ("<tool_call>",))
-    for known, prompt, kept in (
-        (FORMATS["coder"], Tokens(()), True),
-        (FORMATS["coder"], Tokens((), thinking=True), False),
-        (FORMATS["hermes"], Tokens(()), False),
-    ):
-        assert (plan(known, spec).make_request(prompt).constraint is not None) is kept
-    assert plan(FORMATS["hermes"], spec, think=False).make_request(Tokens(())).constraint == spec
+    for thinking in (False, True):
+        constraint = plan(FORMATS["coder"], spec).make_request(Tokens((), thinking=thinking)).constraint
+        assert constraint is not None and constraint.triggers == spec.triggers
+        assert constraint.reasoning == ReasoningMarks(("<think>",), ("</think>",), thinking)

@@ -6,13 +6,15 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cllm.testing import FakeVocabulary
 from cllm.testing.fake_runner import TURN
 from cllm.text.structured_output import GrammarCompiler, TriggerWatch
-from cllm.types import ConstraintKind, ConstraintSpec, FinishReason
+from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks
 from tests.driver.engine import StepDriver
 from tests.driver.written import WideVocabulary, WrittenRunner, foresight
 from tests.profiles import examples
@@ -138,6 +140,30 @@ def test_the_watch_finds_what_a_search_finds(text: str, triggers: list[str]) -> 
     assert watch.count_before(tokens) == (min(ends) - 1 if ends else len(tokens))
     found = next((place for place, token in enumerate(tokens) if watch.push(token) is not None), None)
     assert found == (min(ends) - 1 if ends else None)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_trigger_inside_the_reasoning_does_not_count(inside: bool) -> None:
+    spec = msgspec.structs.replace(
+        digits("<go>"), reasoning=ReasoningMarks(("<think>",), ("</think>",), inside)
+    )
+    begin = b"" if inside else b"<think>"
+    written = begin + b"I may say <go> now</think>no <think><go></think>so<go>then more"
+    expected = begin.decode() + "I may say <go> now</think>no <think><go></think>so<go>"
+    for drafts in (None, 0.0, 0.3):
+        text, reason, _ = answer(written, spec, max_tokens=100, drafts=drafts)
+        assert re.fullmatch(re.escape(expected) + "[0-9]{3}!", text) and reason is FinishReason.STOP
+
+
+def test_marks_in_one_token_count_one_after_the_other() -> None:
+    class Long(FakeVocabulary):
+        def piece(self, token: int) -> bytes:
+            return b"x</think>y<go>zz" if token == ord("L") else super().piece(token)
+
+    marks = ReasoningMarks(("<think>",), ("</think>",), inside=True)
+    watch = TriggerWatch(("<go>",), Long(), marks)
+    assert watch.count_before([*b"<go>", ord("L")]) == 4
+    assert [watch.push(token) for token in (*b"<go>", ord("L"))] == [None] * 4 + [2]
 
 
 def test_a_schema_applies_after_the_reasoning() -> None:
