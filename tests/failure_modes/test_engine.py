@@ -219,6 +219,6 @@ def test_deadline_in_mid_prefill_frees_kv_like_a_cancel(four: Server) -> None:
     with httpx.Client(base_url=four.url, timeout=PATIENCE_S, trust_env=False) as client:
         body = {"prompt": tokens(LONG_PROMPT, 5), "n_predict": 1, "timeout": 1.0, "stream": True}
         answer = client.post("/completion", json=body)
-    assert "deadline_exceeded" in answer.text
+    assert "not done within its 1 s" in answer.text
     wait_for(four.idle, FREED_WITHIN_S)
     assert four.metrics()["cllm_steps_interrupted"] == interrupted + 1

@@ -20,6 +20,7 @@ from cllm.server.protocol.base import (
     TokenLimit,
     ToolDescription,
     kinds,
+    make_timings,
     skip_tools,
 )
 from cllm.server.protocol.completions import (
@@ -433,6 +434,7 @@ EXAMPLE = ChatCompletion(
     **_HEAD,
     choices=[ChatChoice(0, ReplyMessage("AI is …"), finish_reason="stop")],
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+    timings=make_timings(prompt_tokens=4, generated=3, prompt_s=0.0215, generated_s=0.0182),
 )
 EXAMPLE_CHUNKS = (
     ChatCompletionChunk(**_HEAD, choices=[ChunkChoice(0, ChunkDelta(role="assistant", content="AI"))]),

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import make_template_options
-from cllm.server.protocol.base import Body, StopText, Text, TimedResponse, TokenIds
+from cllm.server.protocol.base import Body, StopText, Text, TimedResponse, TokenIds, make_timings
 from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
@@ -378,6 +378,7 @@ COMPLETION_EXAMPLE = Completion(
     model="SmolLM2-135M-Instruct",
     choices=[CompletionChoice(0, " there was a", finish_reason=FinishReason.STOP)],
     usage=CompletionUsage(4, 3, 7, PromptTokensDetails(0)),
+    timings=make_timings(prompt_tokens=4, generated=3, prompt_s=0.0215, generated_s=0.0182),
 )
 
 

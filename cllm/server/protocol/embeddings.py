@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     ConfigDict,
     Field,
@@ -47,7 +48,15 @@ class InputObject(Body):
         return self.content or self.prompt_string or ""
 
 
-MixedInput = Annotated[list[InputText | TokenId], Field(fail_fast=True, min_length=1)]
+def _has_tokens(value: list[str | int]) -> list[str | int]:
+    if not any(isinstance(part, int) for part in value):
+        raise ValueError(f"at most {MAX_INPUTS} inputs; a mixed one has token ids")
+    return value
+
+
+MixedInput = Annotated[
+    list[InputText | TokenId], Field(fail_fast=True, min_length=1), AfterValidator(_has_tokens)
+]
 InputObjects = Annotated[
     list[InputText | InputTokens | MixedInput | InputObject], Field(min_length=1, max_length=MAX_INPUTS)
 ]

@@ -122,7 +122,7 @@ COMPLETION_EXAMPLE = LlamaCompletion(
     tokens_predicted=3,
     tokens_evaluated=4,
     tokens_cached=6,
-    generation_settings={"n_predict": 3, "temperature": 0.8},
+    generation_settings=make_settings(Request(id="", prompt=(), max_tokens=3)),
     prompt="1+1=",
     has_new_line=True,
     truncated=False,
@@ -217,13 +217,13 @@ def make_params(defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PROPS_EXAMPLE = LlamaProps(
-    default_generation_settings=LlamaSettings({"temperature": 0.8}, 4096),
+    default_generation_settings=LlamaSettings(make_params({}), 4096),
     total_slots=8,
     model_alias="SmolLM2-135M-Instruct",
     model_ftype="Q4_1",
     model_path="SmolLM2-135M-Instruct.Q4_1.gguf",
     chat_template="{% for message in messages %}…{% endfor %}",
-    chat_template_caps={"supports_tools": True},
+    chat_template_caps=make_caps("tools"),
     bos_token="<s>",
     eos_token="</s>",
     build_info="cllm 0.1.0",

@@ -29,7 +29,12 @@ _replace = msgspec.structs.replace
 _json = msgspec.json.Encoder()
 _TEXT = b',"text":'
 _CLOSING = b',"logprobs":null,"finish_reason":null}]}\n\n'
-_CHUNK = _replace(api.COMPLETION_EXAMPLE, choices=[api.CompletionChoice(0, " there")], usage=msgspec.UNSET)
+_CHUNK = _replace(
+    api.COMPLETION_EXAMPLE,
+    choices=[api.CompletionChoice(0, " there")],
+    usage=msgspec.UNSET,
+    timings=msgspec.UNSET,
+)
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 
 
