@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from cllm.text.chat_format import GENERIC, Call, ChatFormat, write_calls  # noqa: E402
 from cllm.text.declared_formats import DECLARED, DESCRIBED  # noqa: E402
+from scripts.module_table import update  # noqa: E402
 from tests.driver.corpus import template_files  # noqa: E402
 from tests.driver.turns import Family  # noqa: E402
 
@@ -52,21 +53,5 @@ def _code(text: str) -> str:
     return f"`{shown}`" if "`" not in shown else f"`` {shown} ``"
 
 
-def main(arguments: list[str]) -> int:
-    before = PAGE.read_text()
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        print(f"{PAGE.name} has no markers: {BEGIN} … {END}", file=sys.stderr)
-        return 1
-    after = f"{head}{BEGIN}\n{make_table()}\n{END}{tail}"
-    if "--check" in arguments:
-        if after != before:
-            print(f"{PAGE.name} is out of date: run python scripts/format_table.py", file=sys.stderr)
-        return int(after != before)
-    PAGE.write_text(after)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(update(PAGE, BEGIN, END, make_table(), sys.argv[1:]))

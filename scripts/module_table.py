@@ -27,21 +27,22 @@ def make_table() -> str:
     return "\n".join(rows)
 
 
-def main(arguments: list[str]) -> int:
-    before = PAGE.read_text()
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        print(f"{PAGE.name} has no markers: {BEGIN} … {END}", file=sys.stderr)
+def update(page: Path, begin: str, end: str, table: str, arguments: list[str]) -> int:
+    """Write a table between two markers of a page; with `--check` only say whether it is up to date."""
+    before = page.read_text()
+    head, found, rest = before.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        print(f"{page.name} has no markers: {begin} … {end}", file=sys.stderr)
         return 1
-    after = f"{head}{BEGIN}\n{make_table()}\n{END}{tail}"
+    after = f"{head}{begin}\n{table}\n{end}{tail}"
     if "--check" in arguments:
         if after != before:
-            print(f"{PAGE.name} is out of date: run python scripts/module_table.py", file=sys.stderr)
+            print(f"{page.name} is out of date: run python {sys.argv[0]}", file=sys.stderr)
         return int(after != before)
-    PAGE.write_text(after)
+    page.write_text(after)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(update(PAGE, BEGIN, END, make_table(), sys.argv[1:]))

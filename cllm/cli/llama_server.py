@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -322,13 +323,17 @@ def llama_server_command(context: typer.Context) -> None:
 def describe_flags() -> str:
     """The arguments by what becomes of them."""
 
-    def names(*actions: str) -> str:
-        found = [name for name, flag in FLAGS.items() if flag.action[:1] in actions]
-        return textwrap.fill(" ".join(found), 100, break_on_hyphens=False, break_long_words=False)
+    refused, ignored = "!download", ("-", "!sleep")
+
+    def names(wanted: Callable[[str], bool]) -> str:
+        found = [name for name, flag in FLAGS.items() if wanted(flag.action)]
+        width = shutil.get_terminal_size().columns
+        return textwrap.fill(" ".join(found), width, break_on_hyphens=False, break_long_words=False)
 
     return (
-        "cllm llama-server ARGS…: llama-server's arguments and LLAMA_ARG_* variables, on cllm.\n\n"
-        f"Taken:\n{names('=', '?', ':', '!')}\n\n"
-        f"Taken, and so in any case:\n{names('')}\n\n"
-        f"Without a counterpart (named in a warning):\n{names('-')}"
+        "cllm llama-server ARGS…: llama-server's arguments and variables, on cllm.\n\n"
+        f"Taken:\n{names(lambda action: action not in ('', refused, *ignored))}\n\n"
+        f"Taken, and so in any case:\n{names(lambda action: not action)}\n\n"
+        f"Without a counterpart (named in a warning):\n{names(lambda action: action in ignored)}\n\n"
+        f"Refused (nothing is downloaded):\n{names(lambda action: action == refused)}"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
@@ -168,8 +169,8 @@ class PredictionDrafter:
             self._follows = right == len(new)
         if not self._follows:
             places = self._places.get(tuple(tokens[-self.SIZE :]), [])
-            if found := next((place for place in places if place > self._place), 0):
-                self._place, self._follows = found, True
+            if (after := bisect_right(places, self._place)) < len(places):
+                self._place, self._follows = places[after], True
         if self._follows and (expected := self._prediction[self._place : self._place + max_tokens]):
             return list(expected)
         return self._others.propose(tokens, max_tokens) if self._others is not None else []
