@@ -153,8 +153,10 @@ class OutputParser:
             return True
         self._lead = ""
         if marker.kind is _Kind.CALLS:
-            blanks = self._run.blanks if not self._run.said else ""
-            self._events += self._run.end(ContentText, self._format.calls.before)
+            blanks = self._run.blanks
+            said = self._run.end(ContentText, self._format.calls.before)
+            self._events += said
+            blanks = blanks[len(said[0].text) :] if said else blanks  # text again if no call follows
             return self._enter_calls(blanks + marker.core, marker.core)
         self._events += self._run.end(ContentText, _left(marker.whole))
         if marker.kind is _Kind.REASONING:
@@ -261,7 +263,7 @@ class _TextRun:
             self._held.append(text[len(said) :])
         return events
 
-    def end(self, kind: TextKind, left: str | None) -> list[OutputEvent]:
+    def end(self, kind: TextKind, left: str | None) -> list[ContentText | ReasoningText]:
         """A marker follows, with `left` blanks before it (None: any)."""
         held, said = self.blanks, self.said
         self.said, self.skip, self._held = False, "", []

@@ -287,7 +287,7 @@ ACTIONS = st.lists(
 
 
 @every_kind
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None)
 @given(actions=ACTIONS)
 def test_after_any_actions_every_sequence_says_what_its_tokens_say(
     kind: Kind, models: dict[str, Path], reference: Reference, actions: list[tuple[str, int, int]]

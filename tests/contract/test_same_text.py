@@ -137,7 +137,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None)
 @given(arrivals=ARRIVALS)
 def test_any_arrivals_and_cancels_leave_every_text_right(
     kind: Kind, models: dict[str, Path], reference: Reference, arrivals: list[Arrival]

@@ -185,6 +185,7 @@ def test_pieces_never_matter(data: st.DataObject, soup: str, chat_format: ChatFo
 @example(soup='  <tool_call>\n{"nam', chat_format=FORMATS["hermes"])
 @example(soup="text [TOOL_CALLS][", chat_format=FORMATS["mistral"])
 @example(soup="<|python_tag|>", chat_format=FORMATS["llama"])
+@example(soup="</tool_call>\n<tool_call>", chat_format=FORMATS["hermes"])
 def test_an_answer_without_a_call_is_all_text(soup: str, chat_format: ChatFormat) -> None:
     parts = joined(events_of(OutputParser(chat_format, TOOLS), list(soup)))
     if not parts.calls:
