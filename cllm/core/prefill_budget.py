@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from cllm.backend.base import Row, count_ubatches
 from cllm.core.sequence import Sequence
-from cllm.core.step_cost import TILE, StepCostModel, StepShape, attended_pairs
+from cllm.core.step_cost import TILE, TINY, StepCostModel, StepShape, attended_pairs
 
 
 class PrefillBudget:
@@ -22,7 +22,8 @@ class PrefillBudget:
     MIN_CHUNK = 2  # whatever the cost model says: a prompt must get on
     MAX_GROWTH = 4  # no chunk is more than so many times what was measured
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
-    TILE_AIM = 1.3  # of that, for a single tile: the next smaller chunk takes as long for a third as much
+    OVERRUN = 1.3  # of that, for a chunk of which a smaller one would be wasteful: a single tile, or
+    MAX_WASTE = 0.1  # one whose own ubatch takes no more than this part of what its tokens take
     OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
     SAMPLING_SHARE = 0.05  # of a step's compute: what samplers may add while there are cheap ones
 
@@ -160,11 +161,17 @@ class PrefillBudget:
 
         tiles = bisect_largest(0, (largest - offset) // TILE, lambda count: fits(count * TILE + offset))
         if tiles == 0 and largest >= TILE + offset:
-            tiles = int(fits(TILE + offset, self.TILE_AIM))
+            tiles = int(fits(TILE + offset, self.OVERRUN))
         if tiles > 0:
             return tiles * TILE + offset
         smallest = min(room, self.MIN_CHUNK)
-        return bisect_largest(smallest, max(smallest, min(largest, TILE - 1)), fits)
+        most = max(smallest, min(largest, TILE - 1))
+        chunk = bisect_largest(smallest, most, fits)
+        if not self.cost.split:
+            return chunk
+        token_s = max(step.prefill_token + step.attended * position, TINY)
+        sparing = min(most, int(step.ubatch / (self.MAX_WASTE * token_s)))
+        return bisect_largest(chunk, max(chunk, sparing), lambda count: fits(count, self.OVERRUN))
 
     def _shape(self, chunk: int, decoding: int, context: int, position: int) -> StepShape:
         """Of a step with one prefill chunk."""

@@ -21,6 +21,10 @@ FAST = StepCost(ubatch=1e-3, prefill_token=2e-5, row=5e-5, attended=1e-9, tiled=
 SLOW = StepCost(ubatch=4e-2, prefill_token=1e-2, row=5e-3, attended=1e-6, tiled=1e-6)
 
 
+# Two small cores that gain nothing by computing tokens together, but for reading the weights once.
+LINEAR = StepCost(ubatch=2e-2, prefill_token=8e-3, row=8.8e-3, attended=5.8e-6)
+
+
 def make_budget(*, split: bool = True) -> PrefillBudget:
     return PrefillBudget(512, TARGET, StepCostModel(split=split))
 
@@ -63,11 +67,29 @@ def arrival(
     return times
 
 
+def test_a_chunk_is_worth_its_own_ubatch_where_the_target_all_but_allows_it() -> None:
+    rows, context, position = 7, 7 * 250, 250
+    chunks = {}
+    for split in (True, False):
+        cost = StepCostModel(split=split, known=LINEAR, frozen=True)
+        cost.largest_prefill, cost.largest_attended = 64, 1e6
+        chunks[split] = PrefillBudget(512, TARGET, cost).prefill_tokens(
+            rows, context=context, position=position
+        )
+    attended, tiled = attended_pairs(chunks[True], position, chunks[True] - 1)
+    step_s = LINEAR.seconds(StepShape(2, chunks[True], rows, context + attended, tiled))
+    tokens_s = chunks[True] * (LINEAR.prefill_token + LINEAR.attended * position)
+    assert TARGET < step_s <= 1.15 * TARGET
+    assert LINEAR.ubatch <= 0.15 * tokens_s
+    attended, tiled = attended_pairs(chunks[False], position, chunks[False] + rows)
+    assert LINEAR.seconds(StepShape(1, chunks[False], rows, context + attended, tiled)) <= TARGET
+
+
 @pytest.mark.parametrize("cost", [SMALL, FAST], ids=["small", "fast"])
 @pytest.mark.parametrize("hiccups", [0.0, 0.05])
 def test_no_step_of_a_long_prompt_is_far_over_the_target(cost: StepCost, hiccups: float) -> None:
     times = arrival(Machine(cost, hiccups=hiccups), 30_000)
-    assert max(times) <= 1.3 * TARGET
+    assert max(times) <= 1.4 * TARGET and sorted(times)[-len(times) // 100] <= 1.3 * TARGET
     # And what may be used of it, is used: the prompt is not starved either.
     full = cost.seconds(StepShape(2, 512, 6, 6 * 200))
     assert sorted(times)[len(times) // 2] >= min(0.6 * TARGET, 0.8 * full)
