@@ -30,8 +30,7 @@ def make_table() -> str:
         found = Family(name, path.read_text(encoding="utf-8")).format
         example = _code(write_calls(found.calls, [EXAMPLE]))
         calls = f"{found.calls.style} {example}" if found.calls != GENERIC.calls else "generic"
-        forced = "to the closing tag" if found.calls.nested else "by schema"
-        rows.append(f"| {name} | {calls} | {_origin(found)} | {forced} | {_reasoning(found)} |")
+        rows.append(f"| {name} | {calls} | {_origin(found)} | by schema | {_reasoning(found)} |")
     return "\n".join(rows)
 
 

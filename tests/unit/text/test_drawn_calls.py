@@ -1,0 +1,29 @@
+"""Calls drawn from their grammar are read back; `make formats` tries 200 answers of every chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.driver.corpus import template_files
+from tests.driver.turns import Family
+from tests.soak.drawn_calls import CallDrawer
+
+ANSWERS = 10
+# One of each kind: JSON with and without a frame, named, in tags, in nested tags, Python, Gemma's, harmony.
+NAMES = (
+    *(
+        "Qwen-Qwen3-0.6B",
+        "meta-llama-Llama-3.1-8B-Instruct",
+        "moonshotai-Kimi-K2",
+        "Qwen3-Coder",
+        "MiniMax-M3",
+    ),
+    *("LFM2-8B-A1B", "google-gemma-4-31B-it", "openai-gpt-oss-120b"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drawn_calls_are_read_and_validate(name: str) -> None:
+    drawer = CallDrawer(Family(name, template_files()[name].read_text(encoding="utf-8")))
+    drawn = drawer.draw(range(ANSWERS))
+    assert (drawn.faults, drawn.complete) == ([], ANSWERS) and drawn.calls >= ANSWERS
