@@ -119,6 +119,12 @@ class ResponseStore:
         """Forget a response; raises NotFound."""
         del self._tenants[tenant][self.get(tenant, response_id).id]
 
+    def clear(self) -> int:
+        """Forget the responses of all tenants; returns how many there were."""
+        count = sum(map(len, self._tenants.values()))
+        self._tenants.clear()
+        return count
+
 
 def _get_store(http: HttpRequest) -> tuple[ResponseStore, str]:
     """The store of the app, and the tenant that asks."""
