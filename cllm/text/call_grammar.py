@@ -236,8 +236,7 @@ class _Grammar:
                 if schema.get("maxItems") != 0:
                     written.append(f"({rule}_{number}){count}" if count else f"{rule}_{number}")
             return f"{' '.join(written)} {self._text(closing)}"
-        free = mark and types & {"object", "array"} and not self.exact
-        if "string" in types or not types or free:
+        if "string" in types or not types:
             # In tags, up to the mark, and not to the whole closing: each mark starts a tag there.
             inside = depth and mark and not self._controls.search(mark)
             end = closing.removeprefix(mark) if inside else ""

@@ -28,7 +28,7 @@ from tests.soak.schema_maker import SchemaMaker
 from tests.soak.schemas import check_value
 
 END_TEXT = "<end-of-answer>"
-MAX_TOKENS = 3000
+MAX_TOKENS = 20_000
 WIDE_TOKENS = 200
 # Of arguments: without quotes, which no model could write in Python or in tags.
 KEYS = ("name", "id", "größe", "tags", "a b", "is_on", "x", "price", "when", "the/path", "日本", "$in")

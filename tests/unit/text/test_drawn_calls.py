@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.driver.corpus import template_files
-from tests.driver.turns import Family
+from tests.driver.turns import get_family
 from tests.soak.drawn_calls import CallDrawer
 
 ANSWERS = 10
@@ -24,6 +23,6 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drawn_calls_are_read_and_validate(name: str) -> None:
-    drawer = CallDrawer(Family(name, template_files()[name].read_text(encoding="utf-8")))
+    drawer = CallDrawer(get_family(name))
     drawn = drawer.draw(range(ANSWERS))
     assert (drawn.faults, drawn.complete) == ([], ANSWERS) and drawn.calls >= ANSWERS
