@@ -51,6 +51,8 @@ def test_the_example_is_answered_as_shown(route: str, tiny: Server) -> None:
     if method == "POST":
         reference = operation["requestBody"]["content"][JSON]["schema"]["$ref"]
         body = described["components"]["schemas"][reference.rpartition("/")[2]]["example"]
+        # The tiny model's words are random, its likeliest are plain text.
+        body = {**body, "temperature": 0, "speculate": False}
     if "{response_id}" in path:
         stored = tiny.post("/v1/responses", {"input": "x", "max_output_tokens": 1}).json()["id"]
         path = path.format(response_id=stored)
@@ -62,7 +64,7 @@ def test_the_example_is_answered_as_shown(route: str, tiny: Server) -> None:
     assert answer.status_code == 200, answer.text
     shown = operation["responses"]["200"]["content"]
     if JSON in shown:
-        assert same(shape(answer.json()), shape(shown[JSON]["example"])), answer.json()
+        assert same(shape(answer.json()), shape(shown[JSON]["example"])), answer.text
     if EVENTS in shown and body is not None:
         streamed = tiny.post(path, {**body, "stream": True})
         assert streamed.headers["content-type"].startswith(EVENTS)

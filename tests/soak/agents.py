@@ -236,13 +236,14 @@ def outgrown(run: Run) -> str:
 
 
 def outgrown_by_one_task(run: Run) -> str:
+    """Files of twice the room are read: some must have been dropped, a few at a time."""
     filling = f"{PADDING}\n" * (ROOM_TO_GROW // PARTS // len(PADDING))
     run.read_chain(2 * PARTS, filling)
     sizes = prompt_sizes(run.exchanges[-1])
-    largest = sizes.index(max(sizes))
-    if (after := min(sizes[largest:])) > max(sizes) - ROOM_TO_GROW // PARTS // 2:
+    whole = sizes[0] + 2 * PARTS * len(filling)
+    if max(sizes) > whole - ROOM_TO_GROW:
         raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
-    return f"{max(sizes):,} → {after:,} bytes"
+    return f"{whole:,} → {max(sizes):,} bytes"
 
 
 def check_refusal(run: Run) -> str:
