@@ -11,7 +11,8 @@ import pytest
 from cllm.backend.base import Row
 from cllm.backend.llama.batch_sampler import MIN_THREADED_LOGITS, BatchSampler
 from cllm.backend.llama.candidates import BatchCandidates, Candidates, TopKPrefilter, best
-from cllm.backend.llama.library import DeferredFrees, Owned, load
+from cllm.backend.llama.library import DeferredFrees, Owned, find, load
+from cllm.backend.llama.logit_scan import LogitScan, make_logit_scan
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
 from cllm.types import SamplingParams, TokenMask
