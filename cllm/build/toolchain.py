@@ -132,6 +132,11 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
     return _zig(tools)
 
 
+def has_header(compiler: Compiler, header: str) -> bool:
+    """Whether C++ sources can include it."""
+    return _preprocess(compiler.cxx, source=f"#include <{header}>\n", language="c++") is not None
+
+
 def find_cmake(tools: Path) -> Path:
     """CMake from PATH if it is new enough, else from its wheel."""
     found = shutil.which("cmake")

@@ -317,6 +317,8 @@ class Trial:
                 return self._model
             self._model.close()
             self._model = None
+        if config.gpu_layers:
+            self._library.load_module()
         self._model = LlamaModel(self._library, config, self._deferred_frees)
         self._loaded = wanted
         return self._model

@@ -53,7 +53,7 @@ class LlamaRunner(ModelRunner):
         library: Library | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        self._library = library or load()
+        self._library = library or load(gpu=config.gpu_layers != 0)
         self._config = config
         self._api = self._library.api
         self._deferred_frees = DeferredFrees()

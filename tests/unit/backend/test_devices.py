@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from cllm.backend.llama import devices, memory
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.library import find
 from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
 from tests.tiny_models import make_dense
@@ -18,17 +18,27 @@ from tests.tiny_models import make_dense
 GIB = 1 << 30
 
 
+@pytest.fixture(autouse=True)
+def _forget_devices() -> Iterator[None]:
+    devices.list_devices.cache_clear()
+    yield
+    devices.list_devices.cache_clear()
+
+
 def test_a_library_for_a_gpu_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLLM_LIBRARY", str(tmp_path))
     assert not devices.supports_gpu()
     (tmp_path / "libggml-cuda.so").touch()
     assert devices.supports_gpu()
-    assert devices.gpu_memory() is None, "a library that cannot be loaded has no GPU"
+    assert devices.list_devices() == (), "a library that cannot be loaded has no GPU"
+    assert devices.gpu_memory() is None
 
 
-def test_a_library_for_the_cpu_reports_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked, and answers."""
     if devices.supports_gpu():
         pytest.skip("this library is for a GPU")
+    assert devices.list_devices() == ()
     answers: list[bytes] = []
     run = subprocess.run
 
@@ -38,8 +48,8 @@ def test_a_library_for_the_cpu_reports_no_gpu(monkeypatch: pytest.MonkeyPatch) -
         return done
 
     monkeypatch.setattr(subprocess, "run", record)
-    assert devices.ask_library(find()) is None
-    assert answers == [b"0 0\n"], "it has answered"
+    assert devices.ask_library() == ()
+    assert answers == [b"[]\n"]
 
 
 @pytest.mark.parametrize(("layers", "available"), [(-1, 24 * GIB), (99, 24 * GIB), (1, None), (0, 64 * GIB)])
