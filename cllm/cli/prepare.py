@@ -52,6 +52,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         """In the process itself. Raises SetupError."""
         from rich.console import Console
 
+        from cllm.backend.llama.devices import list_devices
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import MemoryFit, prepare
         from cllm.backend.llama.probe import find_working
@@ -59,7 +60,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         from cllm.tune.search import with_remembered
 
         if self.beside:
-            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked)
+            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, list_devices())
             if not fit.fits:
                 raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
             return with_remembered(self.asked, find_working(prepare(self.asked), log.info), self.given)
