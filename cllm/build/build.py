@@ -132,7 +132,11 @@ def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
         log(f"building {options}: {describe_time(options.backend, jobs)}")
         started = time.monotonic()
         work = _work_folder(options.key, arguments.force)
-        tools.compile(work, options.cmake_arguments(), [options.target], jobs)
+        try:
+            tools.compile(work, options.cmake_arguments(), [options.target], jobs)
+        except BuildError as error:
+            hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
+            raise BuildError(f"{options} could not be built{hint}:\n{error}") from error
         _install(work / "bin", target, {**options.info(), **_when(started)}, needed=options.target)
         shutil.rmtree(work)
     return target
@@ -187,15 +191,19 @@ def _run_ninja(command: list[str]) -> None:
     """Build, and report each step. Raises BuildError with the end of the compiler's output."""
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     output: list[str] = []
+    largest = 0
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout or ():
             step = _NINJA_STEP.match(line)
-            if step is not None:
-                _report(int(step[1]), int(step[2]), step[3].rpartition("/")[2].removesuffix(".o"))
-            else:
+            if step is None:
                 output.append(line)
+                continue
+            done, total = int(step[1]), int(step[2])
+            largest = max(largest, total)
+            if done and total > largest // 2:  # not a step of a smaller build inside this one
+                _report(done, total, step[3].rpartition("/")[2].removesuffix(".o"))
     if process.returncode != 0:
         raise BuildError(
             f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(output))}"

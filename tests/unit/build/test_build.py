@@ -172,3 +172,15 @@ def test_what_is_missing_is_said_before_anything_is_built(
     monkeypatch.delenv("CUDAARCHS", raising=False)
     assert build.main(["--gpu", "cuda"]) == 2
     assert not steps.done and "the NVIDIA driver reports no GPU here" in capsys.readouterr().err
+
+
+def test_progress_is_that_of_the_whole_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["[0/2] Re-checking", "[1/40] a/first.cpp.o", "[1/2] inner.o", "[2/2] inner", "[40/40] Linking x"]
+    script = tmp_path / "ninja"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    script.chmod(0o755)
+    build._run_ninja([str(script)])
+    assert capsys.readouterr().err.splitlines() == ["100 %  40/40  Linking x"]
+    script.write_text("#!/bin/sh\necho 'x.cu: error: no'\nexit 1\n")
+    with pytest.raises(build.BuildError, match=r"Ninja ended with code 1:\nx.cu: error: no"):
+        build._run_ninja([str(script)])
