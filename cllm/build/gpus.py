@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+BACKENDS = ("cuda", "vulkan")  # the first that has a GPU is taken
 LIMIT_S = 60
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
@@ -58,13 +59,13 @@ def find_gpus() -> Drivers:
     return Drivers(tuple(Gpu(*gpu) for gpu in gpus), tuple(problems))
 
 
-def ask_drivers() -> Drivers:
-    """Ask the drivers in this process, which uses the GPU anyway, or may end."""
+def ask_drivers(*backends: str) -> Drivers:
+    """Ask these drivers in this process, which uses the GPU anyway, or may end."""
     gpus: list[Gpu] = []
     problems: list[str] = []
-    for ask in (_ask_cuda, _ask_vulkan):
+    for backend in backends:
         try:
-            gpus += ask()
+            gpus += {"cuda": _ask_cuda, "vulkan": _ask_vulkan}[backend]()
         except DriverError as error:
             problems.append(str(error))
     return Drivers(tuple(gpus), tuple(problems))
@@ -193,4 +194,4 @@ def _ask_vulkan() -> list[Gpu]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(ask_drivers()))
+    print(json.dumps(ask_drivers(*BACKENDS)))

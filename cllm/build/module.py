@@ -8,6 +8,7 @@ serves machines with and without the GPU. Standard library only.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,13 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.build.gpus import Drivers, Gpu
+from cllm.build.gpus import BACKENDS, Drivers, Gpu
 from cllm.build.options import CMAKE_OPTIONS, digest, machine
-from cllm.build.toolchain import BINDINGS_VERSION, BuildError, Compiler, cache_directory, has_header
+from cllm.build.toolchain import (
+    BINDINGS_VERSION,
+    BuildError,
+    Compiler,
+    cache_directory,
+    default_jobs,
+    has_header,
+)
 
-BACKENDS = ("cuda", "vulkan")  # the first that has a GPU is taken
+NVCC_FOLDER = "/usr/local/cuda/bin"  # where NVIDIA's packages have it
 GPU_CHOICES = ("auto", *BACKENDS, "none")
-BUILD_TIME = {"cuda": "about ten minutes on 16 cores", "vulkan": "about ten minutes on 4 cores"}
+BYTES_PER_JOB = {"cuda": 2**31, "vulkan": 2**30}
+_CORE_MINUTES = {"cuda": 60, "vulkan": 20}  # what a build takes, about
 _OPTIONS = (
     *CMAKE_OPTIONS,
     "-DGGML_BACKEND_DL=ON",  # a module, not a part of libggml
@@ -73,8 +82,9 @@ class ModuleOptions:
             arguments.append(f"-DCMAKE_{language}_COMPILER={';'.join(command)}")
         folders = ["$ORIGIN"]
         if self.backend == "cuda":
-            root = self.tool.resolve().parents[1]
-            folders += [str(root / "lib64"), str(root / "lib")]  # cuBLAS is found without LD_LIBRARY_PATH
+            # cuBLAS is found without LD_LIBRARY_PATH, wherever CMake has found it.
+            folders += [f"{_toolkit(self.tool)}/{name}" for name in ("lib64", "lib")]
+            arguments.append("-DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON")
             arguments.append(f"-DCMAKE_CUDA_COMPILER={self.tool}")
             architectures = ";".join(f"{name}-real" for name in self.architectures)
             arguments.append(f"-DCMAKE_CUDA_ARCHITECTURES={architectures}")
@@ -96,6 +106,12 @@ class ModuleOptions:
     def __str__(self) -> str:
         kind = f" for compute capability {', '.join(self.architectures)}" if self.architectures else ""
         return f"the GPU module {self.backend}{kind}, {self.compiler.identity}"
+
+
+def describe_time(backend: str, jobs: int = 0) -> str:
+    """How long a build takes with so many compilers at a time; 0: as many as this machine runs."""
+    minutes = math.ceil(_CORE_MINUTES[backend] / (jobs or default_jobs(BYTES_PER_JOB[backend])))
+    return f"about {minutes} minute{'s' if minutes > 1 else ''}, once"
 
 
 def module_revision() -> str:
@@ -141,7 +157,7 @@ def plan_module(backend: str, drivers: Drivers, compiler: Compiler) -> ModuleOpt
         return ModuleOptions(backend, compiler, _find_glslc(compiler))
     gpus = drivers.of("cuda")
     asked = os.environ.get("CUDAARCHS", "")  # CMake's own variable
-    named = re.findall(r"\d+[af]?", asked) or [gpu.architecture for gpu in gpus]
+    named = re.findall(r"\d+", asked) or [gpu.architecture for gpu in gpus]
     if not named:
         why = "".join(f" ({problem})" for problem in drivers.problems)
         raise BuildError(
@@ -154,12 +170,12 @@ def plan_module(backend: str, drivers: Drivers, compiler: Compiler) -> ModuleOpt
 def _find_nvcc(gpus: tuple[Gpu, ...]) -> Path:
     """CUDA's compiler, from $CUDA_HOME, PATH or its usual folder; not one that is too new for the driver."""
     home = os.environ.get("CUDA_HOME")
-    folders = [f"{home}/bin" if home else "", os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    folders = [f"{home}/bin" if home else "", os.environ.get("PATH", ""), NVCC_FOLDER]
     found = shutil.which("nvcc", path=os.pathsep.join(filter(None, folders)))
     here = f"{gpus[0].name} ({gpus[0].driver}) is here, but " if gpus else ""
     if found is None:
         raise BuildError(
-            f"{here}CUDA's compiler is missing: no nvcc in $CUDA_HOME/bin, PATH or /usr/local/cuda/bin; "
+            f"{here}CUDA's compiler is missing: no nvcc in $CUDA_HOME/bin, PATH or {NVCC_FOLDER}; "
             "install the CUDA toolkit (NVIDIA's cuda-toolkit, Debian's nvidia-cuda-toolkit)"
         )
     output = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
@@ -171,6 +187,14 @@ def _find_nvcc(gpus: tuple[Gpu, ...]) -> Path:
             f"CUDA {version[1]}: update the driver, or set CUDA_HOME to an older toolkit"
         )
     return Path(found)
+
+
+def _toolkit(nvcc: Path) -> Path:
+    """CUDA's folder, by nvcc's own word: what is in PATH may be a script that starts it."""
+    command = [str(nvcc), "--dryrun", "-E", "-x", "cu", os.devnull]
+    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    found = re.search(r"_HERE_=(\S+)", output)
+    return (Path(found[1]) if found else nvcc.resolve().parent).parent
 
 
 def _find_glslc(compiler: Compiler) -> Path:

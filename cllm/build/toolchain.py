@@ -175,6 +175,13 @@ def run_pip(*arguments: str) -> None:
         raise BuildError(f"`{shlex.join(command)}` failed:\n{last_lines(done.stdout)}")
 
 
+def default_jobs(bytes_per_job: int = 2**30) -> int:
+    """Compilers at a time: one per core, if memory suffices for the largest sources."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // bytes_per_job))
+
+
 def last_lines(text: str, count: int = 30) -> str:
     return "\n".join(text.rstrip().splitlines()[-count:])
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from cllm.backend.base import KVState, Row
 from cllm.backend.llama.context import CELL_BLOCK, LlamaContext, NativeBatch
-from cllm.backend.llama.library import DeferredFrees, Library, load
+from cllm.backend.llama.devices import wants_gpu
+from cllm.backend.llama.library import DeferredFrees, Library, exit_reason, load
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.probe import exit_reason
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
@@ -324,7 +324,7 @@ class Trial:
                 return self._model
             self._model.close()
             self._model = None
-        if config.gpu_layers:
+        if wants_gpu(config):
             self._library.load_module()
         self._model = LlamaModel(self._library, config, self._deferred_frees)
         self._loaded = wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,19 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import LIBRARY_SUFFIX, find, find_module, may_use_gpu
+from cllm.backend.llama.library import (
+    LIBRARY_SUFFIX,
+    exit_reason,
+    find,
+    find_module,
+    load_module,
+    may_use_gpu,
+    modules_for,
+    takes_modules,
+)
+from cllm.build.gpus import Drivers
+from cllm.build.module import choose_backend, choose_module, describe_time
+from cllm.config import EngineConfig
 from cllm.errors import LibraryError
 
 log = logging.getLogger(__name__)
@@ -41,15 +54,34 @@ def list_devices() -> tuple[Device, ...]:
     return ()
 
 
+def wants_gpu(config: EngineConfig) -> bool:
+    """Whether layers may be put on a GPU; without that no module is loaded and no driver asked."""
+    return str(config.gpu_layers) != "0"
+
+
 def ask_library() -> tuple[Device, ...]:
-    """The devices that the library lists in a throw-away process; none if it dies."""
+    """The devices that the library lists in a throw-away process; none, and a warning, if it dies."""
     command = [sys.executable, "-m", "cllm.backend.llama.devices"]
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=True)
-        return tuple(Device(*device) for device in json.loads(done.stdout))
-    except (subprocess.SubprocessError, ValueError, TypeError) as error:
-        log.debug("the library lists no devices: %s", error)
-        return ()
+        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, env=environment)
+        if done.returncode == 0:
+            return tuple(Device(*device) for device in json.loads(done.stdout))
+        reason = exit_reason(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not finish within {_LIMIT_S} s"
+    log.warning("no GPU is used, since the library could not list them: %s; `cllm doctor` says more", reason)
+    return ()
+
+
+def offer_module(drivers: Drivers) -> str | None:
+    """An offer to build a module for a GPU that its driver reports; None where it is there or of no use."""
+    folder, backend = find(), choose_backend("auto", drivers)
+    built = choose_module(modules_for(folder), drivers)
+    if backend is None or built is not None or not takes_modules(folder) or list_devices():
+        return None
+    gpu, *_ = drivers.of(backend)
+    return f"{gpu.name} is not used; `cllm build --gpu auto` builds for it ({describe_time(backend)})"
 
 
 def _read_devices() -> Iterator[Device]:
@@ -57,7 +89,7 @@ def _read_devices() -> Iterator[Device]:
     folder = find()
     base, ggml = (ctypes.CDLL(str(folder / f"lib{name}.{LIBRARY_SUFFIX}")) for name in ("ggml-base", "ggml"))
     if (module := find_module(folder)) is not None:
-        ggml.ggml_backend_load(str(module).encode())
+        load_module(folder, module)
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     for index in range(ggml.ggml_backend_dev_count()):
@@ -76,5 +108,15 @@ def _text(read: Any, device: ctypes.c_void_p) -> str:
     return str(read(device).decode("utf-8", "replace"))
 
 
+def main() -> int:
+    """Print the devices as JSON, or why there are none on standard error."""
+    try:
+        print(json.dumps(list(_read_devices())))
+    except LibraryError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(list(_read_devices())))
+    sys.exit(main())

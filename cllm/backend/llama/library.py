@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import sys
 import types
 import weakref
@@ -21,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from cllm.build.build import find_built
-from cllm.build.gpus import ask_drivers
+from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.module import Module, choose_module, find_modules
 from cllm.errors import LibraryError
 
@@ -90,16 +91,7 @@ class Library:
         """Load the GPU module that suits, once. Raises LibraryError if it is of no use here."""
         if self._module_loaded or (module := find_module(self._directory)) is None:
             return
-        ggml = ctypes.CDLL(str(self._directory / f"libggml.{LIBRARY_SUFFIX}"))
-        base = ctypes.CDLL(str(self._directory / f"libggml-base.{LIBRARY_SUFFIX}"))
-        ggml.ggml_backend_load.restype = ctypes.c_void_p
-        base.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
-        registry = ctypes.c_void_p(ggml.ggml_backend_load(str(module).encode()))
-        if not registry or not base.ggml_backend_reg_dev_count(registry):
-            raise LibraryError(
-                f"the GPU module {module.parent.name} cannot be loaded or finds no GPU; rebuild it with "
-                "`cllm build --gpu auto --force`, or serve without the GPU (--gpu-layers 0)"
-            )
+        load_module(self._directory, module)
         self._module_loaded = True
 
     def system_info(self) -> str:
@@ -123,19 +115,42 @@ def may_use_gpu() -> bool:
     """Whether a GPU module was built for this library, or the library has a GPU backend. Asks no driver."""
     folder = find()
     has_backend = any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES)
-    return has_backend or bool(_modules_for(folder))
+    return has_backend or bool(modules_for(folder))
 
 
 def find_module(directory: Path) -> Path | None:
     """The module to load beside a library: for the GPUs that are here. Asks their drivers in this process."""
-    modules = _modules_for(directory)
-    chosen = choose_module(modules, ask_drivers()) if modules else None
-    return chosen.path if chosen is not None else None
+    modules = modules_for(directory)
+    for backend in BACKENDS:
+        candidates = [module for module in modules if module.backend == backend]
+        chosen = choose_module(candidates, ask_drivers(backend)) if candidates else None
+        if chosen is not None:
+            return chosen.path
+    return None
 
 
-def _modules_for(directory: Path) -> list[Module]:
-    """Modules of the library's version; none for a library that `cllm build` has not made."""
-    return find_modules() if (directory / "build.json").exists() else []
+def load_module(directory: Path, module: Path) -> None:
+    """Load a module beside the library of `directory`. Raises LibraryError if that brings no GPU."""
+    names = ("ggml-base", "ggml")
+    base, ggml = (ctypes.CDLL(str(directory / f"lib{name}.{LIBRARY_SUFFIX}")) for name in names)
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
+    base.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
+    registry = ctypes.c_void_p(ggml.ggml_backend_load(str(module).encode()))
+    if not registry or not base.ggml_backend_reg_dev_count(registry):
+        raise LibraryError(
+            f"the GPU module {module.parent.name} cannot be loaded or finds no GPU; build it again with "
+            "`cllm build --gpu auto --force`, or serve without the GPU (--gpu-layers 0)"
+        )
+
+
+def modules_for(directory: Path) -> list[Module]:
+    """The modules that were built for a library. Asks no driver."""
+    return find_modules() if takes_modules(directory) else []
+
+
+def takes_modules(directory: Path) -> bool:
+    """Whether modules of `cllm build` fit a library: others may be of another version."""
+    return (directory / "build.json").exists()
 
 
 def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
@@ -156,6 +171,14 @@ def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
     if gpu:
         library.load_module()
     return library
+
+
+def exit_reason(code: int, stderr: bytes) -> str:
+    """The last line that a process with native code wrote, or the signal or code it ended with."""
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return last or f"it exited with code {code}"
 
 
 def _import_bindings(directory: Path) -> types.ModuleType:

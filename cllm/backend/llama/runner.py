@@ -26,6 +26,7 @@ from cllm.backend.base import (
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.batch_sampler import BatchSampler
 from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
+from cllm.backend.llama.devices import wants_gpu
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
@@ -53,7 +54,7 @@ class LlamaRunner(ModelRunner):
         library: Library | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        self._library = library or load(gpu=config.gpu_layers != 0)
+        self._library = library or load(gpu=wants_gpu(config))
         self._config = config
         self._api = self._library.api
         self._deferred_frees = DeferredFrees()

@@ -1,4 +1,4 @@
-"""The GPUs that the library lists: asked for in a process of its own, and none where it cannot answer."""
+"""Which GPUs the library can use, and which process loads their module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.llama import devices
+from cllm.backend.llama import devices, library
+from cllm.backend.llama.devices import Device
 from cllm.backend.llama.library import may_use_gpu
+from cllm.build.gpus import Drivers, Gpu
+from cllm.build.module import Module
+from cllm.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +48,72 @@ def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(subprocess, "run", record)
     assert devices.ask_library() == ()
     assert answers == [b"[]\n"]
+
+
+def test_a_library_that_dies_of_the_question_has_no_gpu_and_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = subprocess.CompletedProcess("python", -6, stdout=b"", stderr=b"ggml abort")
+    monkeypatch.setattr(devices, "may_use_gpu", lambda: True)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: dead)
+    assert devices.list_devices() == devices.list_devices() == ()
+    (line,) = caplog.messages
+    assert line.startswith("no GPU is used") and "it was ended by SIGABRT" in line
+
+
+def test_the_devices_are_what_the_library_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = b'[["CUDA0", "NVIDIA H200", 5, 7, false], ["Vulkan0", "Iris", 2, 3, true]]'
+    monkeypatch.setattr(devices, "may_use_gpu", lambda: True)
+    done = subprocess.CompletedProcess("python", 0, stdout=answer, stderr=b"")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    first, second = devices.list_devices()
+    assert first == Device("CUDA0", "NVIDIA H200", 5, 7, False) and second.integrated
+
+
+def test_a_gpu_that_is_not_used_is_offered_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus = Drivers((Gpu("cuda", "NVIDIA H200", 139 << 30, "90", "driver 580 (CUDA 13.0)"),))
+    monkeypatch.setenv("CLLM_LIBRARY", str(tmp_path))
+    monkeypatch.setattr(library, "find_modules", list)
+    assert devices.offer_module(gpus) is None, "it is not a library of cllm build"
+    (tmp_path / "build.json").touch()
+    assert devices.offer_module(Drivers()) is None
+    offer = devices.offer_module(gpus)
+    assert offer is not None
+    assert offer.startswith("NVIDIA H200 is not used; `cllm build --gpu auto` builds for it (about ")
+    module = Module(tmp_path / "libggml-cuda.so", "cuda", frozenset({"90"}))
+    monkeypatch.setattr(library, "find_modules", lambda: [module])
+    assert devices.offer_module(gpus) is None
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, 1), (False, 0)])
+def test_only_a_process_that_computes_loads_the_module(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, expected: int
+) -> None:
+    """One that does not (as the tokenizer worker) asks no driver."""
+    asked: list[Path] = []
+    monkeypatch.setattr(library, "find_module", asked.append)
+    library.load(gpu=gpu)
+    assert len(asked) == expected
+    assert devices.wants_gpu(EngineConfig()) and not devices.wants_gpu(EngineConfig(gpu_layers=0))
+
+
+def test_no_driver_is_asked_where_no_module_was_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu = Gpu("cuda", "NVIDIA H200", 139 << 30, "90", "driver 580 (CUDA 13.0)")
+    asked: list[str] = []
+
+    def ask(*backends: str) -> Drivers:
+        asked.extend(backends)
+        return Drivers((gpu,))
+
+    monkeypatch.setattr(library, "ask_drivers", ask)
+    (tmp_path / "build.json").touch()
+    monkeypatch.setattr(library, "find_modules", list)
+    assert library.find_module(tmp_path) is None and not asked
+    module = Module(tmp_path / "libggml-cuda.so", "cuda", frozenset({"90"}))
+    monkeypatch.setattr(library, "find_modules", lambda: [module])
+    assert library.find_module(tmp_path) == module.path
+    assert asked == ["cuda"], "no module is for another driver"
+    gpu = gpu._replace(architecture="75")
+    assert library.find_module(tmp_path) is None, "it was built for another GPU"
