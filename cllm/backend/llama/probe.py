@@ -140,7 +140,7 @@ def _record_path(config: EngineConfig) -> Path:
     model, library = Path(config.model), find()
     settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
     file = (model, model.stat().st_size, model.stat().st_mtime_ns)
-    fingerprint = [platform.node(), library, library_digest(library), *file, *settings]
+    fingerprint: list[object] = [platform.node(), library, library_digest(library), *file, *settings]
     if wants_gpu(config) and may_use_gpu():  # else as before there were modules: what is remembered is valid
         fingerprint += [library_digest(module.path.parent) for module in find_modules()]
         fingerprint += [(device.name, device.description, device.total) for device in list_devices()]
