@@ -324,7 +324,7 @@ class MemoryFit:
             ctx_size=self.cells,
             gpu_layers=placed.gpu_layers,
             n_cpu_moe=placed.host_experts,
-            tensor_split=",".join(f"{part:g}" for part in self._placer.parts) if several else "",
+            tensor_split=self._placer.split if several else "",
             target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
         )
 

@@ -163,6 +163,11 @@ class Placer:
         self._edges = edges / edges[-1] if len(edges) else edges
         self._read_weights()
 
+    @property
+    def split(self) -> str:
+        """The parts of all GPUs, as `tensor_split` has them."""
+        return ",".join(f"{part:f}".rstrip("0").rstrip(".") for part in self.parts)
+
     def _read_weights(self) -> None:
         """Bytes that a GPU has to hold of each layer."""
         held = [0] * self.total

@@ -225,6 +225,16 @@ def test_unequal_cards_share_by_what_they_have_free(dense: GgufHeader) -> None:
     assert (again.model, again.kv, again.compute) == (fit.model, fit.kv, fit.compute)
 
 
+@pytest.mark.parametrize(
+    ("given", "split"),
+    [("", "3145216,1048064"), ("0,0", "3145216,1048064"), ("0.25,1", "0.25,1"), ("10", "10,0")],
+)
+def test_parts_reach_llama_as_they_were_counted(dense: GgufHeader, given: str, split: str) -> None:
+    devices = tuple(Device(f"CUDA{i}", "", size << 40, size << 40, False) for i, size in enumerate((3, 1)))
+    ready = ready_of(dense, devices, tensor_split=given)
+    assert ready.tensor_split == split and msgspec.convert(msgspec.to_builtins(ready), EngineConfig) == ready
+
+
 def test_the_cards_that_are_named(dense: GgufHeader) -> None:
     one = fit_of(dense, cards(8, 24), split_mode="none", main_gpu=1)
     assert [device.name for device in one.placement.devices] == ["CUDA1"] and one.placement.complete
