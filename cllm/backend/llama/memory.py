@@ -267,6 +267,7 @@ class MemoryFit:
             batch=batch,
             cells=cells if self._layers.keeps_cells else 0,
             kv=[0, *accumulate(kv)],
+            largest_kv=[0, *accumulate(kv, max)],
             converted=max(converted, default=0),
             draft=draft,
             draft_buffers=draft_buffers,

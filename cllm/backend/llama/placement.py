@@ -143,6 +143,7 @@ class Load(NamedTuple):
     batch: int  # tokens of a step
     cells: int  # that a token may attend to
     kv: Sequence[int]  # bytes of the layers before each, and of all
+    largest_kv: Sequence[int]  # bytes of the largest of them
     converted: int  # bytes of the largest layer's KV as f16, where attention needs it converted
     draft: int
     draft_buffers: int  # of the draft model's steps, on a GPU
@@ -221,7 +222,7 @@ class Placer:
                 last = len(load.kv) - 1  # the output has none
                 kv = load.kv[min(end, last)] - load.kv[min(start, last)]
                 compute = self._compute(placement, load, output=end == self.total)
-                compute += self._offloaded(placement) if index == first else 0
+                compute += self._offloaded(placement, load) if index == first else 0
                 place = place._replace(kv=kv, compute=compute)
             places.append(place._replace(reserve=DEVICE_RESERVE) if place.needed else place)
         return places
@@ -233,9 +234,15 @@ class Placer:
             return int(moved * self.parts[index] / sum(self.parts))
         return self._held[placement.starts[index + 1]] - self._held[placement.starts[index]]
 
-    def _offloaded(self, placement: Placement) -> int:
-        """The largest matrix that stays with the host: for a long prompt the first GPU computes it, too."""
-        return 0 if placement.complete else self._largest[placement.starts[0]]
+    def _offloaded(self, placement: Placement, load: Load) -> int:
+        """Buffers for layers of the host: for a long prompt the first GPU computes these, too.
+
+        It gets one matrix at a time, and the KV of one layer.
+        """
+        if placement.complete:
+            return 0
+        start = placement.cpu_layers
+        return self._largest[start] + load.largest_kv[min(start, len(load.kv) - 1)]
 
     def _compute(self, placement: Placement, load: Load, *, output: bool) -> int:
         pipelined = placement.complete and sum(map(bool, placement.counts)) > 1

@@ -135,9 +135,10 @@ def test_a_card_that_holds_half_gets_half_and_the_start_says_so(
     fit = fit_of(dense, cards(4))
     host, card = fit.places
     assert host.kv and card.kv and host.kv + card.kv == fit.kv
-    # For a long prompt the card computes the host's layers, too, one matrix of theirs at a time.
+    # For a long prompt the card computes the host's layers, too: one matrix of theirs at a time, one's KV.
     whole = fit_of(dense, cards(24), parallel=1, ctx_size=4096).places[1]
-    assert card.compute == whole.compute + FEED_FORWARD * EMBEDDING // 32 * 18
+    offloaded = FEED_FORWARD * EMBEDDING // 32 * 18 + 4096 * 2 * KEYS * 2
+    assert card.compute == whole.compute + offloaded
 
 
 def test_a_card_that_is_too_small_for_one_layer_is_left_alone(dense: GgufHeader) -> None:
