@@ -133,7 +133,7 @@ def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
         started = time.monotonic()
         work = _work_folder(options.key, arguments.force)
         try:
-            tools.compile(work, options.cmake_arguments(), [options.target], jobs)
+            tools.compile(work, options.cmake_arguments(work), [options.target], jobs)
         except BuildError as error:
             hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
             raise BuildError(f"{options} could not be built{hint}:\n{error}") from error

@@ -20,6 +20,7 @@ from cllm.backend.llama.devices import list_devices
 from cllm.backend.llama.library import find, modules_for
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.build.module import Module
+from cllm.build.toolchain import cache_directory, find_compiler
 from cllm.config import EngineConfig
 from tests.driver.same_text import Alone, run_alone
 from tests.driver.server import StartServer, cllm
@@ -90,8 +91,9 @@ def add_aborting(cache: Path, module: Module, process: str) -> None:
     (folder / "build.json").write_bytes((module.path.parent / "build.json").read_bytes())
     source = folder / "module.c"
     source.write_text(ABORTING % (process, module.path))
-    command = ["gcc", "-shared", "-fPIC", "-o", str(folder / module.path.name), str(source), "-ldl"]
-    subprocess.run(command, check=True, timeout=60)
+    compiler = find_compiler(cache_directory() / "tools")
+    options = ("-shared", "-fPIC", "-o", str(folder / module.path.name), str(source), "-ldl")
+    subprocess.run([*compiler.c, *options], check=True, timeout=60)
 
 
 def get_gpu_warnings(log: str) -> list[str]:

@@ -84,7 +84,7 @@ def run_probe(config: EngineConfig) -> ProbeResult:
 def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
     """Prepare the settings asked for and find those that work here. Raises SetupError.
 
-    Where the GPU does not work, they are prepared again for the host's memory.
+    Where the GPU does not work, others are prepared for the host's memory.
     """
     placed = prepare(asked)
     ready = find_working(placed, say)
@@ -96,17 +96,19 @@ def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
 def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
     """The first settings that pass the probe; remembered, so the next start does not probe again.
 
+    A GPU that fails is left out by settings that are not probed and not remembered: they must be prepared for
+    the host's memory first (`find_ready`), and the next start tries the GPU again.
     Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
     """
     path = _record_path(config)
     settings = settings_to_try(config)
     if (record := _read_record(path)) is not None and record.chosen < len(settings):
-        name, chosen_config = settings[record.chosen]
-        if name == WITHOUT_GPU:
-            log.warning("serving without the GPU: it failed its probe; `cllm doctor` tries it again")
-        return chosen_config
+        return settings[record.chosen][1]
     failures: list[str] = []
     for chosen, (name, attempt) in enumerate(settings):
+        if name == WITHOUT_GPU:
+            log.warning("%s; serving %s, which is slower", failures[-1], name)
+            return attempt
         say(f"probing the native library {name}")
         result = run_probe(attempt)
         if result.passed:
@@ -118,7 +120,7 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
                 log.warning("the result of the probe is not kept, so every start probes: %s", error.strerror)
             return attempt
         # A model that cannot be loaded into the GPU may be a file that is right.
-        if result.detail.startswith("model:") and WITHOUT_GPU not in dict(settings[chosen + 1 :]):
+        if result.detail.startswith("model:") and WITHOUT_GPU not in dict(settings):
             raise ModelFileError(result.detail.removeprefix("model:").strip())
         failures.append(f"the native library does not work here {name}: {result.detail}")
     raise LibraryError(f"{failures[-1]}; rebuild it with `cllm build --force --portable`")
