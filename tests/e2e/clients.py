@@ -18,8 +18,6 @@ QUIET = {
     "DO_NOT_TRACK": "1",
     "NO_PROXY": "*",
 }
-QUESTION: list[dict[str, str]] = [{"role": "user", "content": "What is AI?"}]
-PATH_LIKE = "../../etc/passwd"  # a model name that is answered with 404
 
 
 class Weather(BaseModel):
