@@ -96,6 +96,8 @@ def test_what_parts_refer_to_stays_open() -> None:
         ({"type": "object", "properties": {}}, "{}", '{"z":1}'),
         ({"type": "object"}, '{"z":1}', "[]"),
         ({"properties": {"a": {}}, "required": ["b"]}, '{"b":1}', '{"a":1}'),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, "0.25", "0"),
+        ({"type": "number", "exclusiveMinimum": -99.5, "exclusiveMaximum": -99}, "-99.25", "-99"),
     ],
     ids=str,
 )
