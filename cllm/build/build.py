@@ -37,6 +37,7 @@ from cllm.build.module import (
     plan_module,
 )
 from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
+from cllm.build.sampling import compile_sampling
 from cllm.build.toolchain import (
     BINDINGS_VERSION,
     BuildError,
@@ -323,6 +324,8 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
         force = chosen.force and module is None
         special = force or chosen.compiler or chosen.portable or chosen.programs
         print((None if special else find_built()) or _build(chosen, force), flush=True)
+        if not chosen.portable:
+            compile_sampling(chosen.compiler)
         if module is not None:
             print(_build_module(module, chosen))
     except BuildError as error:

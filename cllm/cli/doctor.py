@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -60,16 +59,17 @@ def doctor_command(
             model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
         )
         header = GgufHeader(Path(config.model))
-        fit = MemoryFit(header, config)
+        fit = MemoryFit(header, config, list_devices())
         table.add_row(
             "model",
             f"{header.path.name}: {header.architecture}, {len(header.tensors)} tensors, "
             f"trained for {header.context_train} tokens",
         )
+        table.add_row("placement", fit.placement.describe())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
-        ready = msgspec.structs.replace(config, parallel=fit.parallel, ctx_size=fit.cells)
+        ready = fit.ready(config)
         healthy = fit.fits and _probe(ready, table)
         record = _tuned(config, ready, table)
     except CllmError as error:

@@ -52,7 +52,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         """In the process itself. Raises SetupError."""
         from rich.console import Console
 
-        from cllm.backend.llama.devices import offer_module, wants_gpu
+        from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import MemoryFit
         from cllm.backend.llama.probe import find_ready
@@ -61,7 +61,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         from cllm.tune.search import with_remembered
 
         if self.beside:
-            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked)
+            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, list_devices())
             if not fit.fits:
                 raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
             return with_remembered(self.asked, find_ready(self.asked, log.info), self.given)

@@ -84,19 +84,6 @@ def offer_module(drivers: Drivers) -> str | None:
     return f"{gpu.name} is not used; `cllm build --gpu auto` builds for it ({describe_time(backend)})"
 
 
-def supports_gpu() -> bool:
-    """Whether the native library was built for a GPU."""
-    with suppress(LibraryError):
-        return may_use_gpu()
-    return False
-
-
-def gpu_memory() -> int | None:
-    """Free bytes of all GPUs together; None without one."""
-    found = [device.free for device in list_devices() if not device.integrated]
-    return sum(found) if found else None
-
-
 def _read_devices() -> Iterator[Device]:
     """In the process itself: load ggml and its module, without llama.cpp and its bindings."""
     folder = find()

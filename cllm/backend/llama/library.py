@@ -54,6 +54,12 @@ class ThreadpoolParams(ctypes.Structure):
     )
 
 
+class BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override, which the bindings do not declare: a pattern and a buffer type."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
 class Library:
     """The loaded library. `api` holds llama.h's functions, as the bindings declare them."""
 
@@ -76,6 +82,7 @@ class Library:
         self.threadpool_params = declare(None, params, ctypes.c_int)(("ggml_threadpool_params_init", base))
         self.threadpool_new = declare(pool, params)(("ggml_threadpool_new", cpu))
         self.threadpool_free = declare(None, pool)(("ggml_threadpool_free", cpu))
+        self.cpu_buffer_type = declare(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", base))
         self.attach_threadpool = declare(None, ctypes.c_void_p, pool, pool)(
             ("llama_attach_threadpool", llama)
         )

@@ -86,8 +86,9 @@ def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
 
     Where the GPU does not work, others are prepared for the host's memory.
     """
-    ready = find_working(prepare(asked), say)
-    if wants_gpu(ready) or not wants_gpu(asked):
+    placed = prepare(asked)
+    ready = find_working(placed, say)
+    if wants_gpu(ready) or not wants_gpu(placed):
         return ready
     return find_working(prepare(msgspec.structs.replace(asked, gpu_layers=0)), say)
 
@@ -141,7 +142,7 @@ def _record_path(config: EngineConfig) -> Path:
     model, library = Path(config.model), find()
     settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
     file = (model, model.stat().st_size, model.stat().st_mtime_ns)
-    fingerprint = [platform.node(), library, library_digest(library), *file, *settings]
+    fingerprint: list[object] = [platform.node(), library, library_digest(library), *file, *settings]
     if wants_gpu(config) and may_use_gpu():  # else as before there were modules: what is remembered is valid
         fingerprint += [library_digest(module.path.parent) for module in find_modules()]
         fingerprint += [(device.name, device.description, device.total) for device in list_devices()]

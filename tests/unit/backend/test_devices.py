@@ -1,4 +1,4 @@
-"""Which GPUs the library can use, which process loads their module, and whose memory counts."""
+"""Which GPUs the library can use, and which process loads their module."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
-from cllm.backend.llama import devices, library, memory
+from cllm.backend.llama import devices, library
 from cllm.backend.llama.devices import Device
-from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.library import may_use_gpu
 from cllm.build.gpus import Drivers, Gpu
 from cllm.build.module import Module
 from cllm.config import EngineConfig
-from tests.tiny_models import make_dense
-
-GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +26,15 @@ def _forget_devices() -> Iterator[None]:
 
 def test_a_library_for_a_gpu_is_known_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLLM_LIBRARY", str(tmp_path))
-    assert not devices.supports_gpu()
+    assert not may_use_gpu()
     (tmp_path / "libggml-cuda.so").touch()
-    assert devices.supports_gpu()
+    assert may_use_gpu()
     assert devices.list_devices() == (), "a library that cannot be loaded has no GPU"
-    assert devices.gpu_memory() is None
 
 
 def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked, and answers."""
-    if devices.supports_gpu():
+    if may_use_gpu():
         pytest.skip("this library is for a GPU")
     assert devices.list_devices() == ()
     answers: list[bytes] = []
@@ -73,7 +68,6 @@ def test_the_devices_are_what_the_library_lists(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     first, second = devices.list_devices()
     assert first == Device("CUDA0", "NVIDIA H200", 5, 7, False) and second.integrated
-    assert devices.gpu_memory() == 5, "the other one's is the host's"
 
 
 def test_a_gpu_that_is_not_used_is_offered_a_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -123,18 +117,3 @@ def test_no_driver_is_asked_where_no_module_was_built(
     assert asked == ["cuda"], "no module is for another driver"
     gpu = gpu._replace(architecture="75")
     assert library.find_module(tmp_path) is None, "it was built for another GPU"
-
-
-@pytest.mark.parametrize(("layers", "available"), [(-1, 24 * GIB), (99, 24 * GIB), (1, None), (0, 64 * GIB)])
-def test_the_memory_where_the_layers_lie_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, available: int | None
-) -> None:
-    monkeypatch.setattr(memory, "supports_gpu", lambda: True)
-    monkeypatch.setattr(memory, "gpu_memory", lambda: 24 * GIB)
-    monkeypatch.setattr(memory, "available_memory", lambda: 64 * GIB)
-    header = GgufHeader(make_dense(tmp_path / "m.gguf"))
-    fit = MemoryFit(header, EngineConfig(gpu_layers=layers))
-    assert fit.available == available and fit.on_gpu == (layers != 0)
-    assert ("on the GPU" in fit.describe()) == fit.on_gpu
-    monkeypatch.setattr(memory, "gpu_memory", lambda: None)
-    assert MemoryFit(header, EngineConfig(gpu_layers=layers)).available == 64 * GIB
