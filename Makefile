@@ -102,6 +102,9 @@ exits: .venv/ready ## 200 interpreters that end with an open model: none by a si
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
 
+gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
+	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
+
 gpu-test: .venv/ready-test ## a second backend: builds the Vulkan module (minutes, once), runs it on a GPU or on Mesa's software device
 	.venv/bin/cllm build --gpu vulkan
 	GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0} .venv/bin/python -m pytest -n 0 tests/soak/gpu.py tests/soak/gpu_placement.py $(ARGS)
@@ -131,4 +134,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server agents
+.PHONY: gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server agents
