@@ -120,13 +120,20 @@ def may_use_gpu() -> bool:
 
 
 def find_module(directory: Path) -> Path | None:
-    """The module to load beside a library: for the GPUs that are here. Asks their drivers in this process."""
+    """The module to load beside a library: for the GPUs that are here. Asks their drivers in this process.
+
+    Raises LibraryError if a driver that a module was built for does not work.
+    """
     modules = modules_for(directory)
+    problems: tuple[str, ...] = ()
     for backend in BACKENDS:
-        candidates = [module for module in modules if module.backend == backend]
-        chosen = choose_module(candidates, ask_drivers(backend)) if candidates else None
-        if chosen is not None:
-            return chosen.path
+        if candidates := [module for module in modules if module.backend == backend]:
+            drivers = ask_drivers(backend)
+            problems += drivers.problems
+            if (chosen := choose_module(candidates, drivers)) is not None:
+                return chosen.path
+    if problems:
+        raise LibraryError("; ".join(problems))
     return None
 
 

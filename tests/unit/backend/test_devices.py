@@ -122,3 +122,21 @@ def test_no_driver_is_asked_where_no_module_was_built(
     assert asked == ["cuda"], "no module is for another driver"
     gpu = gpu._replace(architecture="75")
     assert library.find_module(tmp_path) is None, "it was built for another GPU"
+
+
+def test_a_driver_that_does_not_start_is_said_and_the_next_one_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "build.json").touch()
+    cuda = Module(tmp_path / "libggml-cuda.so", "cuda", frozenset({"90"}))
+    vulkan = Module(tmp_path / "libggml-vulkan.so", "vulkan", frozenset())
+    modules = [cuda]
+    radeon = Gpu("vulkan", "AMD Radeon", 16 << 30, "", "Vulkan 1.3")
+    answers = {"cuda": Drivers(problems=("the NVIDIA driver does not start",)), "vulkan": Drivers((radeon,))}
+    monkeypatch.setattr(library, "ask_drivers", answers.__getitem__)
+    monkeypatch.setattr(library, "find_modules", lambda: modules)
+    monkeypatch.setattr(devices, "_read_devices", lambda: [library.find_module(tmp_path)])
+    assert devices.main() == 1
+    assert capsys.readouterr().err == "the NVIDIA driver does not start\n", "the parent warns with it"
+    modules.append(vulkan)
+    assert library.find_module(tmp_path) == vulkan.path
