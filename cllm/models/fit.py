@@ -1,0 +1,63 @@
+"""Fit of a model: whether it runs in the memory of this machine, and which of its quantisations would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.backend.llama.memory import MemoryFit
+from cllm.config import EngineConfig
+from cllm.models.files import ModelFiles, format_size
+
+SLOTS = (1, 2, 4, 8)
+SMALL_CONTEXT = 4096  # of one request: what must fit for a model to be of use
+
+
+class ContextFit(NamedTuple):
+    """Requests at a time, and the tokens that each can have."""
+
+    parallel: int
+    tokens: int
+
+
+class ModelFit:
+    """What fits of a model here, by its header."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+        self._chosen = MemoryFit(header, EngineConfig())
+        self.fits = self._chosen.fits
+
+    def describe(self) -> str:
+        """One line: what would be served, or the sum that is too large."""
+        fit = self._chosen
+        return f"fits: {fit.describe_context()}" if fit.fits else f"does not fit: {fit.describe()}"
+
+    @property
+    def memory(self) -> str:
+        return self._chosen.describe()
+
+    def contexts(self) -> list[ContextFit]:
+        """The context of each request by their number, as far as memory goes."""
+        found = []
+        for parallel in SLOTS:
+            fit = MemoryFit(self._header, EngineConfig(parallel=parallel))
+            if fit.fits:
+                found.append(ContextFit(parallel, min(fit.share, self._header.context_train)))
+        return found
+
+    def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
+        """Those of the same model's quantisations that would fit with a small context, the largest first."""
+        small = MemoryFit(self._header, EngineConfig(parallel=1, ctx_size=SMALL_CONTEXT))
+        rest, available = small.needed - small.model, small.available
+        found = [model for model in models if available is None or model.size + rest <= available]
+        return sorted(found, key=lambda model: -model.size)
+
+    def suggest(self, models: Sequence[ModelFiles]) -> str:
+        """Which quantisation to take instead."""
+        fitting = self.fitting(models)
+        if not fitting:
+            return "none of its quantisations would fit here; search for a model of fewer parameters"
+        best = fitting[0]
+        return f"{best.quant or best.stem} would ({format_size(best.size)})"
