@@ -20,6 +20,11 @@ COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),
     "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
     "run": (__name__, "run_command"),
+    "pull": ("cllm.cli.pull", "pull_command"),
+    "list": ("cllm.cli.models", "list_command"),
+    "show": ("cllm.cli.models", "show_command"),
+    "rm": ("cllm.cli.models", "rm_command"),
+    "search": ("cllm.cli.pull", "search_command"),
     "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
@@ -81,7 +86,9 @@ def _root(
 
 def run_command(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
-    model: Annotated[str, typer.Option(envvar="CLLM_MODEL", help="GGUF file; none: the embedded model")] = "",
+    model: Annotated[
+        str, typer.Option(envvar="CLLM_MODEL", help="File, hf:… or name; none: the embedded one")
+    ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same text")] = 0,
