@@ -6,14 +6,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cllm.cli.columns import print_columns
-from cllm.cli.options import fail
 from cllm.errors import CllmError, ModelFileError
 from cllm.models.catalog import CatalogEntry, list_models
 from cllm.models.files import format_size
@@ -33,7 +31,9 @@ from cllm.models.store import (
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
     list[Path] | None,
-    typer.Option("--model-dir", metavar="DIR", help="Folder of models; may be given again. [CLLM_MODEL_DIR]"),
+    typer.Option(
+        "--model-dir", metavar="DIR", help="Folder of models; may be given again. Default: CLLM_MODEL_DIR."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -55,6 +55,12 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
         for entry in entries
     ]
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
+
+
+def _fail(error: Exception) -> typer.Exit:
+    from cllm.cli.options import fail  # all settings come along: a list needs none
+
+    return fail(error)
 
 
 def _join(folders: list[Path] | None) -> str:
@@ -116,7 +122,7 @@ def show_command(
         else:
             shown = _show_remote(found)
     except CllmError as error:
-        raise fail(error) from None
+        raise _fail(error) from None
     if as_json:
         typer.echo(json.dumps(shown, indent=2))
         return
@@ -167,10 +173,6 @@ def _describe(path: Path) -> dict[str, Any]:
     }
 
 
-def _describe_paths(paths: Sequence[Path]) -> str:
-    return str(_shorten(paths[0])) if len(paths) == 1 else f"{len(paths)} files"
-
-
 def rm_command(
     reference: Annotated[str, typer.Argument(metavar="REF", help="A file, a name of the list, hf:… or ms:…")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -186,7 +188,8 @@ def rm_command(
         if users := find_users(removal.paths):
             process, command = next(iter(users.items()))
             raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
-        typer.echo(f"{name}: {_describe_paths(removal.paths)}, frees {format_size(removal.freed)}", err=True)
+        where = model.root if isinstance(model, StoredModel) else removal.paths[0].parent
+        typer.echo(f"{name} in {_shorten(where)}: frees {format_size(removal.freed)}", err=True)
         if not yes:
             if not sys.stdin.isatty():
                 raise ModelFileError("nothing was removed: --yes removes it without asking")
@@ -194,6 +197,6 @@ def rm_command(
         remove(model if isinstance(model, StoredModel) else None, removal)
         typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)
     except CllmError as error:
-        raise fail(error) from None
+        raise _fail(error) from None
     except OSError as error:
-        raise fail(error) from None
+        raise _fail(error) from None

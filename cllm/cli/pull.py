@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -42,7 +43,10 @@ class Result(NamedTuple):
 def pull_command(
     reference: Annotated[
         str,
-        typer.Argument(metavar="REF", help="hf:USER/REPO[:QUANT][@REVISION], ms:USER/REPO[:QUANT] or a URL"),
+        typer.Argument(
+            metavar="REF",
+            help="hf:USER/REPO:QUANT@REVISION, ms:USER/REPO:QUANT (the end may be left out) or a URL",
+        ),
     ],
     to: Annotated[
         Path | None,
@@ -92,8 +96,11 @@ def pull_command(
 def _parse(text: str) -> HubReference:
     if reference := parse_hub(text):
         return reference
-    hint = f"; is hf:{text} meant?" if text.count("/") == 1 and not Path(text).exists() else ""
-    raise ConfigError(f"{text!r} names no model of a hub (hf:USER/REPO, ms:USER/REPO or a URL){hint}")
+    hint = f"`cllm search {text}` may find some"
+    with suppress(ConfigError):
+        if not Path(text).exists() and parse_hub(f"hf:{text}"):
+            hint = f"is hf:{text} meant?"
+    raise ConfigError(f"{text!r} names no model of a hub (hf:USER/REPO, ms:USER/REPO or a URL); {hint}")
 
 
 def parse_rate(text: str) -> float:

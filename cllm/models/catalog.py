@@ -39,7 +39,7 @@ def list_models(folders: str = "") -> list[CatalogEntry]:
     found: dict[str, HeaderInfo] = {}
     entries = []
     for model in scan(folders):
-        file = str(model.path.resolve())
+        file = str(model.path.absolute())
         with suppress(OSError, ModelFileError):
             status = model.path.stat()
             before = known.get(file)

@@ -21,12 +21,12 @@ import httpx
 
 from cllm.errors import HubError
 from cllm.models.files import HubFile, format_size
-from cllm.models.hub import Hub, TemporaryError, describe_transport
+from cllm.models.hub import MAX_RETRY_AFTER_S, Hub, TemporaryError, describe_transport
 from cllm.models.journal import BLOCK, Journal
 from cllm.models.store import Place
 
 log = logging.getLogger(__name__)
-RANGE_BLOCKS = 64  # of one request: 16 MiB, less near the end so that all connections end together
+RANGE_BLOCKS = 128  # of one request: 16 MiB, less near the end so that all connections end together
 SYNC_S = 2.0
 POLL_S = 0.01
 STOP_S = 2.0  # for connections to notice that they are not needed any more
@@ -217,10 +217,12 @@ class Download:
 
     def _back_off(self, failures: int, reason: str, wait_s: float) -> None:
         patience = self._patience
-        if failures >= patience.attempts:
+        if failures >= patience.attempts or wait_s > MAX_RETRY_AFTER_S:
+            long = wait_s > MAX_RETRY_AFTER_S
+            tried = f"it asks to wait {wait_s:.0f} s" if long else f"{failures} attempts brought nothing"
             raise HubError(
-                f"{self._file.path}: {reason}; {failures} attempts brought nothing. The part that is here is "
-                "kept: the same command continues"
+                f"{self._file.path}: {reason}; {tried}. The part that is here is kept: the same command "
+                "continues"
             )
         with self._lock:
             self._direct = None

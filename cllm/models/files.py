@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from cllm.errors import ModelFileError
@@ -61,14 +60,14 @@ class ModelFiles(NamedTuple):
 
 def _split(name: str) -> tuple[str, int, int]:
     """The stem of a file name, the number of the part and how many there are."""
-    stem = PurePosixPath(name).name.removesuffix(".gguf").removesuffix(".GGUF")
+    stem = name.rpartition("/")[2].removesuffix(".gguf").removesuffix(".GGUF")
     match = _PART.match(stem)
     return (match[1], int(match[2]), int(match[3])) if match else (stem, 1, 1)
 
 
 def parse_quant(name: str) -> str:
     """The quantisation that a file's name, or else its folder's, says; empty where none is."""
-    for text in (_split(name)[0], PurePosixPath(name).parent.name):
+    for text in (_split(name)[0], name.rpartition("/")[0].rpartition("/")[2]):
         if found := _QUANT.findall(text):
             return str(found[-1]).upper().replace("FP16", "F16").replace("FP32", "F32")
     return ""
@@ -78,9 +77,10 @@ def group_files(sizes: Mapping[str, int]) -> list[ModelFiles]:
     """The models among files with their sizes; companions are left out, and what is no GGUF."""
     found: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in sizes:
-        if name.lower().endswith(".gguf") and not _COMPANION.search(PurePosixPath(name).name):
-            stem, number, count = _split(name)
-            found.setdefault((str(PurePosixPath(name).parent), stem, count), {})[number] = name
+        folder, _, file = name.rpartition("/")
+        if file.lower().endswith(".gguf") and not _COMPANION.search(file):
+            stem, number, count = _split(file)
+            found.setdefault((folder, stem, count), {})[number] = name
     models = []
     for (_, _, count), parts in sorted(found.items()):
         names = tuple(parts[number] for number in sorted(parts))
@@ -102,7 +102,7 @@ def choose_files(models: Sequence[ModelFiles], wanted: str, where: str) -> Model
         return found[0]
     if not found:
         raise ModelFileError(f"{where} has no {wanted}; it has {describe_files(models)}")
-    names = ", ".join(PurePosixPath(model.names[0]).name for model in found)
+    names = ", ".join(model.names[0].rpartition("/")[2] for model in found)
     raise ModelFileError(f"{where} has several such models: {names}; name one by its file after the colon")
 
 

@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-BLOCK = 256 << 10
+BLOCK = 128 << 10
 MISSING, WRITTEN, SYNCED = 0, 1, 2
 _HEADER = 512
 

@@ -146,14 +146,15 @@ def _scan_ms() -> Iterator[StoredModel]:
 
 def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
     """The GGUF files below a folder, by relative name; links to nothing are left out."""
-    found = {}
-    for parent, folders, names in os.walk(folder):
+    found, root = {}, str(folder)
+    for parent, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if deep and not name.startswith("."))
+        prefix = parent[len(root) :].replace(os.sep, "/").strip("/")
         for name in names:
             if name.lower().endswith(".gguf"):
                 with suppress(OSError):
-                    path = Path(parent, name)
-                    found[path.relative_to(folder).as_posix()] = path.stat().st_size
+                    size = os.stat(f"{parent}{os.sep}{name}").st_size  # noqa: PTH116 (there may be thousands)
+                    found[f"{prefix}/{name}" if prefix else name] = size
     return found
 
 

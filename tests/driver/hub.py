@@ -48,6 +48,7 @@ class FakeHub:
         self.faults: Counter[str] = Counter()
         self.bytes_per_s = 0.0
         self.piece = PIECE
+        self.retry_after = "0.05"  # of a 429, seconds
         self.page_size = 1000
         self.requests: list[Asked] = []
         self.sent = 0  # bytes of files
@@ -105,6 +106,8 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, hub: FakeHub, host: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        # What counts as sent is then close to what has arrived.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
         self.hub, self.host = hub, host
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -147,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.hub
         for name, status in (("list-429", 429), ("list-500", 500)):
             if "/api/" in path and hub.has_fault(name):
-                self._json({}, status, {"Retry-After": "0.05"} if status == 429 else {})
+                self._json({}, status, {"Retry-After": hub.retry_after} if status == 429 else {})
                 return
         if hub.has_fault("list-html"):
             self._send(b"<html>", 200, "text/html")
@@ -217,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         for name, status in (("416", 416), ("500", 500), ("429", 429), ("expired", 403)):
             if hub.has_fault(name):
-                return self._json({}, status, {"Retry-After": "0.05"} if status == 429 else {})
+                return self._json({}, status, {"Retry-After": hub.retry_after} if status == 429 else {})
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         first, last = (int(match[1]), int(match[2])) if match else (0, len(data) - 1)
         part = match is not None and not hub.has_fault("whole")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
+from typer.testing import CliRunner
 
 from cllm import LLM
+from cllm.cli.main import app
 from cllm.errors import ModelFileError
 from tests.driver.hub import FakeHub
 from tests.driver.server import StartServer
 from tests.tiny_models import make_dense
 
 REPO = "Example/Tiny-GGUF"
-LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -41,39 +39,33 @@ def environment(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> dict[
     }
 
 
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cllm", *arguments]
-    variables = {**os.environ, **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S)
+@pytest.fixture
+def cllm(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    """The command line, and Python's API, with this hub and these caches."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return CliRunner()
 
 
-def test_a_split_model_is_pulled_listed_served_and_not_removed_meanwhile(
-    start: StartServer, hub: FakeHub, environment: dict[str, str]
+def test_a_split_model_is_pulled_served_and_listed(
+    start: StartServer, hub: FakeHub, environment: dict[str, str], cllm: CliRunner
 ) -> None:
-    refused = run(environment, "serve", f"hf:{REPO}", "--offline", "--port", "0")
-    assert refused.returncode == 2 and "is not on this machine, and --offline" in refused.stderr
-    settings = ("--ctx-size", "512", "--parallel", "1", "--no-tune")
-    server = start(f"hf:{REPO}", *settings, **environment)
+    with pytest.raises(ModelFileError, match="is not on this machine, and --offline pulls nothing"):
+        LLM(f"hf:{REPO}", offline=True)
+    server = start(f"hf:{REPO}", "--ctx-size", "512", "--parallel", "1", "--no-tune", **environment)
     assert hub.sent == sum(map(len, hub.repos[REPO].values()))
     assert server.generate("hello", 4)["usage"]["completion_tokens"] == 4
     assert server.get("/v1/models")["data"][0]["id"] == "tiny-F32"
-    listed = run(environment, "list").stdout
-    assert f"hf:{REPO}:F32" in listed and "llama" in listed
-    removed = run(environment, "rm", "--yes", "tiny-f32")
-    assert removed.returncode == 2 and "is used by process" in removed.stderr
-    server.stop()
-    asked = len(hub.requests)
-    by_name = start("tiny-gguf", "--offline", *settings, **environment)
-    assert by_name.generate("hello", 4)["usage"]["completion_tokens"] == 4
-    assert len(hub.requests) == asked
+    assert f"hf:{REPO}:F32" in cllm.invoke(app, ["list"]).output
+    removed = cllm.invoke(app, ["rm", "--yes", "tiny-f32"])
+    assert removed.exit_code == 2 and "is used by process" in removed.output
 
 
-def test_python_takes_the_same_references(
-    hub: FakeHub, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_python_takes_the_same_references(hub: FakeHub, cllm: CliRunner) -> None:
     with LLM(f"hf:{REPO}:F32", parallel=1, ctx_size=512) as llm:
         assert llm.info.name == "tiny-F32"
+    asked = len(hub.requests)
+    LLM("tiny-gguf", parallel=1, ctx_size=512, offline=True)
+    assert len(hub.requests) == asked
     with pytest.raises(ModelFileError, match="no file, folder or model 'nothing-like-it' here"):
         LLM("nothing-like-it")

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from tests.driver.hub import FakeHub
 from tests.tiny_models import make_dense
 
@@ -39,7 +41,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         model = make_dense(folder / "tiny.gguf").read_bytes()
-        data = model + random.Random(0).randbytes(options.size_mb * 10**6 - len(model))
+        data = model + np.random.default_rng(0).bytes(options.size_mb * 10**6 - len(model))
         with FakeHub({REPO: {NAME: data}}) as hub:
             hub.bytes_per_s, hub.piece = RATE, 128 << 10
             variables = {**os.environ, **hub.environment, "HF_HOME": str(folder / "hf"), "HF_TOKEN": ""}
