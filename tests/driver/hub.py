@@ -41,6 +41,15 @@ class FakeHub:
     """
 
     def __init__(self, repos: Mapping[str, Mapping[str, bytes]]) -> None:
+        self.lock = threading.Lock()
+        self._digests: dict[int, tuple[bytes, str]] = {}
+        self._servers = [_Server(self, "hub"), _Server(self, "files")]
+        self.url = f"http://127.0.0.1:{self._servers[0].server_port}"
+        self.files_url = f"http://localhost:{self._servers[1].server_port}"
+        self.reset(repos)
+
+    def reset(self, repos: Mapping[str, Mapping[str, bytes]]) -> None:
+        """As it is at first, with these repositories."""
         self.repos = {name: dict(files) for name, files in repos.items()}
         self.gated: set[str] = set()
         self.extra: list[dict[str, Any]] = []  # more entries of Hugging Face's listings
@@ -52,16 +61,11 @@ class FakeHub:
         self.page_size = 1000
         self.requests: list[Asked] = []
         self.sent = 0  # bytes of files
-        self.lock = threading.Lock()
         self._next = 0.0
-        self._digests: dict[int, tuple[bytes, str]] = {}
-        self._servers = [_Server(self, "hub"), _Server(self, "files")]
-        self.url = f"http://127.0.0.1:{self._servers[0].server_port}"
-        self.files_url = f"http://localhost:{self._servers[1].server_port}"
 
     def __enter__(self) -> FakeHub:
         for server in self._servers:
-            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

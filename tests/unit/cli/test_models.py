@@ -15,9 +15,9 @@ from cllm.cli.pull import parse_rate
 from cllm.errors import ConfigError
 from cllm.models.store import hf_cache
 from tests.driver.hub import TOKEN, FakeHub
-from tests.unit.models.conftest import REPO, SPLIT_REPO, caches, hub, tiny
+from tests.unit.models.conftest import REPO, SPLIT_REPO, caches, hub, repos, running_hub, tiny
 
-__all__ = ["caches", "hub", "tiny"]  # fixtures
+__all__ = ["caches", "hub", "repos", "running_hub", "tiny"]  # fixtures
 COMMANDS = ("pull", "list", "show", "rm", "search")
 Run = Callable[..., Result]
 

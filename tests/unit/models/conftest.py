@@ -40,11 +40,11 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def hub(tiny: dict[str, bytes], caches: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The hub that HF_ENDPOINT and MODELSCOPE_ENDPOINT name."""
+@pytest.fixture(scope="session")
+def repos(tiny: dict[str, bytes]) -> dict[str, dict[str, bytes]]:
+    """What the hub has."""
     model = tiny["tiny-llama-Q4_K_M.gguf"]
-    repos = {
+    return {
         REPO: {
             "README.md": b"# Tiny",
             "tiny-llama-Q4_K_M.gguf": model,
@@ -56,7 +56,20 @@ def hub(tiny: dict[str, bytes], caches: Path, monkeypatch: pytest.MonkeyPatch) -
         "Example/Empty": {"README.md": b"nothing here"},
         "李雷/模型-GGUF": {"größe 模型 Q4_0.gguf": model},
     }
-    with FakeHub(repos) as opened:
-        for name, value in opened.environment.items():
-            monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def running_hub() -> Iterator[FakeHub]:
+    with FakeHub({}) as opened:
         yield opened
+
+
+@pytest.fixture
+def hub(
+    running_hub: FakeHub, repos: dict[str, dict[str, bytes]], caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> FakeHub:
+    """The hub that HF_ENDPOINT and MODELSCOPE_ENDPOINT name."""
+    running_hub.reset(repos)
+    for name, value in running_hub.environment.items():
+        monkeypatch.setenv(name, value)
+    return running_hub
