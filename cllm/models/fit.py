@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 from cllm.backend.llama.gguf import GgufHeader
@@ -12,6 +13,10 @@ from cllm.models.files import ModelFiles, format_size
 
 SLOTS = (1, 2, 4, 8)
 SMALL_CONTEXT = 4096  # of one request: what must fit for a model to be of use
+
+
+def _fit(header: GgufHeader, parallel: int = 0, ctx_size: int = 0) -> MemoryFit:
+    return MemoryFit(header, EngineConfig(parallel=parallel, ctx_size=ctx_size))
 
 
 class ContextFit(NamedTuple):
@@ -26,7 +31,7 @@ class ModelFit:
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
-        self._chosen = MemoryFit(header, EngineConfig())
+        self._chosen = _fit(header)
         self.fits = self._chosen.fits
 
     def describe(self) -> str:
@@ -42,17 +47,22 @@ class ModelFit:
         """The context of each request by their number, as far as memory goes."""
         found = []
         for parallel in SLOTS:
-            fit = MemoryFit(self._header, EngineConfig(parallel=parallel))
+            fit = _fit(self._header, parallel=parallel)
             if fit.fits:
                 found.append(ContextFit(parallel, min(fit.share, self._header.context_train)))
         return found
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
         """Those of the same model's quantisations that would fit with a small context, the largest first."""
-        small = MemoryFit(self._header, EngineConfig(parallel=1, ctx_size=SMALL_CONTEXT))
-        rest, available = small.needed - small.model, small.available
-        found = [model for model in models if available is None or model.size + rest <= available]
+        found = [model for model in models if self._would_fit(model.size)]
         return sorted(found, key=lambda model: -model.size)
+
+    def _would_fit(self, size: int) -> bool:
+        """Whether the model would fit if its weights had this size."""
+        header, ratio = copy(self._header), size / self._header.file_bytes
+        header.tensors = [tensor._replace(size=int((tensor.size or 0) * ratio)) for tensor in header.tensors]
+        header.data_bytes = int(header.data_bytes * ratio)
+        return _fit(header, parallel=1, ctx_size=SMALL_CONTEXT).fits
 
     def suggest(self, models: Sequence[ModelFiles]) -> str:
         """Which quantisation to take instead."""
