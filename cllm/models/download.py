@@ -251,7 +251,8 @@ class Download:
             for data in response.iter_raw():
                 if self._stop.is_set():
                     return
-                self.received += len(data)
+                with self._lock:
+                    self.received += len(data)
                 self._write(part, taken, data)
                 self._limit.wait(len(data))
 

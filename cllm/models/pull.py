@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.errors import HubError, ModelFileError
+from cllm.errors import HubError, ModelFileError, SetupError
 from cllm.models.download import Download, Patience, RateLimit, describe_disk, has_hash
 from cllm.models.files import HubFile, ModelFiles, choose_files, format_size, group_files
 from cllm.models.hub import Hub, make_hub
@@ -79,6 +80,7 @@ def ensure(reference: HubReference, *, offline: bool = False, check: Check | Non
         raise ModelFileError(f"{reference} is not on this machine, and --offline pulls nothing")
     with make_hub(reference) as hub:
         model = find_model(hub, reference)
+        log.info("pulling %s, %s, from %s", model.chosen.stem, format_size(model.chosen.size), hub.endpoint)
         return Pull(hub, reference, model, PullOptions()).run(check)
 
 
@@ -113,9 +115,7 @@ class Pull:
                 self._check_disk(self.missing_bytes(), self.folder)
                 downloads[file] = stack.enter_context(self._download(file, self._destination.place(file)))
         if downloads and check is not None:
-            with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
-                if found := self._read_heads(downloads, Path(folder)):
-                    check(found)
+            self._check(downloads, check)
         total = sum(file.size for file in self._model.files)
         with PullProgress(self._model.chosen.stem, total) as progress:
             done = sum(file.size for file in self._model.files if file not in downloads)
@@ -125,6 +125,21 @@ class Pull:
         paths = [self._destination.publish(file) for file in self._model.files]
         self._destination.finish()
         return paths[0]
+
+    def _check(self, downloads: dict[HubFile, Download], check: Check) -> None:
+        """Have the model checked by its header. A download that was not begun before leaves nothing then."""
+        begun = {file for file, download in downloads.items() if download.done}
+        with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
+            try:
+                if found := self._read_heads(downloads, Path(folder)):
+                    check(found)
+            except HubError:
+                raise
+            except SetupError:  # it is no model, or one that is refused
+                for file, download in downloads.items():
+                    if file not in begun:
+                        download.journal.remove()
+                raise
 
     def _download(self, file: HubFile, place: Place) -> Download:
         options = self._options
@@ -236,9 +251,11 @@ def locked(path: Path) -> Iterator[None]:
                 log.warning("another process pulls the same file: waiting for it")
             waited = True
             time.sleep(LOCK_POLL_S)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                os.close(descriptor)
+                raise
+            same = True  # the file system has no locks
         if same:
             break
         os.close(descriptor)

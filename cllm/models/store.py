@@ -9,7 +9,8 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -92,8 +93,7 @@ def scan(folders: str = "") -> list[StoredModel]:
 
 def scan_folder(folder: Path, *, deep: bool = True) -> list[StoredModel]:
     """The whole models of a folder; with `deep`, also of the folders in it."""
-    models = group_files(_sizes(folder, deep=deep))
-    return [_stored("folder", folder, model) for model in models if model.whole]
+    return _store_all("folder", folder, group_files(_sizes(folder, deep=deep)))
 
 
 def find_stored(reference: HubReference) -> StoredModel | None:
@@ -118,10 +118,9 @@ def _scan_hf() -> Iterator[StoredModel]:
         seen: set[tuple[object, ...]] = set()
         names: set[str] = set()
         for snapshot in repository.find_snapshots(""):
-            for model in group_files(_sizes(snapshot)):
-                found = _stored("hf", folder, model, repository.repo, snapshot)
-                content = model.names, *(path.resolve() for path in found.files)
-                if model.whole and content not in seen:
+            for found in _store_all("hf", folder, group_files(_sizes(snapshot)), repository.repo, snapshot):
+                content = found.name, *(path.resolve() for path in found.files)
+                if content not in seen:
                     seen.add(content)
                     if found.name in names:  # of another revision
                         found = found._replace(name=f"{found.name}@{snapshot.name[:_SHORT_COMMIT]}")
@@ -139,9 +138,7 @@ def _scan_ms() -> Iterator[StoredModel]:
                 and folder.parent != cache / "models"
             ):
                 repo = "/".join(folder.relative_to(root).parts).replace("___", ".")
-                for model in group_files(_sizes(folder)):
-                    if model.whole:
-                        yield _stored("ms", folder, model, repo)
+                yield from _store_all("ms", folder, group_files(_sizes(folder)), repo)
 
 
 def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
@@ -156,6 +153,18 @@ def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
                     size = os.stat(f"{parent}{os.sep}{name}").st_size  # noqa: PTH116 (there may be thousands)
                     found[f"{prefix}/{name}" if prefix else name] = size
     return found
+
+
+def _store_all(
+    source: str, root: Path, models: Sequence[ModelFiles], repo: str = "", snapshot: Path | None = None
+) -> list[StoredModel]:
+    """The whole ones of a folder's models; several of one quantisation are named by their files."""
+    found = [_stored(source, root, model, repo, snapshot) for model in models if model.whole]
+    names = Counter(model.name for model in found)
+    return [
+        model._replace(name=f"{source}:{repo}:{model.stem}") if repo and names[model.name] > 1 else model
+        for model in found
+    ]
 
 
 def _stored(
@@ -326,7 +335,7 @@ def remove(model: StoredModel | None, removal: Removal) -> None:
         with suppress(OSError):
             path.rmdir()
     if model.source == "hf":
-        left = (model.root / "snapshots").rglob("*")
+        left = [*(model.root / "snapshots").rglob("*"), *(model.root / "blobs").glob(f"*{PART}")]
         if not any(path.is_file() for path in left):
             shutil.rmtree(model.root, ignore_errors=True)
             shutil.rmtree(model.root.parent / ".locks" / model.root.name, ignore_errors=True)

@@ -100,9 +100,20 @@ def test_the_header_is_checked_before_the_rest_is_fetched(hub: FakeHub) -> None:
         pull(SPLIT, check=refuse)
     assert seen[0].architecture == "llama"
     assert seen[0].file_bytes == sum(map(len, hub.repos[SPLIT_REPO].values()))
-    sent = hub.sent
-    pull(SPLIT)
-    assert hub.sent == sum(map(len, hub.repos[SPLIT_REPO].values())) >= sent  # what was read is used
+    assert find_parts(SPLIT).paths == ()
+
+
+def test_the_header_that_was_read_is_not_fetched_again(hub: FakeHub) -> None:
+    pull(SPLIT, check=GgufHeader)
+    assert hub.sent == sum(map(len, hub.repos[SPLIT_REPO].values()))
+
+
+def test_a_file_that_changes_on_the_hub_meanwhile(hub: FakeHub) -> None:
+    hub.faults["416"] = 1
+    with pytest.raises(HubError, match="has changed"):
+        pull(BIG)
+    data = hub.repos[BIG.repo]["big-Q8_0.gguf"] = bytes(BIG_BYTES)
+    assert pull(BIG).read_bytes() == data
 
 
 def test_a_file_that_is_no_gguf_is_refused_by_its_beginning(hub: FakeHub) -> None:

@@ -141,6 +141,22 @@ def test_what_another_model_uses_stays(caches: Path) -> None:
     assert get(f"hf:{REPO}:Q4_0").path.read_bytes() == b"one"
 
 
+def test_models_of_one_quantisation_are_named_by_their_files(caches: Path) -> None:
+    put("a-Q8_0.gguf", b"one")
+    put("b-Q8_0.gguf", b"two")
+    assert names() == [f"hf:{REPO}:a-Q8_0", f"hf:{REPO}:b-Q8_0"]
+    assert get(f"hf:{REPO}:b-Q8_0").path.read_bytes() == b"two"
+
+
+def test_a_download_that_is_under_way_stays(caches: Path) -> None:
+    put("m-Q8_0.gguf", b"one")
+    model = get(f"hf:{REPO}")
+    part = HfRepository(REPO).place(make_file("n.gguf", b"two")).part
+    part.write_bytes(b"tw")
+    remove(model, plan_removal(model))
+    assert names() == [] and part.exists()
+
+
 def test_a_split_model_needs_all_parts(caches: Path) -> None:
     put("m-Q8_0-00001-of-00002.gguf", b"one")
     assert names() == [] and find_stored(HubReference("hf", REPO)) is None
