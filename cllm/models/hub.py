@@ -25,6 +25,7 @@ from cllm.models.store import hf_home
 
 log = logging.getLogger(__name__)
 MAX_PAGES = 200
+MAX_FILE = 1 << 44  # bytes: more is no file but a mistake
 LIST_ATTEMPTS = 4
 LIST_TIMEOUT_S = 30.0
 LIST_BACKOFF_S = 0.2
@@ -288,7 +289,7 @@ def _make_file(path: str, size: object, sha256: str, git_oid: str = "") -> HubFi
     sha256 = sha256.lower().removeprefix("sha256:")
     return HubFile(
         path,
-        size if isinstance(size, int) and size >= 0 else 0,
+        size if isinstance(size, int) and 0 <= size <= MAX_FILE else 0,
         sha256 if _SHA256.fullmatch(sha256) else "",
         git_oid if not sha256 and _SHA1.fullmatch(git_oid) else "",
     )

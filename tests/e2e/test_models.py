@@ -36,6 +36,8 @@ def environment(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "HF_HOME": str(home / "hf"),
         "MODELSCOPE_CACHE": str(home / "ms"),
         "HF_TOKEN": "",
+        "HF_HUB_CACHE": "",
+        "HF_HUB_OFFLINE": "",
     }
 
 

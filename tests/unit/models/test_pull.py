@@ -15,9 +15,9 @@ from cllm.models import pull as module
 from cllm.models.download import Download
 from cllm.models.hub import make_hub
 from cllm.models.pull import Pull, PullOptions, ensure, find_model, locked
-from cllm.models.reference import HubReference
+from cllm.models.reference import HubReference, parse_hub
 from cllm.models.store import find_parts, hf_cache
-from tests.driver.hub import COMMIT, FakeHub
+from tests.driver.hub import COMMIT, TOKEN, FakeHub
 from tests.unit.models.conftest import BIG_BYTES, REPO, SPLIT_REPO
 
 TINY = HubReference("hf", REPO)
@@ -176,6 +176,21 @@ def test_two_pulls_at_once_fetch_once(hub: FakeHub) -> None:
     for thread in threads:
         thread.join(30)
     assert hub.sent == BIG_BYTES
+
+
+def test_the_token_does_not_leave_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges after the first go to the other host without asking the hub."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.gated = {BIG.repo}
+    pull(BIG)
+    assert {(asked.host, asked.token) for asked in hub.requests} == {("hub", TOKEN), ("files", "")}
+
+
+def test_a_mirror_of_its_own_address(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{hub.url}/{REPO}/blob/main/tiny-llama-Q8_0.gguf"
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    reference = parse_hub(url)
+    assert reference is not None and pull(reference).name == "tiny-llama-Q8_0.gguf"
 
 
 def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:

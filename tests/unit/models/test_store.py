@@ -75,6 +75,8 @@ def test_huggingface_hub_finds_what_was_stored(caches: Path) -> None:
     pointer = put("sub/m-Q8_0.gguf", b"data")
     found = hub.try_to_load_from_cache(REPO, "sub/m-Q8_0.gguf", cache_dir=hf_cache())
     assert found == str(pointer) and pointer.is_symlink() and pointer.read_bytes() == b"data"
+    local = hub.hf_hub_download(REPO, "sub/m-Q8_0.gguf", cache_dir=hf_cache(), local_files_only=True)
+    assert local == str(pointer)
     (repo,) = hub.scan_cache_dir(hf_cache()).repos
     assert repo.repo_id == REPO and repo.size_on_disk == 4
     assert {ref for revision in repo.revisions for ref in revision.refs} == {"main"}
