@@ -94,13 +94,10 @@ class Download:
         self._limit = limit or RateLimit(0)
         self._patience = patience or Patience()
         self._direct: str | None = None  # where the hub redirects to: ranges after the first go there
-        self._claimed, self._cursor = (
-            bytearray(),
-            0,
-        )  # blocks that a connection has, and where free ones begin
+        self._claimed = bytearray()  # a byte for each block: whether a connection has it
+        self._cursor = 0  # no block before it is free
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._errors: list[BaseException] = []
         self.received = 0  # bytes over the network, also those that were not needed
 
     def __enter__(self) -> Download:
@@ -145,14 +142,14 @@ class Download:
     def _run(self, tasks: Sequence[Callable[[], None]], report: Callable[[int], None]) -> None:
         """Run the tasks in threads to their end. The first error of one ends the others and is raised."""
         self._stop.clear()
-        self._errors.clear()
         self._claimed, self._cursor = bytearray(self.journal.count), 0
-        threads = [threading.Thread(target=self._guard, args=(task,), daemon=True) for task in tasks]
+        errors: list[BaseException] = []
+        threads = [threading.Thread(target=_guard, args=(task, errors), daemon=True) for task in tasks]
         for thread in threads:
             thread.start()
         try:
             synced = time.monotonic()
-            while any(thread.is_alive() for thread in threads) and not self._errors:
+            while any(thread.is_alive() for thread in threads) and not errors:
                 time.sleep(POLL_S)
                 report(self.done)
                 if time.monotonic() - synced > SYNC_S:
@@ -163,14 +160,8 @@ class Download:
             deadline = time.monotonic() + STOP_S
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        if self._errors:
-            raise self._errors[0]
-
-    def _guard(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:  # it is raised in the thread that waits
-            self._errors.append(error)
+        if errors:
+            raise errors[0]
 
     # One connection ------------------------------------------------------------------------------------
 
@@ -237,8 +228,8 @@ class Download:
             direct = self._direct
         headers = {"Range": f"bytes={taken.position}-{taken.end - 1}"}
         with self._hub.stream(direct or self._url, headers, self._patience.timeout_s) as response:
-            redirected = direct is not None or bool(response.history)
-            if redirected and response.status_code in (400, 401, 403, 404, 410):
+            elsewhere = direct is not None or not self._hub.is_own(response.url)
+            if elsewhere and response.status_code in (400, 401, 403, 404, 410):
                 raise TemporaryError(f"{response.url.host}, where the hub redirects to, refuses the file")
             whole = taken.position == 0 and taken.end == self._file.size
             if response.status_code == 200 and not whole:
@@ -321,6 +312,13 @@ class Download:
         place.part.replace(place.final)
         _sync_folder(place.final.parent)
         place.journal.unlink(missing_ok=True)
+
+
+def _guard(task: Callable[[], None], errors: list[BaseException]) -> None:
+    try:
+        task()
+    except BaseException as error:  # it is raised in the thread that waits
+        errors.append(error)
 
 
 class _Hasher:

@@ -97,6 +97,10 @@ class Hub:
         """Repositories with GGUF files, the most downloaded first. Raises HubError."""
         raise NotImplementedError
 
+    def is_own(self, url: httpx.URL) -> bool:
+        """Whether an address is the hub's, not one that it redirects to."""
+        return url.host == urlsplit(self.endpoint).hostname
+
     @contextmanager
     def stream(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
         """GET with redirects. The token goes to the hub's own address alone: httpx drops it elsewhere."""
