@@ -99,6 +99,7 @@ def run_command(
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", envvar="CLLM_TUNE", help="Use what `cllm tune` found")
     ] = True,
+    offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:
     """Answer one prompt and print it as it comes."""
@@ -110,7 +111,7 @@ def run_command(
     configure_logging(log_level)
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    config = EngineConfig(parallel=1, threads=threads, tune=tune)
+    config = EngineConfig(parallel=1, threads=threads, tune=tune, offline=offline)
     try:
         with LLM(model, config=config) as llm:
             chat = not raw and llm.info.chat_template is not None

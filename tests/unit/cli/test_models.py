@@ -18,6 +18,7 @@ from tests.driver.hub import TOKEN, FakeHub
 from tests.unit.models.conftest import REPO, SPLIT_REPO, caches, hub, repos, running_hub, tiny
 
 __all__ = ["caches", "hub", "repos", "running_hub", "tiny"]  # fixtures
+ROOT = Path(__file__).parents[3]
 COMMANDS = ("pull", "list", "show", "rm", "search")
 Run = Callable[..., Result]
 
@@ -152,6 +153,17 @@ def test_search(run: Run, hub_name: str) -> None:
     (found,) = json.loads(run("search", "--json", "--hub", hub_name, "tiny").stdout)
     assert {quant["quant"] for quant in found["quants"]} == {"Q4_K_M", "Q8_0"}
     assert "try fewer words" in run("search", "nothing-like-it", code=2).stderr
+
+
+def test_the_commands_of_the_document(run: Run) -> None:
+    names = {"hf:USER/REPO": f"hf:{REPO}", "hf:USER/REPO:Q4_K_M": f"hf:{REPO}:Q4_K_M", "qwen3": "tiny"}
+    names["NAME"] = "tiny-llama"
+    block = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("```")[1]
+    lines = [line.partition("#")[0].split() for line in block.splitlines()[1:]]
+    assert [words[1] for words in lines] == ["search", "pull", "pull", "list", "show", "rm"]
+    for words in lines:
+        arguments = [names.get(word, word) for word in words[1:]]
+        run(*arguments, *(["--yes"] if arguments[0] == "rm" else []))
 
 
 @pytest.mark.parametrize(

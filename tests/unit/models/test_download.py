@@ -26,7 +26,7 @@ from cllm.models.store import Place
 from tests.driver.hub import COMMIT, FakeHub
 
 REPO, NAME = "Example/Big", "big-Q8_0.gguf"
-QUICK = Patience(timeout_s=0.5, attempts=4, backoff_s=0.01)
+QUICK = Patience(timeout_s=0.3, attempts=4, backoff_s=0.01)
 CONNECTIONS = 4
 KILLS = 50
 KILLED_BYTES = 8 << 20
