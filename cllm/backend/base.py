@@ -142,6 +142,7 @@ class ModelRunner(Protocol):
     limits: Limits
     vocabulary: Vocabulary
     draft_cost: DraftCost | None = None  # as measured at load
+    asynchronous: bool = False  # `submit` returns before the device is done
 
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.

@@ -22,11 +22,11 @@ from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
-from cllm.core.sequence import SlotPool
+from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
 from cllm.errors import EngineDied, IntegrityError, StorageFailed
-from cllm.types import Failure, RequestOutput, SlotInfo, Snapshot
+from cllm.types import Failure, SlotInfo, Snapshot
 from cllm.workers.messages import (
     Cancel,
     ClearCache,
@@ -65,8 +65,7 @@ class EngineCore:
         self.inbox: SimpleQueue[Command] = SimpleQueue()
         self._emit = emit
         wake = partial(self.inbox.put, Wake())
-        self.preparation = preparation(runner, wake=wake)
-        limits = runner.limits
+        self.preparation, limits = preparation(runner, wake=wake), runner.limits
         cost = cost or StepCostModel(split=not limits.unified, batch1=runner.draft_cost)
         target_s = config.target_itl_ms * MILLISECOND
         # Drafts and the newest token of each sequence go into one batch.
@@ -109,6 +108,7 @@ class EngineCore:
         self._busy_since: float | None = None  # end of the last step, while there is more to do
         self._computed_at = time.monotonic()  # end of the last step
         self._clearing: deque[tuple[Future[None], StateFileDone]] = deque()  # reported when it is done
+        self._unreported: dict[str, float] | None = None  # the work of the last step
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
     @property
@@ -169,19 +169,26 @@ class EngineCore:
                 results.append(result)
             self._computed_at = time.monotonic()
         self.step_started = None
-        outputs = self._take_outputs()
         now = time.perf_counter()
         self._busy_since = None if self.idle else now
-        if outputs or batch is not None:
-            stats = self._stats(
-                steps=len(results),
-                tokens=batch.token_count if batch is not None else 0,
-                step_s=now - started,
-                compute_s=sum(result.compute_s for result in results),
-                sample_s=sum(result.sample_s for result in results),
-                transfer_s=self.scheduler.transfer.seconds - transferred_s,
-            )
-            self._emit(StepReport(outputs, stats))
+        if batch is not None:
+            self._unreported = {
+                "steps": len(results),
+                "tokens": batch.token_count,
+                "step_s": now - started,
+                "compute_s": sum(result.compute_s for result in results),
+                "sample_s": sum(result.sample_s for result in results),
+                "transfer_s": self.scheduler.transfer.seconds - transferred_s,
+            }
+        if batch is None or not self.runner.asynchronous or not self.has_work:
+            self._report()
+
+    def _report(self) -> None:
+        """Report the last step. On a GPU that is done while the device computes the next one."""
+        outputs = (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
+        work, self._unreported = self._unreported, None
+        if outputs or work is not None:
+            self._emit(StepReport(outputs, self._stats(**(work or {}))))
 
     @property
     def idle(self) -> bool:
@@ -192,20 +199,17 @@ class EngineCore:
         """False when a step would compute nothing."""
         return self.scheduler.has_work or self.embedding.has_work
 
-    def _take_outputs(self) -> tuple[RequestOutput, ...]:
-        return (*self.scheduler.take_outputs(), *self.embedding.take_outputs())
-
     def _compute(
         self, scheduler: Scheduler | EmbeddingScheduler, batch: Batch
     ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is bisected until the culprit stands alone."""
-        try:
-            with self._interrupt.around(batch, self.scheduler.pool):
-                self.runner.submit(batch)
-                result = self.runner.collect()
-        except Exception as exception:
-            log.error("a step raised", exc_info=exception)
-            result = StepResult(StepStatus.FAILED)
+        with self._interrupt.around(batch, self.scheduler.pool):
+            result = self._guarded(partial(self.runner.submit, batch))
+            if result is None:
+                if self.runner.asynchronous:
+                    self._report()
+                result = self._guarded(self.runner.collect)
+        assert result is not None
         refused = result.status is StepStatus.BAD_BATCH or (
             result.status is StepStatus.NO_ROOM and batch.kind is BatchKind.EMBED  # no row to preempt there
         )
@@ -216,6 +220,15 @@ class EngineCore:
                     yield from self._compute(scheduler, left)
         else:
             yield batch, result
+
+    @staticmethod
+    def _guarded(call: Callable[[], StepResult | None]) -> StepResult | None:
+        """The result of the runner's call; one that raises is a failed step."""
+        try:
+            return call()
+        except Exception as exception:
+            log.error("a step raised", exc_info=exception)
+            return StepResult(StepStatus.FAILED)
 
     def _count_failures(self, kind: BatchKind, result: StepResult) -> None:
         """One failed step has been rolled back and is tried again; two in a row are the end."""

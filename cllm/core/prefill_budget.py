@@ -24,7 +24,8 @@ class PrefillBudget:
     AIM = 0.85  # of the target; the rest is for what is not measured: noise, the time between steps
     OVERRUN = 1.3  # of that, for a chunk of which a smaller one would be wasteful: a single tile, or
     MAX_WASTE = 0.1  # one whose own ubatch takes no more than this part of what its tokens take
-    OLDEST_FIRST = 4  # one step in so many belongs to the oldest prompt
+    OLDEST_FIRST = 2  # one step in so many belongs to the oldest prompt
+    COSTLY = 3  # times the cheapest tenth of the samplers: those of one kind all take part
     SAMPLING_SHARE = 0.05  # of a step's compute: what samplers may add while there are cheap ones
 
     def __init__(
@@ -59,8 +60,8 @@ class PrefillBudget:
         Each decoding sequence gets one token, unless its sampler would cost the others too much (`_defer`);
         prompts get what there is time for. Of several prompts the shortest
         goes first (`urgency` stands for the length): that minimises the sum of all times to first token. But
-        one step in `OLDEST_FIRST` belongs to the oldest, so that short prompts cannot hold up a long one for
-        ever. Steps and not parts of steps, since small chunks are slow.
+        one step in `OLDEST_FIRST` belongs to the oldest: short prompts may double the time of a long one, not
+        more. Steps and not parts of steps, since small chunks are slow.
         """
         sequences = list(running)
         if all(sequence.pending == 1 for sequence in sequences):
@@ -104,18 +105,21 @@ class PrefillBudget:
         """Those that take part in the next step: costly samplers pay for their time with turns.
 
         With all samplers a step may take `SAMPLING_SHARE` longer than all rows do without any. Cheap samplers
-        (no more than an even part of that) always take part. The costly ones share what is left, in turn: a
-        row that is left out saves its own time, too. Where all are costly, all take part.
+        (no more than an even part of that, or not `COSTLY` times as costly as the cheapest) always take part.
+        The costly ones share what is left, in turn: a row that is left out saves its own time, too. Where all
+        are costly, all take part.
         """
         total_s = sum(sequence.sample_s for sequence in decoding)
         if total_s == 0 or not self.defers or (step := self.cost.step) is None:
             return decoding
         rows_s = [step.row + step.attended * sequence.num_computed for sequence in decoding]
         allowed_s = self.SAMPLING_SHARE * (step.ubatch + sum(rows_s))
+        cheapest_s = sorted(sequence.sample_s for sequence in decoding)[len(decoding) // 10]
+        costly_s = max(allowed_s / len(decoding), self.COSTLY * cheapest_s)
         costly = {
             sequence: row_s + sequence.sample_s
             for sequence, row_s in zip(decoding, rows_s, strict=True)
-            if sequence.sample_s * len(decoding) > allowed_s
+            if sequence.sample_s > costly_s
         }
         if total_s <= allowed_s or len(costly) == len(decoding):
             return decoding

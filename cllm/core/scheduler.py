@@ -14,9 +14,11 @@ from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
 from cllm.core.kv_cache.transfer import KVTransfer
+from cllm.core.output_writer import OutputWriter
 from cllm.core.prefill_budget import PrefillBudget, choose_padding, limit_scored
 from cllm.core.preparation import Preparation
-from cllm.core.sequence import Sequence, SlotPool, State, count_cells
+from cllm.core.sequence import Sequence, State, count_cells
+from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.token_masks import TokenMasks
 from cllm.errors import BadBatch, CllmError, EngineDied, EngineError, IntegrityError, PositionMismatch
@@ -29,6 +31,7 @@ from cllm.types import (
 )
 
 log = logging.getLogger(__name__)
+CHECKED_IN_TURN = 8  # one sequence of so many, while a GPU waits for the host
 
 
 class Scheduler:
@@ -53,17 +56,14 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # oldest first; preempted ones go back to their old place
         self._live: dict[str, Sequence] = {}  # waiting or running, by request id
         self._arrived = 0
-        self._outputs: list[RequestOutput] = []
+        self._outputs = OutputWriter(runner.vocabulary)
+        self._checked = 0  # turns
+        self._observed: tuple[Batch, StepResult] | None = None  # a step whose cost is not yet learned
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
         self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
         self.transfer = KVTransfer(runner, budget, host)
         self.prefix_cache = PrefixCache(
-            runner,
-            self.pool,
-            self.transfer,
-            budget.cost,
-            host,
-            disk,
+            *(runner, self.pool, self.transfer, budget.cost, host, disk),
             keeps=keep_prefixes,
             across_tenants=share_across_tenants,
         )
@@ -97,9 +97,14 @@ class Scheduler:
             self._fail(sequence, error)
 
     def take_outputs(self) -> list[RequestOutput]:
-        """What happened since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        """What happened since the last call, in order.
+
+        Detokenizing and learning what steps cost wait until here: on a GPU, until the next one is computed.
+        """
+        if self._observed is not None:
+            self.budget.cost.observe(*self._observed)
+            self._observed = None
+        return self._outputs.take()
 
     # The step --------------------------------------------------------------------------------------
 
@@ -116,13 +121,11 @@ class Scheduler:
         for sequence, error in exhausted:
             self._fail(sequence, error)
         limits = self.runner.limits
-        left_out = [each for each in self.running.values() if each.id not in counts]
-        drafts = self._spec_decode.draft(
-            [each for each in self.running.values() if each.id in counts or each.pending > 1],
-            self.budget.cost,
-            room=limits.batch_tokens - len(self.running),
-            max_step_s=self.budget.max_step_s,
-        )
+        drafts: dict[int, list[int]] = {}
+        if self._spec_decode.drafts:
+            able = [each for each in self.running.values() if each.id in counts or each.pending > 1]
+            room, max_step_s = limits.batch_tokens - len(self.running), self.budget.max_step_s
+            drafts = self._spec_decode.draft(able, self.budget.cost, room=room, max_step_s=max_step_s)
         rows = [
             sequence.row(counts[sequence.id], drafts.get(seq_id, ()), masks.get(sequence.id))
             for seq_id, sequence in sorted(self.running.items())
@@ -135,6 +138,7 @@ class Scheduler:
         gaps = rows[-1].seq_id - rows[0].seq_id + 1 > len(rows)
         if gaps and not limits.unified and not self.runner.info.recurrent:
             unused = dict.fromkeys(self.pool.free_ids, 0) | self.prefix_cache.device.lengths
+            left_out = (each for each in self.running.values() if each.id not in counts)
             unused.update((each.seq_id, each.num_computed) for each in left_out)
             padding = choose_padding(rows, unused, self.budget.cost, limits.batch_tokens)
         batch = Batch(tuple(rows), padding=padding)
@@ -145,7 +149,7 @@ class Scheduler:
         """Process the result of a batch; the outputs are then waiting in `take_outputs`."""
         match result.status:
             case StepStatus.DONE:
-                self.budget.cost.observe(batch, result)
+                self._observed = batch, result
                 for row, outcome in zip(batch.rows, result.rows, strict=True):
                     self._process_row(self.running[row.seq_id], row, outcome, result.ubatches)
             case StepStatus.NO_ROOM:
@@ -236,25 +240,27 @@ class Scheduler:
 
     def _check_positions(self) -> None:
         """Positions are derived: a sequence that disagrees with the KV memory fails alone."""
-        for sequence in list(self.running.values()):
+        sequences = list(self.running.values())
+        if self.runner.asynchronous:
+            self._checked = (self._checked + 1) % CHECKED_IN_TURN
+            sequences = sequences[self._checked :: CHECKED_IN_TURN]
+        for sequence in sequences:
             try:
                 position = self.runner.next_position(sequence.seq_id)
             except Exception as error:
                 self._fail(sequence, _as_engine_error(error))
                 continue
-            if position != sequence.num_computed:
-                message = (
-                    f"inconsistent position in seq {sequence.seq_id}: the memory's next position is "
-                    f"{position}, the request has computed {sequence.num_computed}"
-                )
-                log.error("%s (request %s)", message, sequence.id)
-                self._fail(sequence, PositionMismatch(message))
+            if position != (computed := sequence.num_computed):
+                seen = f"the memory's next position is {position}, the request has computed {computed}"
+                log.error("request %s: inconsistent position: %s", sequence.id, seen)
+                self._fail(sequence, PositionMismatch(f"inconsistent position: {seen}"))
 
     # Results ---------------------------------------------------------------------------------------
 
     def _process_row(self, sequence: Sequence, row: Row, outcome: RowResult, ubatches: int) -> None:
-        sequence.num_computed += len(row.tokens)
-        sequence.decoded_tokens += len(row.tokens)
+        computed = len(row.tokens)
+        sequence.num_computed += computed
+        sequence.decoded_tokens += computed
         sequence.steps += 1
         sequence.ubatches += ubatches
         sequence.sample_s = sequence.mask_s + outcome.sample_s
@@ -274,7 +280,7 @@ class Scheduler:
             sequence.score(outcome.scored, sequence.unscored)
         if not outcome.tokens:
             if not sequence.pending:  # nothing but the prompt was wanted
-                self._finish(sequence, FinishReason.LENGTH, **self._prompt_logprobs(sequence))
+                self._finish(sequence, FinishReason.LENGTH)
             return
         known = len(sequence.tokens)
         try:
@@ -282,21 +288,21 @@ class Scheduler:
         except CllmError as error:  # an exhausted grammar
             self._fail(sequence, error)
             return
-        used = known + appended.kept
-        if appended.reason is None:  # one token is computed next, even where it was an accepted draft
-            used = min(used, len(sequence.tokens) - 1)
-        unused = sequence.num_computed - used  # accepted drafts beyond an end
-        if unused > 0 and not self._rollback_drafts(sequence, unused):
-            return
-        # With the prompt's own, that of an end token is reported, too: clients count on one a token.
-        count = len(appended.tokens) + bool(sequence.request.prompt_logprobs)
-        logprobs = tuple(map(self._with_pieces, outcome.logprobs[:count]))
-        added: dict[str, Any] = {"text": appended.text, "tokens": appended.tokens, "logprobs": logprobs}
-        added |= self._prompt_logprobs(sequence)
-        if appended.reason is None:
-            self._outputs.append(RequestOutput(request_id=sequence.id, **added))
+        tokens, text, reason, kept = appended
+        if row.outputs > 1:
+            used = known + kept
+            if reason is None:  # one token is computed next, even where it was an accepted draft
+                used = min(used, len(sequence.tokens) - 1)
+            unused = sequence.num_computed - used  # accepted drafts beyond an end
+            if unused > 0 and not self._rollback_drafts(sequence, unused):
+                return
+        if logprobs := outcome.logprobs:
+            # With the prompt's own, that of an end token is reported, too: clients count on one a token.
+            logprobs = logprobs[: len(tokens) + bool(sequence.request.prompt_logprobs)]
+        if reason is None:
+            self._outputs.put(sequence, tokens, text, logprobs)
         else:
-            self._finish(sequence, appended.reason, **added)
+            self._finish(sequence, reason, tokens, text, logprobs)
 
     def _rollback_drafts(self, sequence: Sequence, count: int) -> bool:
         """Remove the last `count` tokens from its memory: drafts that were rejected, or not needed."""
@@ -307,17 +313,6 @@ class Scheduler:
             self._fail(sequence, _as_engine_error(error))
             return False
         return True
-
-    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
-        """The log-probabilities of its prompt, for the first output after it."""
-        entries, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        return {"prompt_logprobs": tuple(map(self._with_pieces, entries))} if entries else {}
-
-    def _with_pieces(self, entry: TokenLogprob) -> TokenLogprob:
-        """A log-probability with the bytes of its tokens: the HTTP process has no vocabulary."""
-        piece = self.runner.vocabulary.piece
-        pieces = (piece(entry.token), *(piece(token) for token, _ in entry.top))
-        return TokenLogprob(entry.token, entry.logprob, entry.top, pieces)
 
     def _rollback_step(self, batch: Batch) -> None:
         """A failed step is rolled back whole: each member returns to its length before it.
@@ -341,7 +336,8 @@ class Scheduler:
         """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done."""
         sequence = min(self.running.values(), key=lambda one: (one.request.priority, -one.arrival))
         if len(self.running) == 1:
-            self._finish(sequence, FinishReason.LENGTH, text=sequence.detokenizer.finish())
+            held = sequence.detokenizer.finish() if sequence.request.stop else ""
+            self._finish(sequence, FinishReason.LENGTH, text=held)
             return
         self.transfer.swap_out(sequence)
         log.debug("preempted request %s of seq %d: KV is full", sequence.id, sequence.seq_id)
@@ -356,7 +352,15 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: CllmError) -> None:
         self._finish(sequence, FinishReason.ERROR, error=Failure(error.code, error.message))
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, **last: Any) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        tokens: tuple[int, ...] = (),
+        text: str | None = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+        error: Failure | None = None,
+    ) -> None:
         """The one way out: one terminal output. The slot is free before the client can hear of the end."""
         usage = sequence.usage()
         sequence.move_to(State.FINISHED)
@@ -376,10 +380,12 @@ class Scheduler:
             sequence.sampler = None
         del self._live[sequence.id]
         self._kv_full = False
-        stop = sequence.detokenizer.stopped_by
-        self._outputs.append(
-            RequestOutput(request_id=sequence.id, finish_reason=reason, usage=usage, stop=stop, **last)
-        )
+        last: dict[str, Any] = {"finish_reason": reason, "usage": usage}
+        if error is not None:
+            last["error"] = error
+        elif sequence.detokenizer.stopped_by is not None:
+            last["stop"] = sequence.detokenizer.stopped_by
+        self._outputs.put(sequence, tokens, text, logprobs, last)
 
     def _release(self, sequence: Sequence, *, keep: bool = False) -> None:
         """Free its slot; with `keep` what it holds stays there, as cache."""

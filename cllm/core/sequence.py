@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from concurrent.futures import Future
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from cllm.backend.base import KVState, ModelRunner, Row, Sampler
+from cllm.backend.base import KVState, Row, Sampler
 from cllm.core.kv_cache.disk_cache import Loading
 from cllm.core.kv_cache.host_cache import Entry
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match
 from cllm.core.preparation import Prepared
+from cllm.core.slot_pool import SlotLease
 from cllm.core.spec_decode import DraftState, common_length
 from cllm.core.token_masks import ReasoningBudget
-from cllm.errors import IntegrityError
 from cllm.text.detokenizer import IncrementalDetokenizer
 from cllm.text.structured_output import Constraint
 from cllm.types import FinishReason, Request, TokenLogprob, TokenMask, Usage, Vocabulary
@@ -46,7 +45,7 @@ class Appended(NamedTuple):
     """What a sequence made of the tokens sampled for it."""
 
     tokens: tuple[int, ...]
-    text: str
+    text: str | None  # None: no later token depends on it, so it is still to be detokenized
     reason: FinishReason | None  # set when it is over
     kept: int  # how many of the sampled tokens these begin with
 
@@ -102,6 +101,9 @@ class Sequence:
         self._markers: dict[int, bytes] | None = None if request.markers else {}
         self.constraint: Constraint | None = None
         self._reasoning = None if request.reasoning is None else ReasoningBudget(request.reasoning)
+        self.masks = bool(request.constraint or request.reasoning or request.min_tokens)  # some of its tokens
+        # Whether only its length and its end tokens can end it.
+        self._plain = not (self.masks or request.stop or request.stop_token_ids)
         self.preparing: Future[Prepared] | None = None  # done before it may start
         self.loading: Loading | None = None  # its prefix is being read from disk
         self.loaded: Match[Entry] | None = None  # what was read
@@ -213,23 +215,28 @@ class Sequence:
 
         `drafts` follow them, to be verified: only where a token is wanted.
         """
-        end = self.num_computed + count
-        wants_output = end == len(self.tokens) and self.request.max_tokens > 0
+        begin, request, lease = self.num_computed, self.request, self.lease
+        assert lease is not None, "a seq_id exists only inside a lease"
+        end = begin + count
+        wants_output = end == len(self.tokens) and request.max_tokens > 0
         assert wants_output or not drafts
+        tokens = self.tokens[begin:end]
         return Row(
-            self.seq_id,
-            self.num_computed,
-            [*self.tokens[self.num_computed : end], *drafts],
+            lease.seq_id,
+            begin,
+            [*tokens, *drafts] if drafts else tokens,
             wants_output + len(drafts),
             self.sampler,
             mask,
-            self.request.logprobs,
-            self._scored(end),
-            self.request.prompt_logprobs,
+            request.logprobs,
+            self._scored(end) if self.unscored else (),
+            request.prompt_logprobs,
         )
 
     def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
         """Append sampled tokens, and those that are then forced, until something ends the answer."""
+        if self._plain and len(sampled) == 1:
+            return self._append_plain(sampled[0], vocabulary)
         begin, kept = len(self.tokens), 0
         texts: list[str] = []
         reason: FinishReason | None = None
@@ -258,17 +265,31 @@ class Sequence:
             elif constraint is not None or self._reasoning is not None:
                 after = self._forced(left)
                 left, own = after, own and after is left
-        if reason is not None:
+        if reason is not None and request.stop:
             texts.append(self.detokenizer.finish())
-        return Appended(tuple(self.tokens[begin:]), "".join(texts), reason, kept)
+        text = "".join(texts) if request.stop else None
+        return Appended(tuple(self.tokens[begin:]), text, reason, kept)
+
+    def _append_plain(self, token: int, vocabulary: Vocabulary) -> Appended:
+        """The same for the usual case, which a GPU waits for: one token of an answer without conditions."""
+        if vocabulary.is_end(token) and not self.request.sampling.ignore_eos:
+            return Appended((), None, FinishReason.STOP, 0)
+        self.tokens.append(token)
+        reason = FinishReason.LENGTH if len(self.tokens) >= self.token_limit else None
+        return Appended((token,), None, reason, 1)
 
     def _push(self, token: int, vocabulary: Vocabulary) -> str:
-        """Append a token; returns the text that is now final."""
+        """Append a token; returns the text that is now final, where it may stop the answer."""
         self.tokens.append(token)
         if self._reasoning is not None:
             self._reasoning.follow(self.tokens)
-        piece = vocabulary.piece(token) if self._markers == {} else self._spell(token, vocabulary)
-        return self.detokenizer.push(piece)
+        return self.detokenize((token,), vocabulary) if self.request.stop else ""
+
+    def detokenize(self, tokens: Tokens[int], vocabulary: Vocabulary) -> str:
+        """The text that is final with these tokens, which follow those of the last call."""
+        if self._markers == {}:
+            return self.detokenizer.push(b"".join(map(vocabulary.piece, tokens)))
+        return self.detokenizer.push(b"".join(self._spell(token, vocabulary) for token in tokens))
 
     def _wake(self, token: int, instead: Tokens[int]) -> Tokens[int]:
         """A token has woken the constraint: what is appended for it, as much as there is room for."""
@@ -327,113 +348,3 @@ class Sequence:
             accepted_tokens=self.drafts.accepted if self.drafts is not None else 0,
             predicted_tokens=len(self.request.prediction),
         )
-
-
-class SlotLease:
-    """The right to use one slot until released. Released exactly once, by its holder."""
-
-    __slots__ = ("_pool", "leased_at", "request_id", "seq_id")
-
-    def __init__(self, pool: SlotPool, seq_id: int, request_id: str) -> None:
-        self._pool = pool
-        self.seq_id = seq_id
-        self.request_id = request_id
-        self.leased_at = time.monotonic()
-
-    def release(self, *, keep: int = 0) -> None:
-        """Give the slot back, with the cells to keep or cleared. Raises IntegrityError if repeated."""
-        self._pool._release(self, keep)
-
-
-class SlotPool:
-    """The slots 0 … size - 1: a seq_id exists only inside a lease.
-
-    A free slot is empty, or holds what the device tier says it does. One that cannot be cleared is retired:
-    it is never leased again.
-    """
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.size = runner.limits.sequences
-        self._free = set(range(self.size))
-        self._held: dict[int, SlotLease] = {}
-        self.retired: set[int] = set()
-        self.leased_total = 0
-        self.released_total = 0
-        self.cleared_cells_total = 0
-
-    def lease(self, request_id: str, seq_id: int | None = None) -> SlotLease | None:
-        """This free slot, or the lowest. None if there is none: then wait, slots are never shared."""
-        if seq_id is None:
-            seq_id = min(self._free, default=None)
-        if seq_id is None:
-            return None
-        self._free.remove(seq_id)
-        lease = self._held[seq_id] = SlotLease(self, seq_id, request_id)
-        self.leased_total += 1
-        log.debug("leased seq %d for request %s", seq_id, request_id)
-        return lease
-
-    def move(self, lease: SlotLease, seq_id: int) -> None:
-        """A lease goes over to a free slot, which holds the same; the old slot is free and to be cleared."""
-        self._free.remove(seq_id)
-        del self._held[lease.seq_id]
-        self._free.add(lease.seq_id)
-        log.debug("request %s moved from seq %d to seq %d", lease.request_id, lease.seq_id, seq_id)
-        lease.seq_id = seq_id
-        self._held[seq_id] = lease
-
-    @property
-    def leases(self) -> tuple[SlotLease, ...]:
-        """Every lease now held, by ascending id."""
-        return tuple(self._held[seq_id] for seq_id in sorted(self._held))
-
-    def holder(self, seq_id: int) -> str | None:
-        """The request that holds a slot now."""
-        lease = self._held.get(seq_id)
-        return lease.request_id if lease is not None else None
-
-    @property
-    def free_count(self) -> int:
-        return len(self._free)
-
-    @property
-    def free_ids(self) -> frozenset[int]:
-        """The slots that can be leased."""
-        return frozenset(self._free)
-
-    def leftovers(self, cached: Mapping[int, int]) -> list[str]:
-        """Integrity check: what is held although no sequence runs, beside the cached cells by slot."""
-        left = [f"lease of slot {seq_id}" for seq_id in sorted(self._held)]
-        for seq_id in range(self.size):
-            cells, known = self._runner.next_position(seq_id), cached.get(seq_id, 0)
-            if seq_id not in self.retired and cells != known:
-                left.append(f"{cells} cells in slot {seq_id}" + (f" instead of {known}" if known else ""))
-        return left
-
-    def clear(self, seq_id: int) -> bool:
-        """Empty a slot that is not leased; False if that fails, and it is retired."""
-        try:
-            cells = self._runner.next_position(seq_id)
-            self._runner.truncate(seq_id, 0)
-            if (left := self._runner.next_position(seq_id)) != 0:
-                raise IntegrityError(f"slot {seq_id} still holds {left} cells after it was cleared")
-        except Exception:
-            # A slot whose memory is in doubt must not be used again.
-            self._free.discard(seq_id)
-            self.retired.add(seq_id)
-            log.exception("slot %d could not be cleared and is retired", seq_id)
-            return False
-        self.cleared_cells_total += cells
-        log.debug("cleared KV of seq %d (%d cells)", seq_id, cells)
-        return True
-
-    def _release(self, lease: SlotLease, keep: int) -> None:
-        seq_id = lease.seq_id
-        if self._held.get(seq_id) is not lease:
-            raise IntegrityError(f"slot {seq_id} was released twice for request {lease.request_id}")
-        del self._held[seq_id]
-        self.released_total += 1
-        if keep or self.clear(seq_id):
-            self._free.add(seq_id)
-        log.debug("released seq %d of request %s: %d cells kept", seq_id, lease.request_id, keep)

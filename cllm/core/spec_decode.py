@@ -185,6 +185,7 @@ class DraftState:
 
     MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
     MAX_PAUSE = 64  # steps
+    TRUSTED = 0.5  # acceptance rate
 
     def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
         """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""
@@ -207,6 +208,10 @@ class DraftState:
             self.proposal = self._drafter.propose(tokens, max_tokens)
             self._proposed_at = len(tokens)
         return self.proposal
+
+    def is_due(self, known: int, length: int) -> bool:
+        """Whether to ask again, with so many tokens known: the last proposal has come true, or is judged."""
+        return self.acceptance_rate >= self.TRUSTED or known >= self._proposed_at + length
 
     def _judge(self, tokens: Tokens[int]) -> None:
         for number, token in enumerate(self.proposal):
@@ -248,6 +253,8 @@ class SpecDecodePolicy:
 
     NGRAM_ACCEPTANCE = 0.4  # to start with: three tokens that came true, and drafts pay for a lone sequence
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
+    LOOKUP_S = 1e-5  # of a sequence's drafter, as measured
+    MAX_LOOKUP = 0.01  # of a step
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 
@@ -264,6 +271,10 @@ class SpecDecodePolicy:
         self._new_drafter = new_drafter
         self._draft_model = draft_model
         self._across_tenants = share_across_tenants
+
+    @property
+    def drafts(self) -> bool:
+        return self._max_tokens > 0
 
     def start(self, request: Request) -> DraftState | None:
         """None where drafts are not wanted, or where a grammar would have to be asked about each.
@@ -295,10 +306,10 @@ class SpecDecodePolicy:
         """
         if not self._max_tokens or any(sequence.pending > 1 for sequence in sequences):
             return {}
-        proposals = self._proposals(sequences)
+        rows = len(sequences)
+        proposals = self._proposals(sequences, cost.plain_step_s(rows))
         if not proposals:
             return {}
-        rows = len(sequences)
         plan = self._best_plan(sequences, proposals, cost, room=room, max_step_s=max_step_s)
         if not plan.length:
             cost.doubt_drafts(rows)
@@ -315,14 +326,18 @@ class SpecDecodePolicy:
                     drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
         return _before_triggers(drafts, sequences)
 
-    def _proposals(self, sequences: Collection[Sequence]) -> dict[int, DraftState]:
+    def _proposals(self, sequences: Collection[Sequence], step_s: float) -> dict[int, DraftState]:
+        """Where looking for drafts is a good part of a step, those that do not come true are asked seldom."""
         longest = self._max_tokens
+        seldom = len(sequences) * self.LOOKUP_S > self.MAX_LOOKUP * step_s
         if self._draft_model:  # its own time is in no cost: it drafts for few sequences at a time
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
         proposals: dict[int, DraftState] = {}
         for sequence in sequences:
-            drafts, room = sequence.drafts, min(longest, sequence.draft_room)
-            if drafts is not None and drafts.propose(sequence.tokens, room):
+            drafts = sequence.drafts
+            if drafts is None or (seldom and not drafts.is_due(len(sequence.tokens), longest)):
+                continue
+            if drafts.propose(sequence.tokens, min(longest, sequence.draft_room)):
                 proposals[sequence.seq_id] = drafts
         return proposals
 

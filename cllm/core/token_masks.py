@@ -79,7 +79,7 @@ class TokenMasks:
 
         `counts`: how many tokens of each request are computed.
         """
-        sampling = [each for each in running if counts.get(each.id, 0) == each.pending]
+        sampling = [each for each in running if each.masks and counts.get(each.id, 0) == each.pending]
         masks: dict[str, TokenMask] = {}
         failed: list[tuple[Sequence, CllmError]] = []
         constrained = [(each, grammar) for each in sampling if (grammar := each.grammar) is not None]

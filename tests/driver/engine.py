@@ -335,7 +335,7 @@ class StepDriver:
         """As a client does when the engine dies and is not replaced."""
         self.scheduler.fail_all(error)
         self.core.embedding.fail_all(error)
-        for output in self.core._take_outputs():
+        for output in (*self.scheduler.take_outputs(), *self.core.embedding.take_outputs()):
             self.answers[output.request_id].take(output)
 
 

@@ -15,11 +15,10 @@ from cllm.backend.base import Row, RowResult
 from cllm.backend.llama.candidates import (
     BatchCandidates,
     Candidates,
-    Logits,
     NothingLeft,
-    TopKPrefilter,
     best,
 )
+from cllm.backend.llama.logit_scan import Logits, LogitScan
 from cllm.backend.llama.sampler import LlamaSampler, log_probabilities
 from cllm.types import TokenLogprob
 
@@ -43,54 +42,17 @@ class _Work(NamedTuple):
     original: Logits  # before excluded tokens were taken out
 
 
-class SamplerScratch:
-    """What one thread needs to run sampler chains."""
-
-    def __init__(self, api: Any, vocabulary_size: int) -> None:
-        self._single = Candidates(api, vocabulary_size)
-        self._batched = BatchCandidates(api)
-
-    def sample(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
-        """Rows whose chains start with a prefilter are filtered together; the others run one by one."""
-        places: dict[int, int] = {}  # first line of a row -> where its candidates are
-        prefilters: list[TopKPrefilter] = []
-        for one in work:
-            prefilter = one.sampler.prefilter
-            if one.row.mask is None and not prefilter.adjusts and prefilter.narrows(logits.shape[1]):
-                places[one.first] = len(prefilters)
-                prefilters += [prefilter] * one.row.outputs
-        if prefilters and len(prefilters) < len(logits):
-            lines = [
-                one.first + place for one in work if one.first in places for place in range(one.row.outputs)
-            ]
-            logits = logits[lines]
-        if not prefilters or not self._batched.fill(logits, prefilters):
-            places = {}
-        return [
-            self._sample_batched(one, places[one.first]) if one.first in places else self._sample_single(one)
-            for one in work
-        ]
-
-    def _sample_batched(self, work: _Work, first: int) -> RowResult:
-        assert work.sampler.chain is not None
-        chain = work.sampler.chain.pointer  # without penalties, so it need not accept the token
-        return _verify(work, lambda place: self._batched.sample(chain, first + place))
-
-    def _sample_single(self, work: _Work) -> RowResult:
-        sampler, mask = work.sampler, work.row.mask
-        if sampler.chain is None:
-            return _verify(work, lambda place: best(work.logits[place], mask))
-        return _verify(work, lambda place: sampler.sample(work.logits[place], self._single, mask))
-
-
 class BatchSampler:
-    """Samples all rows of a step; chains on several threads where that pays, since they release the GIL."""
+    """Samples all rows of a step; on several threads where that pays, since NumPy and chains free the GIL."""
 
-    def __init__(self, api: Any, vocabulary_size: int, threads: int) -> None:
-        self._scratches = [SamplerScratch(api, vocabulary_size) for _ in range(threads)]
+    def __init__(self, api: Any, vocabulary_size: int, threads: int, scan: LogitScan | None = None) -> None:
+        self._scan = scan or LogitScan()
+        self._candidates = [Candidates(api, vocabulary_size) for _ in range(threads)]
+        self._batched = BatchCandidates(api, self._scan)
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
 
     def close(self) -> None:
+        self._scan.close()
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -110,32 +72,91 @@ class BatchSampler:
 
     def _sample(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
         """`logits` holds one line per output."""
+        if (tokens := self._sample_greedy(rows, logits)) is not None:
+            return tuple(RowResult((token,)) for token in tokens)
         work = _make_work(rows, logits)
-        plain = [one for one in work if one.row.mask is None and one.sampler.chain is None]
         found: dict[int, RowResult] = {}
+        plain = [one for one in work if one.row.mask is None and one.sampler.chain is None]
         if 2 * len(plain) > len(work):  # in one go over all lines, unless most of them are others'
-            likeliest = logits.argmax(axis=1).tolist()
+            likeliest = self._scan.likeliest(logits)
             for one in plain:
-                found[one.first] = _verify(one, likeliest[one.first :].__getitem__)
+                if one.row.outputs == 1 and not one.row.logprobs:
+                    found[one.first] = RowResult((likeliest[one.first],))
+                else:
+                    found[one.first] = _verify(one, likeliest[one.first :].__getitem__)
+        self._sample_prefiltered([one for one in work if one.first not in found], logits, found)
         others = [one for one in work if one.first not in found]
         if others:
-            results = self._run_chains(others, logits)
+            results = self._run_chains(others)
             found.update((one.first, result) for one, result in zip(others, results, strict=True))
         if len(work) == len(rows):
             return tuple(found[one.first] for one in work)
         by_sequence = {one.row.seq_id: found[one.first] for one in work}
         return tuple(by_sequence.get(row.seq_id, _NOTHING) for row in rows)
 
-    def _run_chains(self, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
-        threads = min(len(self._scratches), len(work))
+    def _sample_greedy(self, rows: Sequence[Row], logits: Logits) -> list[int] | None:
+        """The tokens where every row is greedy and wants one, the usual case; otherwise None."""
+        if len(rows) != len(logits):
+            return None
+        excluded = None
+        for row in rows:
+            sampler = row.sampler
+            assert isinstance(sampler, LlamaSampler)
+            if sampler.chain is not None or row.outputs != 1 or row.mask is not None or row.logprobs:
+                return None
+            if excluded is None:
+                excluded = sampler.excluded
+            elif excluded is not sampler.excluded:
+                return None
+        if excluded is not None and len(excluded):
+            logits[:, excluded] = -np.inf
+        return self._scan.likeliest(logits)
+
+    def _sample_prefiltered(self, work: Sequence[_Work], logits: Logits, found: dict[int, RowResult]) -> None:
+        """Rows whose chains start with a prefilter are filtered together."""
+        narrow = [
+            one
+            for one in work
+            if one.row.mask is None
+            and not one.sampler.prefilter.adjusts
+            and one.sampler.prefilter.narrows(logits.shape[1])
+        ]
+        prefilters = [one.sampler.prefilter for one in narrow for _ in range(one.row.outputs)]
+        if not prefilters:
+            return
+        started = time.perf_counter()
+        if len(prefilters) < len(logits):
+            logits = logits[[one.first + place for one in narrow for place in range(one.row.outputs)]]
+        try:
+            if not self._batched.fill(logits, prefilters):
+                return
+        except Exception:
+            log.exception("the candidates of %d rows could not be found", len(narrow))
+            return
+        each_s = (time.perf_counter() - started) / len(prefilters)
+        first = 0
+        for one in narrow:
+            found[one.first] = self._sample_batched(one, first, each_s)
+            first += one.row.outputs
+
+    def _sample_batched(self, work: _Work, first: int, each_s: float) -> RowResult:
+        assert work.sampler.chain is not None
+        chain = work.sampler.chain.pointer  # without penalties, so it need not accept the token
+        result = _verify(work, lambda place: self._batched.sample(chain, first + place))
+        work.sampler.seconds += each_s
+        return result._replace(sample_s=result.sample_s + each_s * work.row.outputs)
+
+    def _run_chains(self, work: Sequence[_Work]) -> list[RowResult]:
+        """Rows one by one, on several threads where that pays."""
+        threads = min(len(self._candidates), len(work))
         expected_s = sum(one.sampler.seconds * one.row.outputs for one in work)
         total = sum(one.logits.size for one in work)
         pays = expected_s > MIN_THREADED_S or total > MIN_THREADED_LOGITS
         if self._pool is None or threads == 1 or not pays:
-            return _isolated(self._scratches[0], work, logits)
+            return _isolated(self._candidates[0], work)
 
         def share(number: int) -> list[RowResult]:
-            return _isolated(self._scratches[number], work[number::threads], logits)
+            return _isolated(self._candidates[number], work[number::threads])
 
         started = time.perf_counter()
         others = [self._pool.submit(share, number) for number in range(1, threads)]
@@ -186,13 +207,20 @@ def _make_work(rows: Sequence[Row], logits: Logits) -> list[_Work]:
     return work
 
 
-def _isolated(scratch: SamplerScratch, work: Sequence[_Work], logits: Logits) -> list[RowResult]:
+def _isolated(candidates: Candidates, work: Sequence[_Work]) -> list[RowResult]:
     """A failure here ends these rows, not the step: samplers of other rows have drawn, and cannot again."""
     try:
-        return scratch.sample(work, logits)
+        return [_sample_single(candidates, one) for one in work]
     except Exception:
         log.exception("%d rows could not be sampled", len(work))
         return [RowResult(error=FAILED) for _ in work]
+
+
+def _sample_single(candidates: Candidates, work: _Work) -> RowResult:
+    sampler, mask = work.sampler, work.row.mask
+    if sampler.chain is None:
+        return _verify(work, lambda place: best(work.logits[place], mask))
+    return _verify(work, lambda place: sampler.sample(work.logits[place], candidates, mask))
 
 
 def _verify(work: _Work, sample: Callable[[int], int]) -> RowResult:

@@ -6,17 +6,14 @@ import ctypes
 import math
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cllm.backend.llama.logit_scan import GROUP, Ids, Logits, LogitScan
 from cllm.types import SamplingParams, TokenMask
 
-Logits = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
-GROUP = 64  # tokens that are looked at by their maximum first
-MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
+_SCAN = LogitScan()  # of one row: threads would not pay
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _CANDIDATE_ARRAY = np.dtype(
     [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.uint64)]
@@ -116,71 +113,25 @@ class Candidates:
             return None
         if mask is not None:
             logits = np.where(mask, logits, np.float32(-np.inf))
-        found = reaching(logits[None], (prefilter,))
+        found = _SCAN.reaching(logits[None], [(prefilter.top_k, prefilter.gap)])
         if found is None or adjusted is None:
             return found.ids if found is not None else None
         return np.union1d(found.ids, adjusted if mask is None else adjusted[mask[adjusted]])
 
 
-class Reaching(NamedTuple):
-    """The tokens of several rows that reach their row's threshold: row after row, in order of id."""
-
-    ids: Ids
-    logits: Logits
-    bounds: Ids  # where each row begins, and the end
-
-
-def reaching(logits: Logits, prefilters: Sequence[TopKPrefilter]) -> Reaching | None:
-    """What can survive prefilters that narrow each row, and a few more; None where that may be most of it.
-
-    A vocabulary is dealt to groups as cards are. The n-th best of the groups' maxima is a threshold that at
-    least n tokens reach, so the n likeliest all lie in groups whose maximum reaches it. All rows together:
-    what NumPy takes for a call would be most of it otherwise.
-    """
-    rows, size = logits.shape
-    groups = size // GROUP
-    maxima = logits[:, : groups * GROUP].reshape(rows, GROUP, groups).max(axis=1)
-    rest = logits[:, groups * GROUP :]
-    thresholds = _thresholds(maxima, rest, prefilters)
-    reached, group = np.nonzero(maxima >= thresholds[:, None])
-    if len(reached) * GROUP > max(size, rows * MAX_CANDIDATES):
-        return None
-    members = (reached * size + group)[:, None] + np.arange(0, groups * GROUP, groups)
-    flat = logits.ravel()
-    places = members[flat[members] >= thresholds[reached][:, None]]
-    if rest.shape[1]:
-        row, column = np.nonzero(rest >= thresholds[:, None])
-        places = np.concatenate((places, row * size + groups * GROUP + column))
-    places.sort()
-    bounds = np.searchsorted(places, np.arange(rows + 1) * size)
-    return Reaching(places % size, flat[places], bounds)
-
-
-def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[TopKPrefilter]) -> Logits:
-    """What the logits of each row must reach."""
-    groups = maxima.shape[1]
-    kept = [groups - (prefilter.top_k or 1) for prefilter in prefilters]
-    ordered = np.partition(maxima, sorted(set(kept)), axis=1)
-    thresholds: Logits = ordered[np.arange(len(prefilters)), kept]
-    if any(prefilter.gap for prefilter in prefilters):
-        best = maxima.max(axis=1) if not rest.shape[1] else np.maximum(maxima.max(axis=1), rest.max(axis=1))
-        gaps = np.array([prefilter.gap for prefilter in prefilters], np.float32)
-        thresholds = np.where(gaps > 0, best - gaps, thresholds)
-    return thresholds
-
-
 class BatchCandidates:
-    """Room for the candidates of many rows, prefiltered together. Each thread that samples has its own."""
+    """Room for the candidates of many rows, prefiltered together."""
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self, api: Any, scan: LogitScan) -> None:
         self._api = api
+        self._scan = scan
         self._data = np.zeros(0, _CANDIDATE)
         self._arrays: Any = ()
         self._view = np.zeros(0, _CANDIDATE_ARRAY)
 
     def fill(self, logits: Logits, prefilters: Sequence[TopKPrefilter]) -> bool:
         """Prepare `sample` for these rows; False where they are to be sampled one by one."""
-        found = reaching(logits, prefilters)
+        found = self._scan.reaching(logits, [(each.top_k, each.gap) for each in prefilters])
         if found is None:
             return False
         if len(self._arrays) < len(prefilters):

@@ -54,6 +54,7 @@ class Library:
 
     def __init__(self, directory: Path, api: Any) -> None:
         self.api = api
+        self.directory = directory
         self._declare_threadpools(directory)
         # llama.cpp keeps the pointer for the life of the process, and so does this object.
         self._log_callback = api.llama_log_callback(_log_line)

@@ -30,6 +30,7 @@ from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cutta
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
+from cllm.backend.llama.logit_scan import make_logit_scan
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
@@ -77,11 +78,16 @@ class LlamaRunner(ModelRunner):
         self._open.callback(deferred_frees.free_all)
         self.info = self._model.info(config.chat_template, generates=self._context.generates)
         self.limits = self._read_limits(config)
+        layers = config.gpu_layers
+        all_offloaded = layers < 0 or layers > self.info.layers
+        self.asynchronous = all_offloaded and bool(self._api.llama_supports_gpu_offload())
         self.vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self.vocabulary.ends), np.int32)
+        self._no_tokens = self._ends[:0]
         self._batch = NativeBatch(self._api, self.limits.batch_tokens, self.limits.sequences)
-        threads = min(MAX_SAMPLER_THREADS, config.threads or default_threads())
-        self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads)
+        threads = min(MAX_SAMPLER_THREADS, default_threads())
+        scan = make_logit_scan(library.directory, threads)
+        self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads, scan)
         self._open.callback(self.batch_sampler.close)
         context = self.limits.sequence_cells
         self._dry = DryPrototypes(self._api, self.vocabulary.pointer, context, deferred_frees)
@@ -210,7 +216,7 @@ class LlamaRunner(ModelRunner):
             size = self.vocabulary.size
             pointer = build_chain(self._api, params, dry=self._dry, vocabulary_size=size, context=context)
             chain = Owned(pointer, self._api.llama_sampler_free, self._deferred_frees)
-        excluded = self._ends if params.ignore_eos else self._ends[:0]
+        excluded = self._ends if params.ignore_eos else self._no_tokens
         return LlamaSampler(self._api, params, chain, excluded, context)
 
     def next_position(self, seq_id: int) -> int:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.llama.candidates import Candidates, Logits, TopKPrefilter
+from cllm.backend.llama.candidates import Candidates, TopKPrefilter
 from cllm.backend.llama.library import DeferredFrees, Owned
+from cllm.backend.llama.logit_scan import Logits
 from cllm.types import SamplingParams, TokenLogprob, TokenMask
 
 MAX_ADJUSTED = 512  # tokens: with more, the prefilter hardly narrows

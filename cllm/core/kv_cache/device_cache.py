@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cllm.core.kv_cache.prefix_index import CachedPrefix, Checkpoint, PrefixTier
-from cllm.core.sequence import CellSegment, SlotPool
+from cllm.core.sequence import CellSegment
+from cllm.core.slot_pool import SlotPool
 
 
 class SlotContent(CachedPrefix):

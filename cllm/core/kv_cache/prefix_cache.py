@@ -20,7 +20,8 @@ from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut
 from cllm.core.kv_cache.slot_choice import SlotChoice
 from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
-from cllm.core.sequence import Sequence, SlotPool, count_cells
+from cllm.core.sequence import Sequence, count_cells
+from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import StepCostModel
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from cllm.backend.base import KVState, ModelRunner
 from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
 from cllm.core.kv_cache.transfer import KVTransfer
-from cllm.core.sequence import Sequence, SlotPool, count_cells
+from cllm.core.sequence import Sequence, count_cells
+from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import TILE, RunningMedian, StepCostModel
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Drafter
-from cllm.core.sequence import Sequence, SlotLease, SlotPool
+from cllm.core.sequence import Sequence
+from cllm.core.slot_pool import SlotLease, SlotPool
 from cllm.core.spec_decode import DraftState, SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import StepCostModel
 from cllm.testing import FakeRunner

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cllm.core.sequence import SlotLease, SlotPool
+from cllm.core.slot_pool import SlotLease, SlotPool
 from cllm.errors import IntegrityError
 from cllm.testing import FakeRunner
 

@@ -1,0 +1,161 @@
+"""`python -m bench.gpu OUT`: the table of a GPU machine, row by row; what is in OUT is not measured again.
+
+Each row is a model, a server and a number of streams: tokens per second while all streams generate, and end
+to end. Servers run side by side and take turns, so that each ratio is of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from bench.figures import LoadResult, decode_rate, first_tokens, percentile
+from bench.gpu import models
+from bench.load import run_load
+from bench.peers import Peer, RunningPeer, ServerSettings, cllm_peer, llama_server_peer, running
+from bench.wire import OpenAIApi
+from bench.workloads import BenchRequest, single_requests
+from bench.workloads.text import words
+
+PROMPT, OUTPUT, SLOTS, CELLS = 64, 512, 64, 1024
+STREAMS = {"0.6B": (1, 8, 32, 64), "8B": (1, 8, 64)}
+WARM_UP = 16  # tokens
+
+
+class Table:
+    """The rows that are measured, in a file that grows."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.rows: list[dict[str, Any]] = []
+        if file.exists():
+            self.rows = [json.loads(line) for line in file.read_text().splitlines()]
+
+    def has(self, **key: Any) -> bool:
+        return any(row.items() >= key.items() for row in self.rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with self._file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+def make_peers(model: Path, llama_server: Path | None, logs: Path) -> dict[str, Peer]:
+    settings = ServerSettings(model, SLOTS, SLOTS * CELLS, prompt_cache=True)
+    api = OpenAIApi()
+    peers = {
+        "cllm, drafts off": cllm_peer(settings, None, api, ("--draft-tokens", "0")),
+        "cllm": cllm_peer(settings, None, api),
+    }
+    if llama_server is not None:
+        peers["llama-server"] = llama_server_peer(settings, llama_server)
+    return peers
+
+
+def measure(server: RunningPeer, streams: int, output: int, temperature: float, salt: str) -> LoadResult:
+    requests = [
+        BenchRequest(words(f"{salt} {number}", PROMPT * 3 // 4), output, temperature)
+        for number in range(streams)
+    ]
+    return run_load(server.address, server.peer.api, single_requests("gpu", requests, streams))
+
+
+def bare_rows(table: Table, name: str, model: Path, rounds: int, output: int) -> None:
+    left = [streams for streams in STREAMS[name] if not table.has(model=name, server="bare", streams=streams)]
+    if not left:
+        return
+    numbers = map(str, (PROMPT, output, rounds, *left))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu.bare", str(model), *numbers], stdout=subprocess.PIPE, check=True
+    )
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        table.add({"model": name, "server": "bare", "temperature": 0.0, **found})
+
+
+def server_rows(
+    table: Table, name: str, peers: dict[str, Peer], logs: Path, rounds: int, output: int, deadline: float
+) -> None:
+    """Rows of all servers of one model; they take turns."""
+    wanted = [
+        (streams, temperature, label)
+        for streams in STREAMS[name]
+        for temperature in ((0.0, 0.8) if streams == SLOTS else (0.0,))
+        for label in peers
+        if not table.has(model=name, server=label, streams=streams, temperature=temperature)
+    ]
+    if not wanted:
+        return
+    with ExitStack() as stack:
+        servers = {
+            label: stack.enter_context(running(peer, logs / f"{name} {label}.log".replace(" ", "-")))
+            for label, peer in peers.items()
+            if any(label == each[2] for each in wanted)
+        }
+        for server in servers.values():
+            measure(server, SLOTS, WARM_UP, 0.0, "warm-up")
+        for streams, temperature in dict.fromkeys(each[:2] for each in wanted):
+            if time.monotonic() > deadline:
+                print("out of time: the rest next time", flush=True)
+                return
+            labels = [label for *key, label in wanted if tuple(key) == (streams, temperature)]
+            loads: dict[str, list[LoadResult]] = {label: [] for label in labels}
+            for number in range(rounds):
+                for label in labels:
+                    if label == "llama-server" and number and streams == SLOTS:
+                        continue  # it takes a minute; once is enough
+                    salt = f"{name} {streams} {temperature} {number}"
+                    loads[label].append(measure(servers[label], streams, output, temperature, salt))
+            for label, found in loads.items():
+                errors = [error for load in found for error in load.errors]
+                table.add(
+                    {
+                        "model": name,
+                        "server": label,
+                        "streams": streams,
+                        "temperature": temperature,
+                        "tokens_per_second": decode_rate(found),
+                        "end_to_end": median(load.tokens_per_second for load in found),
+                        "first_token_ms": 1e3
+                        * percentile([each for load in found for each in first_tokens([load])], 50),
+                        "errors": len(errors),
+                        "error": errors[0] if errors else "",
+                    }
+                )
+
+
+def main(
+    out: Path,
+    vocabulary: Annotated[Path, typer.Option(help="GGUF file with the tokenizer")],
+    llama_server: Annotated[Path | None, typer.Option()] = None,
+    model: Annotated[list[str] | None, typer.Option(help="0.6B or 8B; none: both")] = None,
+    rounds: Annotated[int, typer.Option()] = 3,
+    output: Annotated[int, typer.Option(help="Tokens of an answer")] = OUTPUT,
+    budget_s: Annotated[float, typer.Option(help="No row is begun after this")] = 480.0,
+    folder: Annotated[Path, typer.Option(help="Where the models are made")] = Path("/tmp"),
+) -> None:
+    """Measure what is not yet in OUT/rows.jsonl."""
+    deadline = time.monotonic() + budget_s
+    out.mkdir(parents=True, exist_ok=True)
+    table = Table(out / "rows.jsonl")
+    for name in model or list(models.SIZES):
+        path = folder / f"random-{name}.gguf"
+        if not path.exists():
+            started = time.monotonic()
+            models.make(path, name, vocabulary)
+            print(f"made {path.name} in {time.monotonic() - started:.0f} s", flush=True)
+        bare_rows(table, name, path, rounds, output)
+        server_rows(table, name, make_peers(path, llama_server, out), out / "logs", rounds, output, deadline)
+
+
+if __name__ == "__main__":
+    typer.run(main)

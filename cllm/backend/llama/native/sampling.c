@@ -1,0 +1,229 @@
+/* Passes over the logits of a step, on several threads: what NumPy cannot do without the GIL in between.
+ *
+ * A pool sleeps between steps. The caller takes part in each pass and then spins for the last part: a thread
+ * that is put to sleep comes back on another core, with cold caches, and the GPU waits for it meanwhile.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define GROUP 256 /* tokens that are looked at by their maximum first */
+#define BLOCK 4096 /* the same, for a single token: they stay in the nearest cache */
+
+typedef struct pool {
+    int count; /* threads, without the caller */
+    pthread_t *threads;
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+    unsigned pass; /* its number; under the mutex */
+    int wanted;    /* threads that take part in it */
+    int closing;
+    void (*row)(struct pool *, int);
+    atomic_int next, done;
+    int rows, width;
+    const float *logits;
+    /* cllm_argmax */
+    int32_t *tokens;
+    /* cllm_reach */
+    const int32_t *top_k;
+    const float *gaps;
+    int capacity;
+    int32_t *ids, *counts;
+    float *values;
+} pool;
+
+static void work(pool *p) {
+    int row;
+    while ((row = atomic_fetch_add(&p->next, 1)) < p->rows) {
+        p->row(p, row);
+        atomic_fetch_add(&p->done, 1);
+    }
+}
+
+static void *run(void *argument) {
+    pool *p = argument;
+    unsigned seen = 0;
+    pthread_mutex_lock(&p->mutex);
+    for (;;) {
+        while (!p->closing && (p->pass == seen || p->wanted == 0)) {
+            seen = p->pass;
+            pthread_cond_wait(&p->wake, &p->mutex);
+        }
+        if (p->closing) break;
+        seen = p->pass;
+        p->wanted--;
+        pthread_mutex_unlock(&p->mutex);
+        work(p);
+        pthread_mutex_lock(&p->mutex);
+    }
+    pthread_mutex_unlock(&p->mutex);
+    return NULL;
+}
+
+static void pass(pool *p, int threads, void (*row)(pool *, int)) {
+    int others = threads - 1 < p->count ? threads - 1 : p->count;
+    pthread_mutex_lock(&p->mutex);
+    p->row = row;
+    atomic_store(&p->done, 0);
+    atomic_store(&p->next, 0);
+    p->pass++;
+    p->wanted = others;
+    pthread_mutex_unlock(&p->mutex);
+    for (int i = 0; i < others; i++) pthread_cond_signal(&p->wake);
+    work(p);
+    while (atomic_load(&p->done) < p->rows) {
+    }
+    /* One that wakes too late finds no row: `next` is beyond them until the next pass, which has the mutex. */
+    pthread_mutex_lock(&p->mutex);
+    p->wanted = 0;
+    pthread_mutex_unlock(&p->mutex);
+}
+
+pool *cllm_pool_new(int threads) {
+    pool *p = calloc(1, sizeof(pool));
+    if (!p) return NULL;
+    p->threads = calloc((size_t)threads, sizeof(pthread_t));
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->wake, NULL);
+    while (p->threads && p->count < threads - 1) {
+        if (pthread_create(&p->threads[p->count], NULL, run, p)) break; /* then with fewer */
+        p->count++;
+    }
+    return p;
+}
+
+void cllm_pool_free(pool *p) {
+    pthread_mutex_lock(&p->mutex);
+    p->closing = 1;
+    pthread_cond_broadcast(&p->wake);
+    pthread_mutex_unlock(&p->mutex);
+    for (int i = 0; i < p->count; i++) pthread_join(p->threads[i], NULL);
+    pthread_mutex_destroy(&p->mutex);
+    pthread_cond_destroy(&p->wake);
+    free(p->threads);
+    free(p);
+}
+
+#if defined(__AVX512F__)
+#define VECTOR 64
+#elif defined(__AVX__)
+#define VECTOR 32
+#else
+#define VECTOR 16
+#endif
+#define LANES (VECTOR / 4)
+#define CHAINS 4 /* of comparisons that do not wait for each other */
+typedef float floats __attribute__((vector_size(VECTOR)));
+typedef int32_t words __attribute__((vector_size(VECTOR)));
+
+/* The larger of each lane; that of `best` where a value is not a number. */
+static inline floats larger(floats best, floats values) {
+    words mask = values > best;
+    return (floats)(((words)values & mask) | ((words)best & ~mask));
+}
+
+static float maximum(const float *values, int count) {
+    float best = values[0];
+    int at = 0;
+    if (count >= CHAINS * LANES) {
+        floats tops[CHAINS], more[CHAINS];
+        memcpy(tops, values, sizeof tops);
+        for (at = CHAINS * LANES; at + CHAINS * LANES <= count; at += CHAINS * LANES) {
+            memcpy(more, values + at, sizeof more);
+            for (int chain = 0; chain < CHAINS; chain++) tops[chain] = larger(tops[chain], more[chain]);
+        }
+        for (int chain = 1; chain < CHAINS; chain++) tops[0] = larger(tops[0], tops[chain]);
+        for (int lane = 0; lane < LANES; lane++) best = tops[0][lane] > best ? tops[0][lane] : best;
+    }
+    for (; at < count; at++) best = values[at] > best ? values[at] : best;
+    return best;
+}
+
+static void argmax_row(pool *p, int row) {
+    const float *line = p->logits + (size_t)row * p->width;
+    float best = line[0];
+    int begin = 0; /* of the first block that has the best */
+    for (int at = 0; at < p->width; at += BLOCK) {
+        float top = maximum(line + at, p->width - at < BLOCK ? p->width - at : BLOCK);
+        if (top > best) best = top, begin = at;
+    }
+    while (begin + 1 < p->width && !(line[begin] >= best)) begin++;
+    p->tokens[row] = begin;
+}
+
+/* The likeliest token of each row; of equals the first. */
+void cllm_argmax(pool *p, int threads, const float *logits, int rows, int width, int32_t *tokens) {
+    p->logits = logits, p->rows = rows, p->width = width, p->tokens = tokens;
+    pass(p, threads, argmax_row);
+}
+
+/* The rank-th largest of some values, which are reordered. */
+static float select_largest(float *values, int count, int rank) {
+    int low = 0, high = count - 1, wanted = rank - 1;
+    while (low < high) {
+        float pivot = values[(low + high) / 2];
+        int i = low, j = high;
+        while (i <= j) {
+            while (values[i] > pivot) i++;
+            while (values[j] < pivot) j--;
+            if (i <= j) {
+                float swapped = values[i];
+                values[i++] = values[j], values[j--] = swapped;
+            }
+        }
+        if (wanted <= j) high = j;
+        else if (wanted >= i) low = i;
+        else break;
+    }
+    return values[wanted];
+}
+
+static void reach_row(pool *p, int row) {
+    const float *line = p->logits + (size_t)row * p->width;
+    int groups = (p->width + GROUP - 1) / GROUP, count = 0;
+    int32_t *ids = p->ids + (size_t)row * p->capacity;
+    float *values = p->values + (size_t)row * p->capacity;
+    float *maxima = malloc(2 * (size_t)groups * sizeof(float));
+    p->counts[row] = -1;
+    if (!maxima) return;
+    for (int group = 0; group < groups; group++) {
+        int at = group * GROUP;
+        maxima[group] = maximum(line + at, p->width - at < GROUP ? p->width - at : GROUP);
+    }
+    float threshold;
+    if (p->top_k[row] > 0) {
+        if (p->top_k[row] > groups) {
+            free(maxima);
+            return;
+        }
+        memcpy(maxima + groups, maxima, (size_t)groups * sizeof(float));
+        threshold = select_largest(maxima + groups, groups, p->top_k[row]);
+    } else {
+        threshold = maximum(maxima, groups) - p->gaps[row];
+    }
+    for (int group = 0; group < groups; group++) {
+        if (!(maxima[group] >= threshold)) continue;
+        int end = (group + 1) * GROUP < p->width ? (group + 1) * GROUP : p->width;
+        for (int at = group * GROUP; at < end; at++) {
+            if (!(line[at] >= threshold)) continue;
+            if (count == p->capacity) {
+                free(maxima);
+                return;
+            }
+            ids[count] = at, values[count++] = line[at];
+        }
+    }
+    free(maxima);
+    p->counts[row] = count;
+}
+
+/* The tokens of each row that reach a threshold which at least its `top_k` likeliest reach, or the best less
+ * its gap; in order of id. A count of -1: there are more than `capacity`, or NaN is among them. */
+void cllm_reach(pool *p, int threads, const float *logits, int rows, int width, const int32_t *top_k,
+                const float *gaps, int capacity, int32_t *ids, float *values, int32_t *counts) {
+    p->logits = logits, p->rows = rows, p->width = width, p->top_k = top_k, p->gaps = gaps;
+    p->capacity = capacity, p->ids = ids, p->values = values, p->counts = counts;
+    pass(p, threads, reach_row);
+}
