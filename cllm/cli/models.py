@@ -16,17 +16,9 @@ from cllm.errors import CllmError, ModelFileError
 from cllm.models.catalog import CatalogEntry, list_models
 from cllm.models.files import format_size
 from cllm.models.reference import HubReference, parse_hub
+from cllm.models.removal import find_incomplete, find_parts, find_users, plan_removal, remove
 from cllm.models.resolve import find_by_name, find_in_folder, is_path
-from cllm.models.store import (
-    StoredModel,
-    find_parts,
-    find_stored,
-    find_users,
-    plan_removal,
-    remove,
-    scan,
-    scan_folder,
-)
+from cllm.models.store import StoredModel, find_stored, scan, scan_folder
 
 _WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
 ModelDirs = Annotated[
@@ -55,6 +47,11 @@ def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
         for entry in entries
     ]
     print_columns(("name", "quant", "size", "architecture", "where"), rows)
+    for name, (here, size) in find_incomplete().items():
+        shown = f"{format_size(here)} of {format_size(size)}"
+        typer.echo(
+            f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes it", err=True
+        )
 
 
 def _fail(error: Exception) -> typer.Exit:

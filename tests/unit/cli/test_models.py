@@ -132,7 +132,9 @@ def test_rm_refuses_what_is_loaded_and_removes_parts(
     assert "is used by process 42 (python -m cllm serve); end it first" in error
     hub.faults["416"] = 100
     run("pull", "hf:Example/Big", code=2)
+    assert "incomplete: hf:Example/Big, 0 B of 3.0 MB; `cllm pull` continues" in run("list").stderr
     assert "not complete" in run("rm", "--yes", "hf:Example/Big").stderr
+    assert "incomplete" not in run("list").stderr
     assert "is not on this machine" in run("rm", "--yes", "hf:Example/Big", code=2).stderr
 
 

@@ -16,7 +16,8 @@ from cllm.models.download import Download
 from cllm.models.hub import make_hub
 from cllm.models.pull import Pull, PullOptions, ensure, find_model, locked
 from cllm.models.reference import HubReference, parse_hub
-from cllm.models.store import find_parts, hf_cache
+from cllm.models.removal import find_parts
+from cllm.models.store import hf_cache
 from tests.driver.hub import COMMIT, TOKEN, FakeHub
 from tests.unit.models.conftest import BIG_BYTES, REPO, SPLIT_REPO
 
