@@ -25,7 +25,7 @@ def header(tiny: dict[str, bytes], tmp_path: Path) -> GgufHeader:
 @pytest.fixture
 def available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 500 * MIB)
-    monkeypatch.setattr(memory, "supports_gpu", lambda: False)
+    monkeypatch.setattr(memory, "supports_gpu", lambda: False, raising=False)
 
 
 def test_contexts_by_the_number_of_requests(header: GgufHeader, available: None) -> None:
@@ -43,6 +43,6 @@ def test_the_largest_quantisation_that_fits_is_suggested(header: GgufHeader, ava
 
 def test_what_does_not_fit_says_the_sum(header: GgufHeader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 20 * MIB)
-    monkeypatch.setattr(memory, "supports_gpu", lambda: False)
+    monkeypatch.setattr(memory, "supports_gpu", lambda: False, raising=False)
     fit = ModelFit(header)
     assert not fit.fits and fit.describe().startswith("does not fit: model ") and fit.contexts() == []

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cllm.errors import ModelFileError
+from cllm.backend.llama import memory
+from cllm.config import EngineConfig
+from cllm.errors import ModelFileError, NotEnoughMemory
 from cllm.models.resolve import find_by_name, resolve
+from cllm.models.store import hf_cache
 from tests.driver.hub import FakeHub
 from tests.unit.models.conftest import REPO
 
@@ -64,6 +67,19 @@ def test_the_name_of_a_pulled_model(hub: FakeHub) -> None:
     path = resolve(f"hf:{REPO}:Q8_0")
     for name in (f"hf:{REPO}:Q8_0", f"{REPO}:q8_0".lower(), "Tiny-Llama-GGUF", "tiny-llama-q8_0"):
         assert resolve(name) == path
+
+
+def test_a_model_that_would_not_fit_is_refused_before_it_is_pulled(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=f"hf:{REPO}", gpu_layers=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "available_memory", lambda: 10 << 20)
+        with pytest.raises(NotEnoughMemory, match="not enough memory: model "):
+            memory.prepare(config)
+    assert not list(hf_cache().rglob("*.gguf"))
+    ready = memory.prepare(config)
+    assert ready.model.endswith("tiny-llama-Q4_K_M.gguf")  # the name of the link, not of its blob
 
 
 def test_an_ambiguous_name_lists_the_candidates(folder: Path) -> None:
