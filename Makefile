@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 # Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
-BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py options.py toolchain.py)
+BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py gpus.py module.py options.py sampling.c sampling.py toolchain.py)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -105,6 +105,10 @@ pull: .venv/ready ## 1 GB from a hub on loopback, killed 20 times; its speed bes
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
 
+gpu-test: .venv/ready-test ## a second backend: builds the Vulkan module (minutes, once), runs it on a GPU or on Mesa's software device
+	.venv/bin/cllm build --gpu vulkan
+	GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0} .venv/bin/python -m pytest -n 0 tests/soak/gpu.py tests/soak/gpu_placement.py $(ARGS)
+
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
 
@@ -130,4 +134,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits doctor firsttoken clean templates first-bytes llama-server pull agents
+.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server pull agents

@@ -19,6 +19,11 @@ from cllm.fields import StructKind, parse_fields
 KV_TYPE = "^(f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl)$"
 LEVELS = "(?i)^(debug|info|warning|error)$"
 POOLING = "^(mean|cls|last|rank|none)?$"
+LAYERS = "^(auto|all)$"
+MODES = "^(none|layer|row)$"
+SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$"
+TARGET_ITL_MS = 250  # where a layer is computed by the CPU
+GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
@@ -60,7 +65,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str, _file("Jinja chat template that replaces the model's own: a file, or a name as chatml, llama3.")
     ] = ""
-    gpu_layers: Annotated[int, _option("Layers to offload to the GPU, if supported. -1: all.", -1)] = -1
+    gpu_layers: Annotated[
+        Annotated[int, Meta(ge=-1)] | Annotated[str, Meta(pattern=LAYERS)],
+        _option("Layers on GPUs, the output is one: a number, all, or auto: as many as fit.", metavar="N"),
+    ] = "auto"
+    tensor_split: Annotated[
+        str, _rare("Parts of the layers that each GPU gets, as 3,1. Default: by free memory.", pattern=SPLIT)
+    ] = ""
+    split_mode: Annotated[
+        str,
+        _rare(
+            "Several GPUs: layer (whole layers on each), row (rows of each matrix) or none.", pattern=MODES
+        ),
+    ] = "layer"
+    main_gpu: Annotated[int, _rare("The GPU of --split-mode none, and of a draft model.", 0, 64)] = 0
+    n_cpu_moe: Annotated[
+        int, _rare("Layers, from the first, whose experts (MoE) stay in the host's memory.", 0, 4096)
+    ] = 0
     threads: Annotated[int, _option("Compute threads. 0: one per core, fewer if others compute.", 0, 512)] = 0
     max_threads: Annotated[int, _rare("Upper limit of --threads 0. 0: the number of cores.", 0, 512)] = 0
     poll: Annotated[int, _rare("Busy-waiting of idle compute threads, 0 to 100.", 0, 100)] = 50
@@ -98,7 +119,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     batch_tokens: Annotated[int, _option("Token limit of one step; largest prefill chunk.", 32, 65536)] = 512
-    target_itl_ms: Annotated[int, _option("Inter-token latency that chunked prefill must keep, ms.", 1)] = 250
+    target_itl_ms: Annotated[
+        int,
+        _option("Inter-token latency that chunked prefill must keep, ms. 0: 250, all layers on GPUs: 50.", 0),
+    ] = 0
     unified_kv: Annotated[bool, _rare("One KV pool for all requests, not one KV stream each.")] = False
     cache_type_k: Annotated[str, _option("KV cache type of keys: f16, bf16, q8_0 …", pattern=KV_TYPE)] = "f16"
     cache_type_v: Annotated[
@@ -142,6 +166,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[
         str, _file("GGUF file of a draft model with the same vocabulary. Default: n-gram lookup.")
     ] = ""
+
+
+def target_itl_s(config: EngineConfig) -> float:
+    """Seconds of inter-token latency that chunked prefill must keep."""
+    return (config.target_itl_ms or TARGET_ITL_MS) / 1000
 
 
 def slot_count(config: EngineConfig) -> int:

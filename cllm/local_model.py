@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cllm.backend.base import ModelRunner
-from cllm.backend.llama.memory import prepare
-from cllm.backend.llama.probe import find_working
+from cllm.backend.llama.probe import find_ready
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.chat.options import check_names
 from cllm.config import EngineConfig, make_config
@@ -63,7 +62,7 @@ class LocalModel:
         config = make_config(EngineConfig, asked | paths)
         if make_runner is None:
             # The library is probed in a child process: if it crashes, the caller's process lives on.
-            ready = find_working(prepare(config), log.info)
+            ready = find_ready(config, log.info)
             defaults = msgspec.structs.asdict(EngineConfig())
             chosen = {name for name, value in defaults.items() if getattr(config, name) != value}
             ready = with_remembered(config, ready, frozenset(chosen.union(settings)))

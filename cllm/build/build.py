@@ -1,9 +1,10 @@
 """The native build: llama.cpp compiled into a library for this machine, once.
 
-    python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable] [--with-server]
+    python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable] [--with-server] [--gpu auto]
 
 Only what is loaded is built (libllama, and ggml for the CPU), with the flags that this CPU and compiler
 need. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
+With `--gpu` a module for the GPU is built beside it (`cllm.build.module`).
 Standard library only: this runs before the dependencies are installed.
 """
 
@@ -23,14 +24,25 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from cllm.build import toolchain
+from cllm.build.gpus import find_gpus
+from cllm.build.module import (
+    BYTES_PER_JOB,
+    GPU_CHOICES,
+    ModuleOptions,
+    choose_backend,
+    describe_time,
+    plan_module,
+)
 from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
+from cllm.build.sampling import compile_sampling
 from cllm.build.toolchain import (
     BINDINGS_VERSION,
     BuildError,
     cache_directory,
+    default_jobs,
     fetch_source,
     log,
     write_record,
@@ -39,7 +51,6 @@ from cllm.build.toolchain import (
 __all__ = ["BINDINGS_VERSION", "BuildError", "cache_directory", "find_built", "main", "write_record"]
 
 _NINJA_STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
-_BYTES_PER_JOB = 2**30  # memory of the compiler for the largest sources
 
 
 def find_built() -> Path | None:
@@ -53,24 +64,25 @@ def find_built() -> Path | None:
     return max(found)[1] if found else None
 
 
-def _build(arguments: Namespace) -> Path:
+def _build(arguments: Namespace, force: bool) -> Path:
     """Try one set of build options after the other; a finished build of one is reused."""
     tools = cache_directory() / "tools"
     failures: list[str] = []
     with _lock():
         for options in _candidates(arguments, tools, failures):
             target = cache_directory() / "native" / options.key
-            if _is_finished(target, arguments):
+            if _is_finished(target, force, arguments.programs):
                 (target / "build.json").touch()  # find_built returns the latest
                 return target
-            # No build succeeds without these, so their errors end the search.
-            source, cmake, ninja = fetch_source(), toolchain.find_cmake(tools), toolchain.find_ninja(tools)
+            needed = _Tools.find()  # no build succeeds without these, so their errors end the search
             log(f"building llama.cpp: {options}")
             started = time.monotonic()
             try:
-                work = _configure(options, source, cmake, ninja, arguments)
-                _run_ninja(ninja, work, arguments)
-                _install(work / "bin", target, _info(options, arguments, time.monotonic() - started))
+                work = _work_folder(options.key, force, alone=True)
+                settings = options.cmake_arguments(work, bool(arguments.programs))
+                targets = ["llama", *arguments.programs]
+                needed.compile(work, settings, targets, arguments.jobs or default_jobs())
+                _install(work / "bin", target, {**_info(options, arguments), **_when(started)})
                 return target
             except BuildError as error:
                 failures.append(f"{options}: {error}")
@@ -95,20 +107,79 @@ def _candidates(arguments: Namespace, tools: Path, failures: list[str]) -> Itera
             yield BuildOptions(zig, arguments.portable)
 
 
-def _configure(options: BuildOptions, source: Path, cmake: Path, ninja: Path, arguments: Namespace) -> Path:
-    """Run CMake and return the build's folder. The last one's objects are kept, for --with-server."""
-    work = cache_directory() / "work" / options.key
+def _plan(arguments: Namespace) -> ModuleOptions | None:
+    """The GPU module to build, before anything is built. Raises BuildError that says what is missing."""
+    if arguments.gpu == "none":
+        return None
+    drivers = find_gpus()
+    backend = choose_backend(arguments.gpu, drivers)
+    if backend is None:
+        why = "".join(f" ({problem})" for problem in drivers.problems)
+        log(f"no GPU here by the drivers of CUDA and Vulkan{why}: only the library for the CPU is built")
+        return None
+    compiler = toolchain.find_compiler(cache_directory() / "tools", arguments.compiler)
+    return plan_module(backend, drivers, compiler)
+
+
+def _build_module(options: ModuleOptions, arguments: Namespace) -> Path:
+    """Build a GPU module, unless it is there. Its objects are removed: only the module is of use."""
+    target = cache_directory() / "native" / options.key
+    with _lock():
+        if _is_finished(target, arguments.force):
+            (target / "build.json").touch()
+            return target
+        tools = _Tools.find()
+        jobs = arguments.jobs or default_jobs(BYTES_PER_JOB[options.backend])
+        log(f"building {options}: {describe_time(options.backend, jobs)}")
+        started = time.monotonic()
+        work = _work_folder(options.key, arguments.force)
+        try:
+            tools.compile(work, options.cmake_arguments(work), [options.target], jobs)
+        except BuildError as error:
+            hint = "; the CUDA toolkit lacks cuBLAS" if "CUDA::cublas" in str(error) else ""
+            raise BuildError(f"{options} could not be built{hint}:\n{error}") from error
+        _install(work / "bin", target, {**options.info(), **_when(started)}, needed=options.target)
+        shutil.rmtree(work)
+    return target
+
+
+def _work_folder(key: str, force: bool, *, alone: bool = False) -> Path:
+    """The build's folder for objects, which a stopped build leaves. `alone`: older builds' are removed.
+
+    The library's are kept when it is finished, for --with-server.
+    """
+    work = cache_directory() / "work" / key
     for folder in work.parent.glob("*"):
-        if folder != work or arguments.force or not _made_here(folder):
+        if folder == work:
+            if force or not _made_here(folder):
+                shutil.rmtree(folder)
+        elif alone:
             shutil.rmtree(folder)
     work.mkdir(parents=True, exist_ok=True)
-    command = [str(cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-    command += ["-S", str(source / "vendor" / "llama.cpp"), "-B", str(work)]
-    command += options.cmake_arguments(work, bool(arguments.programs))
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
     return work
+
+
+class _Tools(NamedTuple):
+    """What every build needs beside a compiler. The caller holds the build lock."""
+
+    source: Path
+    cmake: Path
+    ninja: Path
+
+    @classmethod
+    def find(cls) -> Self:
+        """Download what is missing. Raises BuildError."""
+        tools = cache_directory() / "tools"
+        return cls(fetch_source(), toolchain.find_cmake(tools), toolchain.find_ninja(tools))
+
+    def compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> None:
+        """Run CMake, then Ninja. Raises BuildError with the end of their output."""
+        command = [str(self.cmake), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.ninja}"]
+        command += ["-S", str(self.source / "vendor" / "llama.cpp"), "-B", str(work), *settings]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise BuildError(f"CMake refused:\n{toolchain.last_lines(done.stdout)}")
+        _run_ninja([str(self.ninja), "-C", str(work), "-j", str(jobs), *targets])
 
 
 def _made_here(work: Path) -> bool:
@@ -117,48 +188,55 @@ def _made_here(work: Path) -> bool:
     return not cache.exists() or f"CMAKE_CACHEFILE_DIR:INTERNAL={work}\n" in cache.read_text(errors="replace")
 
 
-def _run_ninja(ninja: Path, work: Path, arguments: Namespace) -> None:
+def _run_ninja(command: list[str]) -> None:
     """Build, and report each step. Raises BuildError with the end of the compiler's output."""
-    jobs = str(arguments.jobs or _jobs())
-    command = [str(ninja), "-C", str(work), "-j", jobs, "llama", *arguments.programs]
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t] "}
     output: list[str] = []
+    largest = 0
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         for line in process.stdout or ():
             step = _NINJA_STEP.match(line)
-            if step is not None:
-                _report(int(step[1]), int(step[2]), step[3].rpartition("/")[2].removesuffix(".o"))
-            else:
+            if step is None:
                 output.append(line)
+                continue
+            done, total = int(step[1]), int(step[2])
+            largest = max(largest, total)
+            if done and total > largest // 2:  # not a step of a smaller build inside this one
+                _report(done, total, step[3].rpartition("/")[2].removesuffix(".o"))
     if process.returncode != 0:
         raise BuildError(
             f"Ninja ended with code {process.returncode}:\n{toolchain.last_lines(''.join(output))}"
         )
 
 
-def _install(built: Path, target: Path, info: dict[str, Any]) -> None:
-    """Copy the result beside `target` and rename, so that a folder that has the name is complete."""
+def _install(built: Path, target: Path, info: dict[str, Any], needed: str = "llama") -> None:
+    """Copy the result beside `target` and rename, so that a folder that has the name is complete.
+
+    Of a GPU module's build only the module is copied: ggml's core is the library's own.
+    """
+    pattern = r"lib(llama|ggml[\w-]*)\." if needed == "llama" else rf"lib{needed}\."
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".new-") as scratch:
         stage = Path(scratch, "stage")
         (stage / "bin").mkdir(parents=True)
         for file in built.iterdir():
-            core = re.match(r"lib(llama|ggml[\w-]*)\.", file.name) is not None
-            if core or file.name.startswith("lib") or file.name in SERVER_PROGRAMS:
+            core = re.match(pattern, file.name) is not None
+            others = needed == "llama" and (file.name.startswith("lib") or file.name in SERVER_PROGRAMS)
+            if core or others:
                 shutil.copy2(file, (stage if core else stage / "bin") / file.name, follow_symlinks=False)
-        if not list(stage.glob("libllama.*")):
-            raise BuildError(f"Ninja left no libllama in {built}")
+        if not list(stage.glob(f"lib{needed}.*")):
+            raise BuildError(f"Ninja left no lib{needed} in {built}")
         (stage / "build.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
         if target.exists():
             target.rename(Path(scratch, "old"))
         stage.rename(target)
 
 
-def _is_finished(target: Path, arguments: Namespace) -> bool:
-    files = (target / "build.json", *(target / "bin" / name for name in arguments.programs))
-    return not arguments.force and all(file.exists() for file in files)
+def _is_finished(target: Path, force: bool, programs: tuple[str, ...] = ()) -> bool:
+    files = (target / "build.json", *(target / "bin" / name for name in programs))
+    return not force and all(file.exists() for file in files)
 
 
 def _suitable() -> dict[str, Any]:
@@ -171,22 +249,21 @@ def _suitable() -> dict[str, Any]:
     }
 
 
-def _info(options: BuildOptions, arguments: Namespace, seconds: float) -> dict[str, Any]:
+def _info(options: BuildOptions, arguments: Namespace) -> dict[str, Any]:
     return {
         **_suitable(),
         "compiler": options.compiler.identity,
         "flags": list(options.flags),
         "portable": options.portable,
         "with_server": bool(arguments.programs),
-        "seconds": round(seconds, 1),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def _jobs() -> int:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, memory // _BYTES_PER_JOB))
+def _when(started: float) -> dict[str, Any]:
+    return {
+        "seconds": round(time.monotonic() - started, 1),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 @contextlib.contextmanager
@@ -216,7 +293,15 @@ def _report(done: int, total: int, what: str) -> None:
 def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.build") -> int:
     """Run the command line: progress on stderr, the folder on stdout."""
     parser = ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--force", action="store_true", help="build again even if a build is there")
+    parser.add_argument(
+        "--force", action="store_true", help="build again even if a build is there; with --gpu, the module"
+    )
+    parser.add_argument(
+        "--gpu",
+        choices=GPU_CHOICES,
+        default="none",
+        help="also a module for the GPU; auto: the one that is here (default: none)",
+    )
     parser.add_argument("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
     parser.add_argument("--portable", action="store_true", help="no flags for this CPU: slower, safe")
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
@@ -235,8 +320,14 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
             with _lock():
                 print(fetch_source())
             return 0
-        special = chosen.force or chosen.compiler or chosen.portable or chosen.programs
-        print((None if special else find_built()) or _build(chosen))
+        module = _plan(chosen)  # what is missing is said before minutes are spent
+        force = chosen.force and module is None
+        special = force or chosen.compiler or chosen.portable or chosen.programs
+        print((None if special else find_built()) or _build(chosen, force), flush=True)
+        if not chosen.portable:
+            compile_sampling(chosen.compiler)
+        if module is not None:
+            print(_build_module(module, chosen))
     except BuildError as error:
         log(f"error: {error}")
         return 2

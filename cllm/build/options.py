@@ -59,7 +59,7 @@ class BuildOptions:
     def key(self) -> str:
         """The name of the build's folder: equal options on equal CPUs have equal keys."""
         info = [self.compiler.identity, str(self.portable), *self.flags, revision(), *features()]
-        return f"{BINDINGS_VERSION}-{machine()}-{_digest(info)}"
+        return f"{BINDINGS_VERSION}-{machine()}-{digest(info)}"
 
     def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
         """CMake's arguments without the folders. Writes a file that CMake reads into `work`."""
@@ -84,7 +84,7 @@ class BuildOptions:
 
 def revision() -> str:
     """A digest of the constants above: an older build with other options is not reused."""
-    return _digest([*CMAKE_OPTIONS, _COLD, _HOT, *_HOT_SOURCES])
+    return digest([*CMAKE_OPTIONS, _COLD, _HOT, *_HOT_SOURCES])
 
 
 def _optimisation_file(work: Path) -> Path:
@@ -101,7 +101,7 @@ def _optimisation_file(work: Path) -> Path:
     return file
 
 
-def _digest(words: list[str]) -> str:
+def digest(words: list[str]) -> str:
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 

@@ -132,6 +132,11 @@ def find_compiler(tools: Path, name: str | None = None) -> Compiler:
     return _zig(tools)
 
 
+def has_header(compiler: Compiler, header: str) -> bool:
+    """Whether C++ sources can include it."""
+    return _preprocess(compiler.cxx, source=f"#include <{header}>\n", language="c++") is not None
+
+
 def find_cmake(tools: Path) -> Path:
     """CMake from PATH if it is new enough, else from its wheel."""
     found = shutil.which("cmake")
@@ -168,6 +173,13 @@ def run_pip(*arguments: str) -> None:
     )
     if done.returncode != 0:
         raise BuildError(f"`{shlex.join(command)}` failed:\n{last_lines(done.stdout)}")
+
+
+def default_jobs(bytes_per_job: int = 2**30) -> int:
+    """Compilers at a time: one per core, if memory suffices for the largest sources."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory // bytes_per_job))
 
 
 def last_lines(text: str, count: int = 30) -> str:

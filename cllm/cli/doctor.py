@@ -7,17 +7,19 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from cllm import __version__
 from cllm.backend.llama import library
+from cllm.backend.llama.devices import list_devices, offer_module
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, embedded_model
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
+from cllm.build.gpus import find_gpus
+from cllm.build.module import choose_module
 from cllm.build.options import features, machine
 from cllm.cli.tune import headline, show
 from cllm.config import EngineConfig
@@ -54,20 +56,22 @@ def doctor_command(
         table.add_row("library", str(folder))
         table.add_row("build", _build_info(folder))
         table.add_row("compiled for", library.load(folder).system_info().strip())
+        _gpus(folder, table)
         config = EngineConfig(
             model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
         )
         header = GgufHeader(Path(config.model))
-        fit = MemoryFit(header, config)
+        fit = MemoryFit(header, config, list_devices())
         table.add_row(
             "model",
             f"{header.path.name}: {header.architecture}, {len(header.tensors)} tensors, "
             f"trained for {header.context_train} tokens",
         )
+        table.add_row("placement", fit.placement.describe())
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
-        ready = msgspec.structs.replace(config, parallel=fit.parallel, ctx_size=fit.cells)
+        ready = fit.ready(config)
         healthy = fit.fits and _probe(ready, table)
         record = _tuned(config, ready, table)
     except CllmError as error:
@@ -102,6 +106,26 @@ def _build_info(folder: Path) -> str:
     if info.get("portable"):
         shown += " [red](not for this CPU: slow; `cllm build --force` tries again)[/red]"
     return shown
+
+
+def _gpus(folder: Path, table: Table) -> None:
+    """Add what the drivers report, the module for it, and the devices that the library has with it."""
+    drivers = find_gpus()
+    for gpu in drivers.gpus:
+        table.add_row("GPU", str(gpu))
+    for problem in drivers.problems:
+        table.add_row("GPU", f"[red]{problem}[/red]")
+    if not drivers.gpus and not drivers.problems:
+        table.add_row("GPU", "none")
+    module = choose_module(library.modules_for(folder), drivers)
+    if module is not None:
+        table.add_row("GPU module", f"{module.path}: {_build_info(module.path.parent)}")
+    elif (offer := offer_module(drivers)) is not None:
+        table.add_row("GPU module", offer)
+    for device in list_devices():
+        memory = f"{device.free / 2**30:.1f} of {device.total / 2**30:.1f} GiB free"
+        shared = ", shared with the host" if device.integrated else ""
+        table.add_row("device", f"{device.name}: {device.description}, {memory}{shared}")
 
 
 def _probe(config: EngineConfig, table: Table) -> bool:

@@ -24,6 +24,11 @@ _FLAGS = """
 -ctv --cache-type-v                 CACHE_TYPE_V        1 =cache_type_v
 -dev --device                       DEVICE              1 !device
 -ngl --gpu-layers --n-gpu-layers    N_GPU_LAYERS        1 !layers
+-sm --split-mode                    SPLIT_MODE          1 !split_mode
+-ts --tensor-split                  TENSOR_SPLIT        1 !tensor_split
+-mg --main-gpu                      MAIN_GPU            1 =main_gpu
+-ncmoe --n-cpu-moe                  N_CPU_MOE           1 =n_cpu_moe
+-cmoe --cpu-moe                     CPU_MOE             0 !cpu_moe
 -cram --cache-ram                   CACHE_RAM           1 !cache_ram
 --spec-draft-n-max --draft --draft-n --draft-max SPEC_DRAFT_N_MAX 1 =draft_tokens
 -md --model-draft --spec-draft-model SPEC_DRAFT_MODEL   1 =draft_model
@@ -114,7 +119,7 @@ _ALWAYS_VALUES = """
 # Without a counterpart: they are named in a warning.
 _MISSING_SWITCHES = """
 -cl --cache-list --completion-bash --list-devices --swa-full -nkvo --no-kv-offload --no-host --check-tensors
---no-op-offload --log-jsonl -cmoe --cpu-moe -bs --backend-sampling --no-cache-idle-slots --context-shift -sp
+--no-op-offload --log-jsonl -bs --backend-sampling --no-cache-idle-slots --context-shift -sp
 --special --spm-infill -nocb --no-cont-batching --mmproj-offload --no-mmproj-offload --reuse-port
 --cors-credentials --ui-mcp-proxy --webui-mcp-proxy -ag --agent --no-jinja --no-reasoning-preserve
 --skip-chat-parsing --no-prefill-assistant --lora-init-without-apply --spec-draft-cpu-moe -cmoed
@@ -124,10 +129,9 @@ _MISSING_VALUES = """
 -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio -Cb --cpu-mask-batch -Crb
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch --rope-scaling --rope-scale --rope-freq-base
 --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --rpc
--lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -sm
---split-mode -ts --tensor-split -mg --main-gpu --override-kv --lora --lora-scaled --control-vector
---control-vector-scaled -hff --hf-file -hft --hf-token --log-file
---spec-draft-type-k -ctkd --cache-type-k-draft
+-lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncffn --n-cpu-ffn --override-kv --lora
+--lora-scaled --control-vector -hft --hf-token
+--control-vector-scaled -hff --hf-file --log-file --spec-draft-type-k -ctkd --cache-type-k-draft
 --spec-draft-type-v -ctvd --cache-type-v-draft --adaptive-target --adaptive-decay -lcs --lookup-cache-static
 -lcd --lookup-cache-dynamic --kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms
 --checkpoint-min-step -mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --image-min-tokens

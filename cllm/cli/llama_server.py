@@ -22,6 +22,7 @@ PORT = "8080"
 SLOTS = 4  # where neither --parallel nor memory says otherwise
 UBATCH = 512  # its own default, tokens
 NO_LIMIT_MB = 1 << 20
+ALL_LAYERS = 4096  # more than models have
 LEVELS = ("error", "error", "warning", "info")  # by verbosity; above these: debug
 
 _ON, _OFF = ("on", "true", "1", "enabled"), ("off", "false", "0", "disabled")
@@ -151,7 +152,21 @@ class Translation:
         self.settings["gpu_layers"] = 0
 
     def do_layers(self, value: str) -> None:
-        self.settings["gpu_layers"] = -1 if value in ("auto", "all") else int(value)
+        if value in ("auto", "-1"):
+            self.settings["gpu_layers"] = "auto"
+        else:
+            self.settings["gpu_layers"] = -1 if value in ("all", "-2") else int(value)
+
+    def do_split_mode(self, value: str) -> None:
+        if value == "tensor":
+            raise NotImplementedError
+        self.settings["split_mode"] = value
+
+    def do_tensor_split(self, value: str) -> None:
+        self.settings["tensor_split"] = re.sub("[,/]+", ",", value)
+
+    def do_cpu_moe(self, value: str) -> None:
+        self.settings["n_cpu_moe"] = ALL_LAYERS
 
     def do_cache_ram(self, value: str) -> None:
         self.settings["cache_ram_mb"] = int(value) if int(value) >= 0 else NO_LIMIT_MB

@@ -129,10 +129,16 @@ def _parameter(field: msgspec.structs.FieldInfo, group: str) -> inspect.Paramete
     }
     if field.name == "model":
         return _keyword(field.name, Annotated[kind, typer.Argument(**option, show_default=False)], "")
+    if not isinstance(kind, type):
+        kind, option["parser"] = str, _number_or_word
     flag = _flag(field.name) + (f"/{_flag('no_' + field.name)}" if kind is bool else "")
     option["metavar"] = meta.extra["metavar"] or _METAVARS[kind]
     value = kind | None if optional else kind
     return _keyword(field.name, Annotated[value, typer.Option(flag, **option)], field.default)
+
+
+def _number_or_word(value: Any) -> Any:
+    return int(value) if str(value).removeprefix("-").isdigit() else value
 
 
 def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:

@@ -52,19 +52,23 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         """In the process itself. Raises SetupError."""
         from rich.console import Console
 
+        from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
-        from cllm.backend.llama.memory import MemoryFit, prepare
-        from cllm.backend.llama.probe import find_working
+        from cllm.backend.llama.memory import MemoryFit
+        from cllm.backend.llama.probe import find_ready
+        from cllm.build.gpus import find_gpus
         from cllm.cli.tune import tune_at_start
         from cllm.tune.search import with_remembered
 
         if self.beside:
-            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked)
+            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, list_devices())
             if not fit.fits:
                 raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
-            return with_remembered(self.asked, find_working(prepare(self.asked), log.info), self.given)
+            return with_remembered(self.asked, find_ready(self.asked, log.info), self.given)
+        if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
+            log.info("%s", offer)
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        ready = find_working(prepare(self.asked), console.print)
+        ready = find_ready(self.asked, console.print)
         return tune_at_start(self.asked, ready, self.given, console)
 
 

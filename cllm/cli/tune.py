@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cllm.backend.llama.memory import prepare
-from cllm.backend.llama.probe import find_working
+from cllm.backend.llama.probe import find_ready
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.cli.options import fail, progress_bar, with_options
 from cllm.config import Config, EngineConfig
@@ -65,7 +64,7 @@ def tune_command(
     configure_logging("warning")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        tuning = Tuning(config.engine, find_working(prepare(config.engine), console.print), given)
+        tuning = Tuning(config.engine, find_ready(config.engine, console.print), given)
         others = cores_used_by_others()
         record = tuning.record
         if record is None or force or kv_types > record.kv_types or tuning.is_due(others):

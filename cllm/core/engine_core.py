@@ -13,7 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
-from cllm.config import EngineConfig
+from cllm.config import EngineConfig, target_itl_s
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file_jobs import STALL_LIMIT_S, CacheFileJobs
 from cllm.core.kv_cache.disk_cache import DiskKVCache
@@ -24,7 +24,7 @@ from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
-from cllm.core.step_cost import MILLISECOND, TILE, StepCostModel
+from cllm.core.step_cost import TILE, StepCostModel
 from cllm.errors import EngineDied, IntegrityError, StorageFailed
 from cllm.types import Failure, SlotInfo, Snapshot
 from cllm.workers.messages import (
@@ -67,7 +67,7 @@ class EngineCore:
         wake = partial(self.inbox.put, Wake())
         self.preparation, limits = preparation(runner, wake=wake), runner.limits
         cost = cost or StepCostModel(split=not limits.unified, batch1=runner.draft_cost)
-        target_s = config.target_itl_ms * MILLISECOND
+        target_s = target_itl_s(config)
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
         if limits.rollback_tokens:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import NamedTuple
 
+from cllm.backend.llama.devices import list_devices
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
@@ -16,7 +17,7 @@ SMALL_CONTEXT = 4096  # of one request: what must fit for a model to be of use
 
 
 def _fit(header: GgufHeader, parallel: int = 0, ctx_size: int = 0) -> MemoryFit:
-    return MemoryFit(header, EngineConfig(parallel=parallel, ctx_size=ctx_size))
+    return MemoryFit(header, EngineConfig(parallel=parallel, ctx_size=ctx_size), list_devices())
 
 
 class ContextFit(NamedTuple):

@@ -16,7 +16,8 @@ from cllm.tune.space import TUNABLE, Value, with_settings
 log = logging.getLogger(__name__)
 VERSION = 2  # 1 judged by long contexts that were short
 MAX_PERPLEXITY_CHANGE = 0.001
-_SAME_MACHINE = ("cpu", "cores", "library", "model")  # parts of a fingerprint that a similar record shares
+# Parts of a fingerprint that a similar record shares.
+_SAME_MACHINE = ("cpu", "cores", "devices", "library", "model")
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class TuneMemory:
             record
             for file in self._folder.glob("*.json")
             if (record := self._read(file)) is not None
-            and all(record.fingerprint.get(name) == fingerprint[name] for name in _SAME_MACHINE)
+            and all(record.fingerprint.get(name) == fingerprint.get(name) for name in _SAME_MACHINE)
         ]
         return max(found, key=lambda record: record.created, default=None)
 

@@ -16,16 +16,18 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from cllm.backend.llama.devices import Device, list_devices
 from cllm.backend.llama.fingerprint import tune_fingerprint
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
+from cllm.backend.llama.placement import asked_layers
 from cllm.backend.llama.threads import default_threads
 from cllm.build.build import cache_directory
 from cllm.config import EngineConfig
 from cllm.errors import SetupError
 from cllm.tune import space
 from cllm.tune.record import Option, TuneMemory, TuneRecord
-from cllm.tune.space import KV_TYPES, THREADS, TUNABLE, Dimension, Value, with_settings
+from cllm.tune.space import KV_TYPES, THREADS, TUNABLE, Dimension, GpuUse, Value, with_settings
 from cllm.tune.trial import Measurement, Plan, TrialProcess, mix_seconds
 
 MIN_GAIN = 0.03  # a change must win by this much, or by the noise if that is more
@@ -47,6 +49,8 @@ class Machine(NamedTuple):
     cores: int
     others: float | None  # cores that other programs use as it begins; None: unknown
     longest: int  # tokens that a request may have here
+    gpu: GpuUse = "none"
+    fits: Callable[[EngineConfig], bool] = lambda config: True  # into the memory of the GPUs
 
     @property
     def busy(self) -> bool:
@@ -93,7 +97,7 @@ class Search:
         self._fraction = 0.0
         self._perplexity_tokens = 0
         self._plan = space.first_look(config.parallel)
-        wanted = (*space.DIMENSIONS, KV_TYPES) if kv_types else space.DIMENSIONS
+        wanted = (*space.choose_dimensions(machine.gpu), *([KV_TYPES] if kv_types else []))
         self._dimensions = [item for item in wanted if not set(item.fields) & set(fixed)]
         if machine.busy and THREADS in self._dimensions:
             # Neighbours come and go; while serving, the number of threads follows them.
@@ -151,7 +155,10 @@ class Search:
             if not item.quality:
                 alternatives[item.part] += len(item.alternatives(self._config, self._machine.cores))
         self._plans = space.make_plans(
-            self._look, parallel, alternatives, longest=longest, budget_s=self._budget_s - spent_s
+            *(self._look, parallel, alternatives),
+            longest=longest,
+            budget_s=self._budget_s - spent_s,
+            gpu=self._machine.gpu,
         )
         self._plan = self._plans["all"]
         if parallel > space.MAX_REQUESTS:
@@ -226,6 +233,8 @@ class Search:
         needed = 2 * self._baseline.took_s + (2 * self._load_s if dimension.reloads else 0.0)
         if self._clock() + needed > self._deadline:
             return ""
+        if not self._machine.fits(config):
+            return " (not enough memory on the GPU)"
         # A prompt that is not longer than the smaller chunk is computed in one by both.
         chunk = min(config.batch_tokens, self._config.batch_tokens)
         if dimension.part == "prompt" and self._plan.prompt <= chunk:
@@ -301,10 +310,20 @@ class Tuning:
     """
 
     def __init__(
-        self, asked: EngineConfig, ready: EngineConfig, given: frozenset[str], trial: Sequence[str] = TRIAL
+        self,
+        asked: EngineConfig,
+        ready: EngineConfig,
+        given: frozenset[str],
+        trial: Sequence[str] = TRIAL,
+        devices: Sequence[Device] | None = None,
     ) -> None:
-        header = GgufHeader(Path(ready.model))
-        share = MemoryFit(header, ready).share
+        """`devices` replaces the GPUs that are here."""
+        self._header = header = GgufHeader(Path(ready.model))
+        if devices is None:
+            devices = list_devices() if asked_layers(ready) else ()
+        self._devices = devices
+        fit = MemoryFit(header, ready, devices)
+        share, self._placement = fit.share, fit.placement
         # A setting that the probe had to change is not tried again.
         held = given | {name for name in TUNABLE if getattr(asked, name) != getattr(ready, name)}
         if ready.max_request_tokens > share:
@@ -312,7 +331,9 @@ class Tuning:
         self.config = ready
         self.fixed = space.fixed_settings(ready, held)
         # The context as it was asked for: next time another size may fit into the memory.
-        self.fingerprint = tune_fingerprint(replace(ready, ctx_size=asked.ctx_size), header, self.fixed)
+        self.fingerprint = tune_fingerprint(
+            *(replace(ready, ctx_size=asked.ctx_size), header, self.fixed), placement=self._placement
+        )
         self.memory = TuneMemory(cache_directory() / "tune")
         self.record = self.memory.find(self.fingerprint)
         self.generates = f"{header.architecture}.pooling_type" not in header.metadata  # no embedding model
@@ -347,7 +368,16 @@ class Tuning:
         return self.record
 
     def _machine(self, others: float | None) -> Machine:
-        return Machine(default_threads(), others, self._longest)
+        placement = self._placement
+        gpu: GpuUse = "none"
+        if placement.gpu_layers:
+            gpu = "all" if placement.complete else "some"
+        return Machine(default_threads(), others, self._longest, gpu, self._fits)
+
+    def _fits(self, config: EngineConfig) -> bool:
+        """Whether the GPUs have the memory that a setting takes; on a CPU none takes notably more."""
+        fit = MemoryFit(self._header, config, self._devices)
+        return not fit.on_gpu or fit.fits
 
 
 def with_remembered(asked: EngineConfig, ready: EngineConfig, given: frozenset[str]) -> EngineConfig:

@@ -13,6 +13,7 @@ from cllm.tune.trial import BATCH1_REPEATS, Plan
 Value = int | bool | str
 Settings = Mapping[str, Value]
 Part = Literal["all", "prompt", "short"]  # what is measured: all cases, a long prompt, short contexts
+GpuUse = Literal["none", "some", "all"]  # how many of the layers lie on GPUs
 PARTS: tuple[Part, ...] = get_args(Part)
 _WIDE_TYPES = ("f32", "f16", "bf16")  # values in other types are read by the flash kernels only
 
@@ -60,6 +61,9 @@ DIMENSIONS = (
     Dimension("batch tokens", ("batch_tokens",), ((256,), (512,), (1024,)), part="prompt"),
     Dimension("poll", ("poll",), ((0,), (50,), (100,)), part="short"),
 )
+# With layers on a GPU. What the CPU would do there is left out where none of the layers is left to it.
+GPU_BATCH = Dimension("batch tokens", ("batch_tokens",), ((512,), (1024,), (2048,)), part="prompt")
+CPU_ONLY = frozenset({"threads", "repacking", "poll"})
 KV_TYPES = Dimension(
     "K/V types",
     ("cache_type_k", "cache_type_v"),
@@ -67,6 +71,16 @@ KV_TYPES = Dimension(
     (("bf16", "f16"), ("bf16", "bf16"), ("q8_0", "f16"), ("q8_0", "q8_0")),
     quality=True,
 )
+
+
+def choose_dimensions(gpu: GpuUse) -> tuple[Dimension, ...]:
+    """The dimensions that make a difference, with so much of the model on GPUs."""
+    if gpu == "none":
+        return DIMENSIONS
+    found = (GPU_BATCH if item.name == GPU_BATCH.name else item for item in DIMENSIONS)
+    return tuple(item for item in found if gpu == "some" or item.name not in CPU_ONLY)
+
+
 TUNABLE = frozenset(field for dimension in (*DIMENSIONS, KV_TYPES) for field in dimension.fields)
 
 
@@ -88,6 +102,8 @@ def with_settings(config: EngineConfig, settings: Settings) -> EngineConfig:
 
 LONG = 800
 PROMPTS = (1024, 512, 256)
+GPU_PROMPTS = (4096, 2048, *PROMPTS)  # of the largest chunk or more
+GPU_REPEATS = 3  # of a prompt, which takes milliseconds there
 PROMPT_SHARE = 0.07  # of the time, for one prompt; a chunk size takes three measurements or more
 PREFIXES = 3  # of long contexts are computed in all: flash attention and layout change their state
 OVERHEAD = 1.15  # contexts that are made, states that are copied, pauses between steps
@@ -101,6 +117,8 @@ SIZES = (
     *((LONG, 256, 7), (LONG, 128, 5), (LONG, 128, 4), (LONG, 128, 3), (640, 128, 3), (512, 128, 3)),
     *((512, 64, 2), (384, 64, 2), (256, 64, 2), (128, 64, 2), (64, 32, 2), (0, 32, 1)),
 )
+# On a GPU a step takes some milliseconds, so there is time for many of them, after contexts that are long.
+GPU_SIZES = ((4000, 1024, 60), (4000, 512, 40), (2000, 512, 30), (LONG, 256, 20), (LONG, 256, 12), *SIZES)
 
 
 def first_look(parallel: int, tokens: int = FIRST_LOOK) -> Plan:
@@ -115,21 +133,25 @@ def make_plans(
     *,
     longest: int,
     budget_s: float,
+    gpu: GpuUse = "none",
 ) -> dict[Part, Plan]:
     """The largest plan of each part, so that all alternatives fit into the time, by what a first look took.
 
     No context is longer than `longest` tokens.
     """
-    for tokens in PROMPTS:
-        prompt = _cut(Plan(requests=1, short=0, steps=0, prompt=tokens, long=tokens), longest)
+    repeats = 1 if gpu == "none" else GPU_REPEATS
+    for tokens in PROMPTS if gpu == "none" else GPU_PROMPTS:
+        prompt = Plan(requests=1, short=0, steps=0, prompt=tokens, long=tokens, repeats=repeats)
+        prompt = _cut(prompt, longest)
         if prompt.long == tokens and expected_s(prompt, look) <= PROMPT_SHARE * budget_s:
             break
     if alternatives["prompt"]:
         budget_s -= 3 * expected_s(prompt, look)
     # The present settings are measured between any two alternatives, and a winner twice.
     runs = 4 + 2 * alternatives["all"] + alternatives["short"]
-    for long, timed, steps in SIZES:
-        plan = Plan(requests=min(parallel, MAX_REQUESTS), long=long, prompt=timed, steps=steps)
+    for long, timed, steps in SIZES if gpu == "none" else GPU_SIZES:
+        requests = min(parallel, MAX_REQUESTS)
+        plan = Plan(requests=requests, long=long, prompt=timed, steps=steps, repeats=repeats)
         plan = _cut(plan, longest)
         if PREFIXES * prefix_s(plan, look) + runs * expected_s(plan, look) <= budget_s:
             break
@@ -153,5 +175,5 @@ def expected_s(plan: Plan, look: Mapping[str, float]) -> float:
     steps = BATCH1_REPEATS * one + full
     if plan.long:
         steps = 2 * BATCH1_REPEATS * one + full * (2 + 3 * plan.long / LONG)
-    tokens = plan.short + min(plan.prompt, plan.long)
+    tokens = plan.short + plan.repeats * min(plan.prompt, plan.long)
     return OVERHEAD * (tokens * look["prefill"] + ((plan.steps + 1) * steps if plan.steps else 0.0))

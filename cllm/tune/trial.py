@@ -23,9 +23,9 @@ import numpy as np
 
 from cllm.backend.base import KVState, Row
 from cllm.backend.llama.context import CELL_BLOCK, LlamaContext, NativeBatch
-from cllm.backend.llama.library import DeferredFrees, Library, load
+from cllm.backend.llama.devices import wants_gpu
+from cllm.backend.llama.library import DeferredFrees, Library, exit_reason, load
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.probe import exit_reason
 from cllm.backend.llama.threads import read_cpu_times
 from cllm.config import EngineConfig
 from cllm.errors import CllmError, EngineError
@@ -44,7 +44,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How much is measured. `long` of 0: short contexts only; `perplexity_tokens`: perplexity instead.
 
     `prompt`: how many tokens at the end of the longest context are timed as a prompt (0: none); the prefix
-    before them is computed once and restored afterwards. `steps` of 0: no decode steps.
+    before them is computed once and restored afterwards, for each of the `repeats`. `steps` of 0: no decode
+    steps.
     """
 
     requests: int
@@ -52,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     long: int = 800
     prompt: int = 64
     steps: int = 4
+    repeats: int = 1
     perplexity_tokens: int = 0
 
     @property
@@ -192,8 +194,12 @@ class Bench:
             return seconds
         self._clear(ids)
         begin = max(0, plan.long - plan.prompt)
-        self._restore_prefix(first, begin)
-        seconds["prefill"] = self._fill(first, begin, plan.long)
+        taken = []
+        for _ in range(plan.repeats):
+            self._clear([first])
+            self._restore_prefix(first, begin)
+            taken.append(self._fill(first, begin, plan.long))
+        seconds["prefill"] = median(taken)
         if plan.steps:
             long = self._save(first)
             seconds["one_long"] = self._decode([first])
@@ -224,6 +230,7 @@ class Bench:
         self._batch.fill(rows)
         started = time.perf_counter()
         code = self._context.decode(self._batch.struct)
+        self._context.api.llama_synchronize(self._context.pointer)  # until a GPU is done
         elapsed = time.perf_counter() - started
         if code != 0:
             raise EngineError(f"llama_decode returned {code}")
@@ -285,7 +292,7 @@ class Trial:
         self._library = library
         self._deferred_frees = DeferredFrees()
         self._model: LlamaModel | None = None
-        self._loaded: tuple[str, bool, int] | None = None
+        self._loaded: tuple[str, bool, int | str] | None = None
         self._prefixes: Prefixes = {}
 
     def measure(self, task: TrialTask) -> Measurement:
@@ -317,6 +324,8 @@ class Trial:
                 return self._model
             self._model.close()
             self._model = None
+        if wants_gpu(config):
+            self._library.load_module()
         self._model = LlamaModel(self._library, config, self._deferred_frees)
         self._loaded = wanted
         return self._model

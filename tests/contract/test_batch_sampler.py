@@ -11,7 +11,7 @@ import pytest
 from cllm.backend.base import Row
 from cllm.backend.llama.batch_sampler import MIN_THREADED_LOGITS, BatchSampler
 from cllm.backend.llama.candidates import BatchCandidates, Candidates, TopKPrefilter, best
-from cllm.backend.llama.library import DeferredFrees, Owned, find, load
+from cllm.backend.llama.library import DeferredFrees, Owned, load
 from cllm.backend.llama.logit_scan import LogitScan, make_logit_scan
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
@@ -82,7 +82,8 @@ def test_rows_that_are_prefiltered_together_choose_what_each_chooses_alone(
     params = [SamplingParams(**{"seed": number, **sampling}) for number, sampling in enumerate(CUTTING)]
     params = [each for each in params if TopKPrefilter(each).narrows(SIZE)]
     assert len(params) == len(CUTTING) - 1
-    alone, together = Candidates(api, SIZE), BatchCandidates(api, make_logit_scan(find(), 2) if native else LogitScan())
+    scan = make_logit_scan(2) if native else LogitScan()
+    alone, together = Candidates(api, SIZE), BatchCandidates(api, scan)
     nothing_cut = TopKPrefilter(SamplingParams(temperature=0))
     chains = [(chain_of(api, each), chain_of(api, each)) for each in params]
     cuts = [TopKPrefilter(each) for each in params]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cllm.backend.llama.library import find
-from cllm.backend.llama.logit_scan import PART, LogitScan, NativeLogitScan, make_logit_scan
+from cllm.backend.llama.logit_scan import PART, Logits, LogitScan, NativeLogitScan, make_logit_scan
 from tests.profiles import examples
 
 THREADS = 3
@@ -18,13 +17,13 @@ THREADS = 3
 
 @pytest.fixture(scope="module")
 def native() -> Iterator[LogitScan]:
-    scan = make_logit_scan(find(), THREADS)
+    scan = make_logit_scan(THREADS)
     assert isinstance(scan, NativeLogitScan), "`cllm build` makes it"
     yield scan
     scan.close()
 
 
-def make_logits(seed: int, rows: int, width: int, levels: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def make_logits(seed: int, rows: int, width: int, levels: int) -> Logits:
     """With few levels there are many equals; some tokens are excluded."""
     random = np.random.default_rng(seed)
     logits = random.integers(0, levels, (rows, width)).astype(np.float32) - levels / 2
@@ -79,4 +78,4 @@ def test_many_passes_on_all_threads(native: LogitScan) -> None:
 
 
 def test_without_the_library_numpy_does_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert type(make_logit_scan(tmp_path_factory.mktemp("empty"), THREADS)) is LogitScan
+    assert type(make_logit_scan(THREADS, tmp_path_factory.mktemp("empty") / "none.so")) is LogitScan

@@ -1,52 +1,122 @@
-"""Devices: the free memory of the GPUs that the native library can use."""
+"""Devices: the GPUs that the native library can use, with their memory."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import logging
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from functools import cache
+from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import find
+from cllm.backend.llama.library import (
+    LIBRARY_SUFFIX,
+    exit_reason,
+    find,
+    find_module,
+    load_module,
+    may_use_gpu,
+    modules_for,
+    takes_modules,
+)
+from cllm.build.gpus import Drivers
+from cllm.build.module import choose_backend, choose_module, describe_time
+from cllm.config import EngineConfig
 from cllm.errors import LibraryError
 
+log = logging.getLogger(__name__)
 _LIMIT_S = 60
-_GPU_LIBRARIES = tuple(f"libggml-{name}*" for name in ("cuda", "hip", "metal", "musa", "sycl", "vulkan"))
-_ASK = """
-import ctypes, sys
-base, ggml = (ctypes.CDLL(f"{sys.argv[1]}/lib{name}.{sys.argv[2]}") for name in ("ggml-base", "ggml"))
-ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-found = []
-for index in range(ggml.ggml_backend_dev_count()):
-    device = ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(index)))
-    if base.ggml_backend_dev_type(device) == 1:  # a GPU with memory of its own
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        found.append(free.value)
-print(len(found), sum(found))
-"""
+_GPU, _INTEGRATED_GPU = 1, 2  # of ggml_backend_dev_type
 
 
-def supports_gpu() -> bool:
-    """Whether the native library was built for a GPU."""
+class Device(NamedTuple):
+    """A GPU. Memory is in bytes; that of an `integrated` one is the host's."""
+
+    name: str  # CUDA0
+    description: str  # NVIDIA H200
+    free: int
+    total: int
+    integrated: bool
+
+
+@cache
+def list_devices() -> tuple[Device, ...]:
+    """The GPUs that the native library can use with its module; none without a library.
+
+    They are asked for in a process that may die of it, and takes its memory along; once in a process's life.
+    """
     with suppress(LibraryError):
-        folder = find()
-        return any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES)
-    return False
+        return ask_library() if may_use_gpu() else ()
+    return ()
 
 
-def gpu_memory() -> int | None:
-    """Free bytes of all GPUs together; None without one. Raises LibraryError."""
-    return ask_library(find())
+def wants_gpu(config: EngineConfig) -> bool:
+    """Whether layers may be put on a GPU; without that no module is loaded and no driver asked."""
+    return str(config.gpu_layers) != "0"
 
 
-def ask_library(folder: Path) -> int | None:
-    """The free memory that a library reports: in a process that may die of it, and takes its memory along."""
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    command = [sys.executable, "-c", _ASK, str(folder), suffix]
-    with suppress(subprocess.SubprocessError, ValueError):
-        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=True)
-        count, free = map(int, done.stdout.split())
-        return free if count else None
-    return None
+def ask_library() -> tuple[Device, ...]:
+    """The devices that the library lists in a throw-away process; none, and a warning, if it dies."""
+    command = [sys.executable, "-m", "cllm.backend.llama.devices"]
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, env=environment)
+        if done.returncode == 0:
+            return tuple(Device(*device) for device in json.loads(done.stdout))
+        reason = exit_reason(done.returncode, done.stderr)
+    except subprocess.TimeoutExpired:
+        reason = f"it did not finish within {_LIMIT_S} s"
+    log.warning("no GPU is used, since the library could not list them: %s; `cllm doctor` says more", reason)
+    return ()
+
+
+def offer_module(drivers: Drivers) -> str | None:
+    """An offer to build a module for a GPU that its driver reports; None where it is there or of no use."""
+    folder, backend = find(), choose_backend("auto", drivers)
+    built = choose_module(modules_for(folder), drivers)
+    if backend is None or built is not None or not takes_modules(folder) or list_devices():
+        return None
+    gpu, *_ = drivers.of(backend)
+    return f"{gpu.name} is not used; `cllm build --gpu auto` builds for it ({describe_time(backend)})"
+
+
+def _read_devices() -> Iterator[Device]:
+    """In the process itself: load ggml and its module, without llama.cpp and its bindings."""
+    folder = find()
+    base, ggml = (ctypes.CDLL(str(folder / f"lib{name}.{LIBRARY_SUFFIX}")) for name in ("ggml-base", "ggml"))
+    if (module := find_module(folder)) is not None:
+        load_module(folder, module)
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    for index in range(ggml.ggml_backend_dev_count()):
+        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(index)))
+        kind = base.ggml_backend_dev_type(device)
+        if kind in (_GPU, _INTEGRATED_GPU):
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            name = _text(base.ggml_backend_dev_name, device)
+            description = _text(base.ggml_backend_dev_description, device)
+            yield Device(name, description, free.value, total.value, kind == _INTEGRATED_GPU)
+
+
+def _text(read: Any, device: ctypes.c_void_p) -> str:
+    read.restype = ctypes.c_char_p
+    return str(read(device).decode("utf-8", "replace"))
+
+
+def main() -> int:
+    """Print the devices as JSON, or why there are none on standard error."""
+    try:
+        print(json.dumps(list(_read_devices())))
+    except LibraryError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
+from cllm.backend.llama.placement import asked_layers
 from cllm.config import EngineConfig
 from cllm.errors import ConfigError
 from cllm.types import ModelInfo, SamplingParams, Vocabulary
@@ -19,7 +20,10 @@ COMPARED_TOKENS = 1000
 
 
 def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
-    """The draft model's configuration: `SLOTS` requests of the served model's length, all else alike."""
+    """The draft model's configuration: `SLOTS` requests of the served model's length, all else alike.
+
+    With layers of the served model on GPUs, one of these holds the whole draft model.
+    """
     return msgspec.structs.replace(
         config,
         model=config.draft_model,
@@ -32,6 +36,10 @@ def draft_config(config: EngineConfig, request_tokens: int) -> EngineConfig:
         ctx_size=SLOTS * request_tokens,
         max_request_tokens=0,
         unified_kv=False,
+        gpu_layers=0 if asked_layers(config) == 0 else "all",
+        split_mode="none",
+        tensor_split="",
+        n_cpu_moe=0,
     )
 
 

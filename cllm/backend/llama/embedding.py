@@ -16,6 +16,7 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.memory import EmbeddingMemory
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.placement import placed_devices
 from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
@@ -68,7 +69,8 @@ class EmbeddingContext(Owned):
         api = library.api
         memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, model.vocabulary.size)
         flash = config.flash_attention and memory(flash=False).attention > EXACT_BYTES
-        memory(flash=flash).check()
+        if not placed_devices(config):  # a GPU's memory is not the host's: there llama.cpp finds out
+            memory(flash=flash).check()
         widest = limits.batch_tokens if limits.chunked else limits.tokens
         params = api.llama_context_default_params()
         params.n_seq_max = limits.rows

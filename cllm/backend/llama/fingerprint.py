@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import find
+from cllm.backend.llama.placement import Placement
 from cllm.backend.llama.threads import default_threads
 from cllm.build.options import features, read_cpuinfo
 from cllm.config import EngineConfig
 
 
 def tune_fingerprint(
-    config: EngineConfig, header: GgufHeader, fixed: Mapping[str, int | bool | str]
+    config: EngineConfig,
+    header: GgufHeader,
+    fixed: Mapping[str, int | bool | str],
+    *,
+    placement: Placement | None = None,
 ) -> dict[str, str]:
     """The fingerprint of a tune record. The model counts by its content, not by its path.
 
@@ -28,9 +33,17 @@ def tune_fingerprint(
         "model": _model(header),
         "parallel": str(config.parallel),
         "ctx_size": str(config.ctx_size),
-        "gpu_layers": str(config.gpu_layers),
+        "devices": ", ".join(_layers_by_device(placement)) if placement is not None else "",
         "fixed": " ".join(f"{name}={value}" for name, value in sorted(fixed.items())),
     }
+
+
+def _layers_by_device(placement: Placement) -> Iterator[str]:
+    for device, count in zip(placement.devices, placement.counts, strict=True):
+        if count:
+            yield f"{device.description}: {count} of {placement.total} layers"
+    if placement.host_experts:
+        yield f"experts of {placement.host_experts} on the CPU"
 
 
 def state_fingerprint(config: EngineConfig, *, unified: bool) -> str:

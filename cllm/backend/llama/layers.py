@@ -6,7 +6,6 @@ here counts as one with full attention in all layers: its estimate may be too la
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -73,16 +72,16 @@ class Layers:
                 layer = layer._replace(keys=keys, values=values, slides=slides[index])
             layers.append(layer)
         self.layers: Sequence[Layer] = layers
-        self._counts = Counter(layers)  # most are alike
+        self._kinds = set(layers)  # most are alike
 
     @property
     def keeps_cells(self) -> bool:
         """Whether a longer text takes more memory."""
-        return any(layer.keys for layer in self._counts)
+        return any(layer.keys for layer in self._kinds)
 
     def state_bytes(self, slots: int, rollback: int = 0) -> int:
         """Recurrent states of so many slots, each with so many states to roll back to."""
-        return sum(count * layer.state for layer, count in self._counts.items()) * slots * (1 + rollback)
+        return sum(layer.state for layer in self.layers) * slots * (1 + rollback)
 
     def kv_bytes(
         self,
@@ -95,16 +94,30 @@ class Layers:
         flash: bool = True,
     ) -> int:
         """K and V of so many slots with such a share each: in a KV stream each, or in one pool."""
+        by_layer = self.kv_by_layer(share, slots, types, batch_tokens, unified=unified, flash=flash)
+        return sum(by_layer)
+
+    def kv_by_layer(
+        self,
+        share: int,
+        slots: int,
+        types: tuple[str, str],
+        batch_tokens: int,
+        *,
+        unified: bool = False,
+        flash: bool = True,
+    ) -> list[int]:
+        """The same, of each layer."""
         streams, length = (1, share * slots) if unified else (slots, share)
         window = request_share(min(length, self.window * (slots if unified else 1) + batch_tokens), 1)
-        widest = max((layer.values for layer in self._counts), default=0)
-        total = 0
-        for layer, count in self._counts.items():
+        widest = max((layer.values for layer in self._kinds), default=0)
+        sizes = dict.fromkeys(self._kinds, 0)
+        for layer in self._kinds:
             if layer.keys:
                 values = widest if layer.values and not flash else layer.values  # V is transposed then
                 cell = _row_bytes(layer.keys, types[0]) + _row_bytes(values, types[1])
-                total += count * cell * streams * (window if layer.slides else request_share(length, 1))
-        return total
+                sizes[layer] = cell * streams * (window if layer.slides else request_share(length, 1))
+        return [sizes[layer] for layer in self.layers]
 
     def _cell(self, index: int, slides: bool) -> tuple[int, int]:
         """Elements of K and V of a token in this layer."""

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import sys
 import types
 import weakref
@@ -21,11 +22,15 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from cllm.build.build import find_built
+from cllm.build.gpus import BACKENDS, ask_drivers
+from cllm.build.module import Module, choose_module, find_modules
 from cllm.errors import LibraryError
 
 log = logging.getLogger("llama.cpp")
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
+LIBRARY_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+_GPU_LIBRARIES = tuple(f"libggml-{name}*" for name in ("cuda", "hip", "metal", "musa", "sycl", "vulkan"))
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of ggml_log_level; its others are for debugging
 # A step ended by our abort switch: status 1 (GGML_STATUS_ABORTED), code 2 of llama_decode. Other failures
 # have other numbers, and their errors stay.
@@ -49,12 +54,19 @@ class ThreadpoolParams(ctypes.Structure):
     )
 
 
+class BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override, which the bindings do not declare: a pattern and a buffer type."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
 class Library:
     """The loaded library. `api` holds llama.h's functions, as the bindings declare them."""
 
     def __init__(self, directory: Path, api: Any) -> None:
         self.api = api
-        self.directory = directory
+        self._directory = directory
+        self._module_loaded = False
         self._declare_threadpools(directory)
         # llama.cpp keeps the pointer for the life of the process, and so does this object.
         self._log_callback = api.llama_log_callback(_log_line)
@@ -63,17 +75,24 @@ class Library:
 
     def _declare_threadpools(self, directory: Path) -> None:
         """Functions that the bindings do not declare. All three libraries are loaded already."""
-        suffix = "dylib" if sys.platform == "darwin" else "so"
         names = ("ggml-base", "ggml-cpu", "llama")
-        base, cpu, llama = (ctypes.CDLL(str(directory / f"lib{name}.{suffix}")) for name in names)
+        base, cpu, llama = (ctypes.CDLL(str(directory / f"lib{name}.{LIBRARY_SUFFIX}")) for name in names)
         pool, params = ctypes.c_void_p, ctypes.POINTER(ThreadpoolParams)
         declare = ctypes.CFUNCTYPE  # result, arguments
         self.threadpool_params = declare(None, params, ctypes.c_int)(("ggml_threadpool_params_init", base))
         self.threadpool_new = declare(pool, params)(("ggml_threadpool_new", cpu))
         self.threadpool_free = declare(None, pool)(("ggml_threadpool_free", cpu))
+        self.cpu_buffer_type = declare(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", base))
         self.attach_threadpool = declare(None, ctypes.c_void_p, pool, pool)(
             ("llama_attach_threadpool", llama)
         )
+
+    def load_module(self) -> None:
+        """Load the GPU module that suits, once. Raises LibraryError if it is of no use here."""
+        if self._module_loaded or (module := find_module(self._directory)) is None:
+            return
+        load_module(self._directory, module)
+        self._module_loaded = True
 
     def system_info(self) -> str:
         """The instruction sets that llama.cpp was compiled for."""
@@ -92,8 +111,53 @@ def find() -> Path:
     raise LibraryError("no native library for this machine: run `cllm build` (about three minutes, once)")
 
 
-def load(directory: Path | None = None) -> Library:
-    """Load the library of `directory` (default: `find()`). One per process: the bindings allow no second."""
+def may_use_gpu() -> bool:
+    """Whether a GPU module was built for this library, or the library has a GPU backend. Asks no driver."""
+    folder = find()
+    has_backend = any(any(folder.glob(pattern)) for pattern in _GPU_LIBRARIES)
+    return has_backend or bool(modules_for(folder))
+
+
+def find_module(directory: Path) -> Path | None:
+    """The module to load beside a library: for the GPUs that are here. Asks their drivers in this process."""
+    modules = modules_for(directory)
+    for backend in BACKENDS:
+        candidates = [module for module in modules if module.backend == backend]
+        chosen = choose_module(candidates, ask_drivers(backend)) if candidates else None
+        if chosen is not None:
+            return chosen.path
+    return None
+
+
+def load_module(directory: Path, module: Path) -> None:
+    """Load a module beside the library of `directory`. Raises LibraryError if that brings no GPU."""
+    names = ("ggml-base", "ggml")
+    base, ggml = (ctypes.CDLL(str(directory / f"lib{name}.{LIBRARY_SUFFIX}")) for name in names)
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
+    base.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
+    registry = ctypes.c_void_p(ggml.ggml_backend_load(str(module).encode()))
+    if not registry or not base.ggml_backend_reg_dev_count(registry):
+        raise LibraryError(
+            f"the GPU module {module.parent.name} cannot be loaded or finds no GPU; build it again with "
+            "`cllm build --gpu auto --force`, or serve without the GPU (--gpu-layers 0)"
+        )
+
+
+def modules_for(directory: Path) -> list[Module]:
+    """The modules that were built for a library. Asks no driver."""
+    return find_modules() if takes_modules(directory) else []
+
+
+def takes_modules(directory: Path) -> bool:
+    """Whether modules of `cllm build` fit a library: others may be of another version."""
+    return (directory / "build.json").exists()
+
+
+def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
+    """Load the library of `directory` (default: `find()`). One per process: the bindings allow no second.
+
+    With `gpu` also the module for the GPUs that are here, if one was built. Without it no driver is touched.
+    """
     directory = directory or find()
     present = sys.modules.get("llama_cpp.llama_cpp")
     if present is None:
@@ -104,7 +168,17 @@ def load(directory: Path | None = None) -> Library:
     library: Library | None = getattr(present, "_cllm_library", None)
     if library is None:  # one log callback per process
         library = present._cllm_library = Library(directory, present)  # type: ignore[attr-defined]
+    if gpu:
+        library.load_module()
     return library
+
+
+def exit_reason(code: int, stderr: bytes) -> str:
+    """The last line that a process with native code wrote, or the signal or code it ended with."""
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    return last or f"it exited with code {code}"
 
 
 def _import_bindings(directory: Path) -> types.ModuleType:

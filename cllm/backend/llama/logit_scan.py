@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cllm.build.sampling import library_path
+
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
-LIBRARY = "libcllm-sampling.so"
 GROUP = 64  # tokens that are looked at by their maximum first
 COARSE = 16  # groups that are ordered by their maximum
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
@@ -86,7 +87,7 @@ def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[tuple[int, fl
 
 
 class NativeLogitScan(LogitScan):
-    """In C, on several threads: see native/sampling.c. Owner thread only."""
+    """In C, on several threads: see cllm/build/sampling.c. Owner thread only."""
 
     def __init__(self, library: Path, threads: int) -> None:
         """Raises OSError where the library cannot be loaded."""
@@ -140,9 +141,9 @@ def _pointer(array: npt.NDArray[np.float32] | npt.NDArray[np.int32]) -> ctypes.c
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def make_logit_scan(folder: Path, threads: int) -> LogitScan:
-    """The fast one, where it is built beside the native library."""
+def make_logit_scan(threads: int, library: Path | None = None) -> LogitScan:
+    """The fast one, where `cllm build` has compiled it."""
     try:
-        return NativeLogitScan(folder / LIBRARY, threads)
+        return NativeLogitScan(library or library_path(), threads)
     except OSError:
         return LogitScan()

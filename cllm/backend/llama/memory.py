@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left as bisect
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +16,22 @@ from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.base import SCORED_LOGITS
 from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share
-from cllm.backend.llama.devices import gpu_memory, supports_gpu
+from cllm.backend.llama.devices import Device, list_devices
 from cllm.backend.llama.draft_model import SLOTS
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.layers import Layers
+from cllm.backend.llama.placement import (
+    Load,
+    Place,
+    Placement,
+    Placer,
+    asked_layers,
+    mib,
+    placed_devices,
+    step_buffers,
+)
 from cllm.build.options import features
-from cllm.config import EngineConfig
+from cllm.config import GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.models.resolve import resolve
 from cllm.models.store import embedded_model as embedded_model
@@ -40,15 +52,13 @@ _REPACKED = {
     "asimddp": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"),
 }
 
+GPU_THREADS = 2  # of the host, with all layers on GPUs
 MAX_SHARE = 32768  # cells of a slot that are chosen without being asked for
 MAX_PARALLEL = 8
 # A coding agent's first message (16,000 tokens) and the answer to it: a second slot must not cost that.
 AGENT_SHARE = 20480
 MIN_SHARE = 512
-
-
-def _mib(size: int) -> str:
-    return f"{size // _MIB} MiB"
+MAX_MORE_CPU_LAYERS = 1.25  # times as many on the CPU, which the time of a step follows, for `AGENT_SHARE`
 
 
 def available_memory() -> int | None:
@@ -103,8 +113,8 @@ class EmbeddingMemory(NamedTuple):
         available = available_memory()
         if available is not None and sum(self) > available:
             raise NotEnoughMemory(
-                f"not enough memory for embeddings: KV {_mib(self.kv)} + logits {_mib(self.logits)} "
-                f"+ attention {_mib(self.attention)}, available {_mib(available)}; "
+                f"not enough memory for embeddings: KV {mib(self.kv)} + logits {mib(self.logits)} "
+                f"+ attention {mib(self.attention)}, available {mib(available)}; "
                 "try a smaller --embed-tokens"
             )
 
@@ -112,23 +122,31 @@ class EmbeddingMemory(NamedTuple):
 class MemoryFit:
     """The memory a model needs, part by part, against what is available; and the context that fits.
 
-    Weights, KV cells, recurrent states and compute buffers are allocated at once. RAM for saved states,
-    embeddings and grammars is allocated on use: where it does not fit, there is less RAM for states, which
-    costs only time. `parallel` and `share` (cells of a slot) are as asked for, or else chosen.
+    Weights, KV cells, recurrent states and compute buffers are allocated at once: in the host's memory, the
+    first of the `places`, and in that of each GPU. RAM for saved states, embeddings and grammars is allocated
+    on use: where it does not fit, there is less RAM for states, which costs only time. `parallel`, `share`
+    (cells of a slot) and the layers on GPUs (`placement`) are as asked for, or else chosen.
     """
 
-    def __init__(self, header: GgufHeader, config: EngineConfig) -> None:
+    def __init__(
+        self, header: GgufHeader, config: EngineConfig, devices: Sequence[Device] | None = None
+    ) -> None:
+        """`devices` are the GPUs here; None: the layers are placed as `config` says. Raises ConfigError."""
         self._header, self._config, self._layers = header, config, Layers(header)
         self._draft = GgufHeader(Path(config.draft_model)) if config.draft_model else None
-        self.on_gpu = config.gpu_layers != 0 and supports_gpu()
-        self.model = header.data_bytes
-        # The mapped pages of repacked weights are not used again: the system can drop them.
-        self.repacked = repacked_bytes(header) if config.extra_buffers and not self.on_gpu else 0
-        self.parallel, self.share = self._choose()
+        self._placer = Placer(header, config, placed_devices(config) if devices is None else devices)
+        self.parallel, self.share, self.placement = self._choose()
         self.slots = max(config.slots, self.parallel)
         self.cells = config.ctx_size or self.parallel * self.share  # of the requests; other slots add theirs
-        self.kv, self.compute, self.draft = self._sizes(self.parallel, self.share)
-        self.needed = self.model + self.kv + self.compute + self.draft
+        self.on_gpu = self.placement.gpu_layers > 0
+        # The mapped pages of repacked weights are not used again: the system can drop them.
+        self.repacked = repacked_bytes(header) if config.extra_buffers and not self.on_gpu else 0
+        self.places = self._sum_up(self.parallel, self.share, self.placement)
+        self.model = sum(place.model for place in self.places)
+        self.kv = sum(place.kv for place in self.places)
+        self.compute = sum(place.compute for place in self.places)
+        self.draft = sum(place.draft for place in self.places)
+        self.needed = sum(place.needed - place.shared for place in self.places)
         encoder = not self._layers.layers and f"{header.architecture}.pooling_type" in header.metadata
         tokens = min(config.embed_tokens or self.share, header.context_train)
         limits = EmbedLimits(
@@ -140,35 +158,71 @@ class MemoryFit:
         self.grammars = compiling + GRAMMAR_CACHE_BYTES
         self.states = max(config.cache_ram_mb, config.swap_space_mb) * _MIB
         # Everything in the host's memory, at its largest.
-        held = RUNTIME if self.on_gpu else self.needed + self.embedding
-        self.total = held + self.grammars + self.states
+        embedding = 0 if self.placement.complete else self.embedding
+        self.total = self.places[0].needed + embedding + self.grammars + self.states
 
     @cached_property
     def available(self) -> int | None:
-        """Bytes available for what is needed; None where they are unknown, as with layers on both sides."""
-        layers = self._config.gpu_layers
-        if not self.on_gpu or (free := gpu_memory()) is None:
-            return available_memory()
-        return free if layers < 0 or layers > self._header.number("block_count") else None
+        """Bytes available in the host's memory; None where they are unknown."""
+        return available_memory()
 
-    def _choose(self) -> tuple[int, int]:
-        """Requests at a time and cells of each: fewer requests before less context, see `AGENT_SHARE`."""
-        config = self._config
+    def _choose(self) -> tuple[int, int, Placement]:
+        """Requests at a time, cells of each, and layers on GPUs.
+
+        Fewer requests come before less context, and less context before fewer layers on a GPU, down to
+        `DEFAULT_REQUEST_CELLS`. Where many layers stay with the CPU anyway, there is context for an agent's
+        first message: see `MAX_MORE_CPU_LAYERS`.
+        """
+        config, longest = self._config, self._longest
+        layers = asked_layers(config)
+        whole = self._placer.place(self._placer.total if layers is None else layers)
         asked = config.parallel or min(config.slots, MAX_PARALLEL)
         if config.ctx_size:
             parallel = asked or min(MAX_PARALLEL, max(1, config.ctx_size // DEFAULT_REQUEST_CELLS))
             slots = max(config.slots, parallel)
-            return parallel, request_share(config.ctx_size * slots // parallel, slots)
-        longest = self._longest
-        if self.available is None:
+            share = request_share(config.ctx_size * slots // parallel, slots)
+            return parallel, share, whole if layers is not None else self._max_layers(parallel, share)
+        parallel, share = self._choose_context(whole)
+        if layers is not None or not whole.gpu_layers:
+            return parallel, share, whole
+        small = min(DEFAULT_REQUEST_CELLS, longest)
+        if share >= small and self._fits(parallel, share, whole):
+            return parallel, share, whole
+        if self._fits(asked or 1, small, whole):
+            return asked or 1, small, whole
+        fewer, wanted = self._max_layers(asked or 1, small), small
+        long = self._max_layers(asked or 1, min(AGENT_SHARE, longest))
+        if long.cpu_layers <= MAX_MORE_CPU_LAYERS * fewer.cpu_layers:
+            fewer, wanted = long, min(AGENT_SHARE, longest)
+        parallel, share = self._choose_context(fewer)
+        if share < wanted and fewer.gpu_layers and self._fits(asked or 1, wanted, fewer):
+            parallel, share = asked or 1, wanted
+        return parallel, share, fewer
+
+    def _choose_context(self, placement: Placement) -> tuple[int, int]:
+        """Requests at a time and cells of each: fewer requests before less context, see `AGENT_SHARE`."""
+        config, longest = self._config, self._longest
+        asked = config.parallel or min(config.slots, MAX_PARALLEL)
+        if self.available is None and not placement.gpu_layers:
             return asked or MAX_PARALLEL, min(DEFAULT_REQUEST_CELLS, longest)
         if asked:
-            return asked, self._largest_share(asked)
+            return asked, self._largest_share(asked, placement)
         for parallel in range(MAX_PARALLEL, 1, -1):
-            if self._is_affordable(parallel, longest):
+            if self._is_affordable(parallel, longest, placement):
                 return parallel, longest
-        share = self._largest_share(2)
-        return (2, share) if share >= min(AGENT_SHARE, longest) else (1, self._largest_share(1))
+        share = self._largest_share(2, placement)
+        if share >= min(AGENT_SHARE, longest):
+            return 2, share
+        return 1, self._largest_share(1, placement)
+
+    def _max_layers(self, parallel: int, share: int) -> Placement:
+        """As many layers on GPUs as fit beside such a context. What the host holds does not decide."""
+        load = self._load(parallel, share)
+        for layers in range(self._placer.total, 0, -1):
+            placement = self._placer.place(layers)
+            if all(place.fits for place in self._placer.on_devices(placement, load)):
+                return placement
+        return self._placer.place(0)
 
     @property
     def _longest(self) -> int:
@@ -176,76 +230,144 @@ class MemoryFit:
         tokens = min(self._config.max_request_tokens or MAX_SHARE, self._header.context_train)
         return max(CELL_BLOCK, request_share(tokens, 1))
 
-    def _largest_share(self, parallel: int) -> int:
+    def _largest_share(self, parallel: int, placement: Placement) -> int:
         """The most cells that so many slots can have each, in whole blocks."""
         blocks = range(1, self._longest // CELL_BLOCK + 1)
         affordable = bisect(
-            blocks, True, key=lambda count: not self._is_affordable(parallel, count * CELL_BLOCK)
+            blocks, True, key=lambda count: not self._is_affordable(parallel, count * CELL_BLOCK, placement)
         )
         return max(min(MIN_SHARE, self._longest), affordable * CELL_BLOCK)
 
-    def _is_affordable(self, parallel: int, share: int) -> bool:
-        """Whether KV takes at most half of what the rest leaves free."""
-        assert self.available is not None
-        kv, compute, draft = self._sizes(parallel, share)
-        return 2 * kv <= self.available - self.model - compute - draft
+    def _is_affordable(self, parallel: int, share: int, placement: Placement) -> bool:
+        """Whether KV takes at most half of what the rest leaves free, everywhere."""
+        return all(place.is_roomy for place in self._sum_up(parallel, share, placement))
 
-    def _sizes(self, parallel: int, share: int) -> tuple[int, int, int]:
-        """KV with recurrent states, compute buffers, and the draft model."""
+    def _fits(self, parallel: int, share: int, placement: Placement) -> bool:
+        return all(place.fits for place in self._sum_up(parallel, share, placement))
+
+    def _load(self, parallel: int, share: int) -> Load:
+        """What such a context asks for, wherever the layers lie."""
         config = self._config
         slots = max(config.slots, parallel)
         batch = max(config.batch_tokens, slots)
         types = config.cache_type_k, config.cache_type_v
-        flash = config.flash_attention
-        kv = self._layers.kv_bytes(
-            share, slots, types=types, batch_tokens=batch, unified=config.unified_kv, flash=flash
-        )
-        kv += self._layers.state_bytes(slots, self._config.draft_rollback)
-        draft = 0
+        flash, unified = config.flash_attention, config.unified_kv
+        sizes = self._layers.kv_by_layer(share, slots, types, batch, unified=unified, flash=flash)
+        states = slots * (1 + config.draft_rollback)
+        kv = [size + states * one.state for size, one in zip(sizes, self._layers.layers, strict=True)]
+        converted: list[int] = []
+        if flash and types != ("f16", "f16"):
+            converted = self._layers.kv_by_layer(share, slots, ("f16", "f16"), batch, unified=unified)
+        cells = share * slots if unified else share
+        draft = draft_buffers = 0
         if self._draft is not None:
-            cells = config.max_request_tokens or share
-            draft = Layers(self._draft).kv_bytes(cells, SLOTS, types=types, batch_tokens=batch, flash=flash)
+            tokens = config.max_request_tokens or share
+            draft = Layers(self._draft).kv_bytes(tokens, SLOTS, types=types, batch_tokens=batch, flash=flash)
             draft += self._draft.data_bytes
-        return kv, self._compute(parallel, batch, share * slots if config.unified_kv else share), draft
+            draft_buffers = step_buffers(self._draft, batch, tokens, flash=flash)
+        return Load(
+            batch=batch,
+            cells=cells if self._layers.keeps_cells else 0,
+            kv=[0, *accumulate(kv)],
+            largest_kv=[0, *accumulate(kv, max)],
+            converted=max(converted, default=0),
+            draft=draft,
+            draft_buffers=draft_buffers,
+        )
 
-    def _compute(self, parallel: int, batch: int, cells: int) -> int:
-        """Processes and buffers of the largest step. Logits that are not asked for stay untouched pages."""
+    def _sum_up(self, parallel: int, share: int, placement: Placement) -> tuple[Place, ...]:
+        """What the host has to hold, and each GPU."""
+        load = self._load(parallel, share)
+        kv = load.kv[-1]
+        if not placement.gpu_layers:
+            compute = self._compute(parallel, load.batch, load.cells)
+            return (Place("host", self.available, self._header.data_bytes, kv, compute, load.draft),)
+        found = self._placer.on_devices(placement, load)
+        integrated = [device.integrated for device in placement.devices]
+        host = Place(
+            "host",
+            self.available,
+            model=self._placer.host_model(placement),
+            kv=kv - sum(place.kv for place in found),
+            compute=self._compute(parallel, load.batch, load.cells, computes=not placement.complete),
+            shared=sum(place.needed for place, is_shared in zip(found, integrated, strict=True) if is_shared),
+        )
+        return (host, *found)
+
+    def _compute(self, parallel: int, batch: int, cells: int, computes: bool = True) -> int:
+        """Processes and buffers of the largest step. Logits that are not asked for stay untouched pages.
+
+        Where GPUs compute everything, there are the inputs of a step and its logits.
+        """
         header, config = self._header, self._config
         scored = SCORED_LOGITS // max(1, header.vocabulary)
         outputs = min(batch, max(scored, parallel * (1 + config.draft_tokens)))
         # What a layer has in its hands for each token, at its widest.
-        widths = 8 * header.number("embedding_length") + 3 * header.number("feed_forward_length")
+        widths = header.number("embedding_length")
+        if computes:
+            widths = 8 * widths + 3 * header.number("feed_forward_length")
         # Flash attention needs the mask only (f16), otherwise there are scores for each head (f32).
-        scores = 2 if config.flash_attention else 4 * (1 + header.number("attention.head_count"))
+        heads = header.number("attention.head_count") if computes else 0
+        scores = 2 if config.flash_attention else 4 * (1 + heads)
         tables = header.vocabulary * (VOCABULARY_BYTES + 2 * 4 * outputs)
-        if self.on_gpu:  # there every page is taken
-            tables = header.vocabulary * 4 * batch
-        return RUNTIME + tables + batch * (4 * widths + scores * (cells if self._layers.keeps_cells else 0))
+        return RUNTIME + tables + batch * (4 * widths + scores * cells)
 
     @property
     def fits(self) -> bool:
-        """Whether the needed part fits; the rest uses what is left."""
-        return self.available is None or self.needed <= self.available
+        """Whether the needed part fits, on each device; the rest uses what is left."""
+        return all(place.fits for place in self.places)
+
+    def ready(self, config: EngineConfig) -> EngineConfig:
+        """The configuration with what was chosen."""
+        placed, target = self.placement, config.target_itl_ms
+        several = placed.gpu_layers and len(placed.devices) > 1
+        return msgspec.structs.replace(
+            config,
+            parallel=self.parallel,
+            ctx_size=self.cells,
+            gpu_layers=placed.gpu_layers,
+            n_cpu_moe=placed.host_experts,
+            tensor_split=self._placer.split if several else "",
+            target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
+            # The host looks up token vectors only; threads that poll would take cores from the sampler.
+            threads=config.threads or (GPU_THREADS if placed.complete else 0),
+            poll=0 if placed.complete else config.poll,
+        )
+
+    def hint(self) -> str:
+        """What to try where it does not fit."""
+        if any(not place.fits for place in self.places[1:]):
+            return "try --gpu-layers auto, or fewer"
+        if self._config.ctx_size or self._config.parallel > 1 or self._config.slots > 1:
+            return "try a smaller --ctx-size or --parallel"
+        return "try a model of fewer or smaller weights"
 
     def describe(self) -> str:
-        """The sum, in MiB."""
-        available = "unknown" if self.available is None else _mib(self.available)
-        available += " on the GPU" if self.on_gpu else ""
-        draft = f"+ draft model {_mib(self.draft)} " if self.draft else ""
+        """The sum, in MiB; with layers on GPUs, of each device."""
+        if self.on_gpu:
+            return "; ".join(place.describe() for place in self.places if place.needed)
+        available = "unknown" if self.available is None else mib(self.available)
+        draft = f"+ draft model {mib(self.draft)} " if self.draft else ""
         return (
-            f"model {_mib(self.model)} + KV {_mib(self.kv)} ({self.share} cells for each of {self.slots}) "
-            f"+ compute {_mib(self.compute)} {draft}= {_mib(self.needed)}, available {available}"
+            f"model {mib(self.model)} + KV {mib(self.kv)} ({self.share} cells for each of {self.slots}) "
+            f"+ compute {mib(self.compute)} {draft}= {mib(self.needed)}, available {available}"
         )
+
+    def describe_placement(self) -> str:
+        """Which layers lie where, and what each device holds then."""
+        return f"{self.placement.describe()}: {self.describe()}"
 
     def describe_context(self) -> str:
         """The context, and why it is what it is."""
         config, train = self._config, self._header.context_train
         if config.ctx_size:
             why = "as --ctx-size says"
-        elif self.available is None:
+        elif self.available is None and not self.on_gpu:
             why = "the available memory is unknown"
         elif self.share < self._longest:
             why = "KV takes half of the memory that is left beside the model"
+            if self.on_gpu and not all(place.is_roomy for place in self.places):
+                why = f"beside {self.placement.gpu_layers} layers on the GPU"
         elif train < MAX_SHARE:
             why = "the model's training context"
         else:
@@ -258,25 +380,27 @@ class MemoryFit:
     def describe_rest(self) -> str:
         """The parts that are allocated on use, in MiB."""
         return (
-            f"embeddings {_mib(self.embedding)} + grammars {_mib(self.grammars)} "
-            f"+ states {_mib(self.states)}, {_mib(self.total)} in all"
+            f"embeddings {mib(self.embedding)} + grammars {mib(self.grammars)} "
+            f"+ states {mib(self.states)}, {mib(self.total)} in all"
         )
 
 
-def prepare(config: EngineConfig) -> EngineConfig:
+def _find_model(config: EngineConfig, devices: Sequence[Device] | None) -> Path:
+    """The file that the model's reference names. A hub's is checked by its header before it is pulled."""
+
+    def check(head: Path) -> None:
+        prepare(msgspec.structs.replace(config, model=str(head)), devices)
+
+    return resolve(config.model, offline=config.offline, check=check) if config.model else embedded_model()
+
+
+def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
     """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
-    The context that is not given is chosen; what is given is honoured or refused.
-    RAM for saved states is limited to what is left.
+    The context and the layers on GPUs that are not given are chosen; what is given is honoured or refused.
+    RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here.
     """
-    if config.model:  # a model that a hub has is checked by its header before it is pulled
-        replace = msgspec.structs.replace
-        path = resolve(
-            config.model, offline=config.offline, check=lambda head: prepare(replace(config, model=str(head)))
-        )
-    else:
-        path = embedded_model()
-    header = GgufHeader(path)
+    header = GgufHeader(_find_model(config, devices))
     template = read_template(config.chat_template) if config.chat_template else ""
     # A link may lead to a file of another name: a hub's cache names it by its hash.
     path = header.path.resolve()
@@ -291,15 +415,16 @@ def prepare(config: EngineConfig) -> EngineConfig:
     if config.draft_model:
         draft = resolve(config.draft_model, offline=config.offline).resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
-    fit = MemoryFit(header, config)
+    if devices is None:
+        devices = list_devices() if asked_layers(config) != 0 else ()
+    fit = MemoryFit(header, config, devices)
     if not fit.fits:
-        given = config.ctx_size or config.parallel > 1 or config.slots > 1
-        hint = (
-            "try a smaller --ctx-size or --parallel" if given else "try a model of fewer or smaller weights"
-        )
-        raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {hint}")
-    log.info("context: %s; memory: %s", fit.describe_context(), fit.describe())
-    config = msgspec.structs.replace(config, parallel=fit.parallel, ctx_size=fit.cells)
+        raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")
+    if asked_layers(config) and not devices:
+        log.warning("--gpu-layers %s: no GPU can be used, so the CPU computes all layers", config.gpu_layers)
+    place = fit.describe_placement() if devices else fit.describe()
+    log.info("context: %s; memory: %s", fit.describe_context(), place)
+    config = fit.ready(config)
     host = available_memory()
     if host is None or fit.total <= host:
         return config

@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import DeferredFrees, Library, Owned
+from cllm.backend.llama.library import BufferOverride, DeferredFrees, Library, Owned
+from cllm.backend.llama.placement import asked_layers, experts_pattern
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
 from cllm.types import InfillTokens, ModelInfo, Pooling, TokenBound
@@ -30,7 +31,31 @@ def _byte_level() -> list[tuple[int, bytes]]:
 
 
 _BYTE_LEVEL = _byte_level()
+_SPLIT_MODES = {"none": 0, "layer": 1, "row": 2}  # llama_split_mode
 _POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling.RANK}  # as in GGUF files
+
+
+def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_only: bool) -> list[Any]:
+    """Set in `params` where the layers go. Returns what has to live until the model is loaded."""
+    layers = asked_layers(config)
+    # A negative number means all. Without a layer there no GPU is touched: its context would take memory.
+    params.n_gpu_layers = -1 if layers is None else layers
+    if vocabulary_only or layers == 0:
+        devices = (ctypes.c_void_p * 1)()
+        params.devices = ctypes.addressof(devices)
+        return [devices]
+    params.split_mode = _SPLIT_MODES[config.split_mode]
+    params.main_gpu = config.main_gpu
+    split = (ctypes.c_float * library.api.llama_max_devices())()
+    for index, part in enumerate(part for part in config.tensor_split.split(",") if part):
+        split[index] = float(part)
+    params.tensor_split = ctypes.cast(split, ctypes.POINTER(ctypes.c_float))
+    overrides = (BufferOverride * 2)()  # the second one is the end
+    if config.n_cpu_moe:
+        overrides[0].pattern = experts_pattern(config.n_cpu_moe).encode()
+        overrides[0].buffer_type = library.cpu_buffer_type()
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
+    return [split, overrides]
 
 
 class LlamaModel(Owned):
@@ -50,8 +75,7 @@ class LlamaModel(Owned):
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers
-        params.n_gpu_layers = config.gpu_layers
-
+        placed = _place(library, config, params, vocabulary_only=vocabulary_only)
         raised: list[BaseException] = []
 
         def on_progress(fraction: float, _: Any) -> bool:
@@ -66,6 +90,7 @@ class LlamaModel(Owned):
         params.progress_callback = callback
         path = Path(config.model)
         pointer = api.llama_model_load_from_file(str(path).encode(), params)
+        del placed  # llama.cpp reads it while it loads
         if raised:
             if pointer:
                 api.llama_model_free(pointer)

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -16,15 +15,19 @@ from typing import Annotated
 
 import msgspec
 
+from cllm.backend.llama.devices import list_devices, wants_gpu
 from cllm.backend.llama.fingerprint import library_digest
-from cllm.backend.llama.library import find
+from cllm.backend.llama.library import exit_reason, find, may_use_gpu
+from cllm.backend.llama.memory import prepare
 from cllm.build.build import cache_directory, write_record
+from cllm.build.module import find_modules
 from cllm.config import EngineConfig
 from cllm.errors import LibraryError, ModelFileError
 
 log = logging.getLogger(__name__)
 PROBE_LIMIT_S = 600.0
 PROBE_TOKENS = 4
+WITHOUT_GPU = "without the GPU (--gpu-layers 0)"
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -43,11 +46,18 @@ class ProbeRecord(msgspec.Struct, frozen=True):
 
 
 def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
-    """The settings asked for, then safer and safer ones, each with a name for the operator."""
+    """The settings asked for, then safer and safer ones, each with a name for the operator.
+
+    The GPU is the first to be left out. Where the library lists none, it is not even tried.
+    """
+    tried = [("as configured", config)]
+    if wants_gpu(config) and may_use_gpu():
+        config = msgspec.structs.replace(config, gpu_layers=0)
+        tried = [*tried, (WITHOUT_GPU, config)] if list_devices() else [("as configured", config)]
     safe = msgspec.structs.replace(config, extra_buffers=False)
     safest = msgspec.structs.replace(safe, flash_attention=False, threads=1)
     return [
-        ("as configured", config),
+        *tried,
         ("without repacked weights (--no-extra-buffers)", safe),
         ("without flash attention, one thread", safest),
     ]
@@ -71,17 +81,23 @@ def run_probe(config: EngineConfig) -> ProbeResult:
     return ProbeResult(True, tokens_per_second=float(done.stdout))
 
 
-def exit_reason(code: int, stderr: bytes) -> str:
-    """The last line that a process wrote, or the signal or code it ended with."""
-    if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
-    last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    return last or f"it exited with code {code}"
+def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
+    """Prepare the settings asked for and find those that work here. Raises SetupError.
+
+    Where the GPU does not work, others are prepared for the host's memory.
+    """
+    placed = prepare(asked)
+    ready = find_working(placed, say)
+    if wants_gpu(ready) or not wants_gpu(placed):
+        return ready
+    return find_working(prepare(msgspec.structs.replace(asked, gpu_layers=0)), say)
 
 
 def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
     """The first settings that pass the probe; remembered, so the next start does not probe again.
 
+    A GPU that fails is left out by settings that are not probed and not remembered: they must be prepared for
+    the host's memory first (`find_ready`), and the next start tries the GPU again.
     Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
     """
     path = _record_path(config)
@@ -90,6 +106,9 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
         return settings[record.chosen][1]
     failures: list[str] = []
     for chosen, (name, attempt) in enumerate(settings):
+        if name == WITHOUT_GPU:
+            log.warning("%s; serving %s, which is slower", failures[-1], name)
+            return attempt
         say(f"probing the native library {name}")
         result = run_probe(attempt)
         if result.passed:
@@ -100,7 +119,8 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
             except OSError as error:
                 log.warning("the result of the probe is not kept, so every start probes: %s", error.strerror)
             return attempt
-        if result.detail.startswith("model:"):
+        # A model that cannot be loaded into the GPU may be a file that is right.
+        if result.detail.startswith("model:") and WITHOUT_GPU not in dict(settings):
             raise ModelFileError(result.detail.removeprefix("model:").strip())
         failures.append(f"the native library does not work here {name}: {result.detail}")
     raise LibraryError(f"{failures[-1]}; rebuild it with `cllm build --force --portable`")
@@ -122,7 +142,10 @@ def _record_path(config: EngineConfig) -> Path:
     model, library = Path(config.model), find()
     settings = (config.extra_buffers, config.flash_attention, config.threads, config.gpu_layers)
     file = (model, model.stat().st_size, model.stat().st_mtime_ns)
-    fingerprint = (platform.node(), library, library_digest(library), *file, *settings)
+    fingerprint: list[object] = [platform.node(), library, library_digest(library), *file, *settings]
+    if wants_gpu(config) and may_use_gpu():  # else as before there were modules: what is remembered is valid
+        fingerprint += [library_digest(module.path.parent) for module in find_modules()]
+        fingerprint += [(device.name, device.description, device.total) for device in list_devices()]
     digest = hashlib.sha256("\n".join(map(str, fingerprint)).encode()).hexdigest()[:24]
     return cache_directory() / "probes" / f"{digest}.json"
 
@@ -137,8 +160,8 @@ def _main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         runner = LlamaRunner(config)
-    except ModelFileError as error:
-        print(f"model: {error}", file=sys.stderr)
+    except (ModelFileError, LibraryError) as error:
+        print(f"model: {error}" if isinstance(error, ModelFileError) else error, file=sys.stderr)
         return 1
     if runner.info.generates:
         kind, rounds = BatchKind.GENERATE, PROBE_TOKENS

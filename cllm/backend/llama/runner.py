@@ -26,6 +26,7 @@ from cllm.backend.base import (
 from cllm.backend.llama import fingerprint
 from cllm.backend.llama.batch_sampler import BatchSampler
 from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
+from cllm.backend.llama.devices import wants_gpu
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
@@ -33,6 +34,7 @@ from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
 from cllm.backend.llama.logit_scan import make_logit_scan
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel
+from cllm.backend.llama.placement import asked_layers
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
 from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
@@ -54,7 +56,7 @@ class LlamaRunner(ModelRunner):
         library: Library | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        self._library = library or load()
+        self._library = library or load(gpu=wants_gpu(config))
         self._config = config
         self._api = self._library.api
         self._deferred_frees = DeferredFrees()
@@ -78,15 +80,15 @@ class LlamaRunner(ModelRunner):
         self._open.callback(deferred_frees.free_all)
         self.info = self._model.info(config.chat_template, generates=self._context.generates)
         self.limits = self._read_limits(config)
-        layers = config.gpu_layers
-        all_offloaded = layers < 0 or layers > self.info.layers
-        self.asynchronous = all_offloaded and bool(self._api.llama_supports_gpu_offload())
+        layers = asked_layers(config)
+        complete = layers is None or layers > self.info.layers
+        self.asynchronous = complete and bool(self._api.llama_supports_gpu_offload())
         self.vocabulary = self._model.vocabulary
         self._ends = np.array(sorted(self.vocabulary.ends), np.int32)
         self._no_tokens = self._ends[:0]
         self._batch = NativeBatch(self._api, self.limits.batch_tokens, self.limits.sequences)
         threads = min(MAX_SAMPLER_THREADS, default_threads())
-        scan = make_logit_scan(library.directory, threads)
+        scan = make_logit_scan(threads)
         self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads, scan)
         self._open.callback(self.batch_sampler.close)
         context = self.limits.sequence_cells

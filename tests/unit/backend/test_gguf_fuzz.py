@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cllm.backend.llama.devices import Device
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
@@ -23,6 +24,7 @@ QUICKLY = settings(
     deadline=None, max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 HUGE = st.sampled_from([0, 1, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1])
+CARDS = tuple(Device(f"CUDA{i}", "", free, free, False) for i, free in enumerate((3 << 28, 1 << 30)))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,8 @@ def read(path: Path, data: bytes) -> GgufHeader | None:
     try:
         header = GgufHeader(path)
         assert header.context_train >= 0 and header.vocabulary >= 0
-        MemoryFit(header, EngineConfig(model=str(path), gpu_layers=0))
+        for devices in ((), CARDS):
+            MemoryFit(header, EngineConfig(model=str(path)), devices)
         return header
     except ModelFileError as error:
         assert "\n" not in str(error)

@@ -6,11 +6,14 @@ import logging
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cllm.backend.llama import probe
-from cllm.backend.llama.probe import ProbeResult, find_working
+from cllm.backend.llama.devices import Device, wants_gpu
+from cllm.backend.llama.probe import ProbeResult, find_ready, find_working, settings_to_try
 from cllm.config import EngineConfig
+from cllm.errors import ModelFileError
 
 
 class Machine:
@@ -82,3 +85,85 @@ def test_a_probe_cut_short_while_it_writes_leaves_the_old_record(
         assert start(config, machine, patch) == config, "the server starts all the same"
     assert not list((Path(os.environ["CLLM_CACHE_DIR"]) / "probes").iterdir())
     assert start(config, machine, monkeypatch) == config and machine.probes == 2
+
+
+H200 = Device("CUDA0", "NVIDIA H200", 1, 2, False)
+
+
+def install_gpu(monkeypatch: pytest.MonkeyPatch, *devices: Device) -> None:
+    """A module was built, and the library lists these devices with it."""
+    monkeypatch.setattr(probe, "may_use_gpu", lambda: True)
+    monkeypatch.setattr(probe, "list_devices", lambda: devices)
+
+
+def test_a_gpu_that_fails_is_left_out_with_one_warning_and_tried_at_the_next_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_gpu(monkeypatch, H200)
+    machine = Machine(failing=2)
+    for probes in (1, 2):
+        assert start(config, machine, monkeypatch) == msgspec.structs.replace(config, gpu_layers=0)
+        assert machine.probes == probes
+        (line,) = caplog.messages
+        assert line.endswith("SIGILL; serving without the GPU (--gpu-layers 0), which is slower")
+        caplog.clear()
+    for _ in range(2):
+        assert start(config, machine, monkeypatch) == config and machine.probes == 3
+    assert not caplog.messages
+
+
+def test_a_gpu_that_cannot_load_the_model_may_not_be_the_files_fault(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_gpu(monkeypatch, H200)
+    wrong = ProbeResult(False, "model: llama.cpp cannot load model.gguf")
+    tried: list[bool] = []
+
+    def run(attempt: EngineConfig, passes: bool) -> ProbeResult:
+        tried.append(wants_gpu(attempt))
+        return ProbeResult(True) if passes and not wants_gpu(attempt) else wrong
+
+    monkeypatch.setattr(probe, "prepare", lambda asked: asked)
+    monkeypatch.setattr(probe, "run_probe", lambda attempt: run(attempt, False))
+    with pytest.raises(ModelFileError, match="cannot load"):
+        find_ready(config, lambda _: None)
+    assert tried == [True, False], "a file that is wrong is tried no further"
+    monkeypatch.setattr(probe, "run_probe", lambda attempt: run(attempt, True))
+    assert not wants_gpu(find_ready(config, lambda _: None))
+
+
+def test_where_the_library_lists_no_gpu_none_is_tried(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_gpu(monkeypatch)
+    machine = Machine()
+    assert not wants_gpu(start(config, machine, monkeypatch)) and machine.probes == 1
+    assert [name for name, _ in settings_to_try(config)] == [
+        "as configured",
+        "without repacked weights (--no-extra-buffers)",
+        "without flash attention, one thread",
+    ]
+
+
+def test_another_gpu_is_probed_again(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    for device in (H200, H200._replace(description="NVIDIA B200"), H200._replace(free=0)):
+        install_gpu(monkeypatch, device)
+        start(config, machine, monkeypatch)
+    assert machine.probes == 2, "free memory is no part of what a GPU is"
+
+
+def test_without_the_gpu_the_settings_are_prepared_for_the_hosts_memory(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_gpu(monkeypatch, H200)
+
+    def prepare(asked: EngineConfig) -> EngineConfig:
+        return msgspec.structs.replace(asked, ctx_size=1_000_000 if wants_gpu(asked) else 4096)
+
+    monkeypatch.setattr(probe, "prepare", prepare)
+    monkeypatch.setattr(probe, "run_probe", lambda attempt: ProbeResult(not wants_gpu(attempt), "SIGABRT"))
+    assert find_ready(config, lambda _: None) == msgspec.structs.replace(config, gpu_layers=0, ctx_size=4096)
+    monkeypatch.setattr(probe, "run_probe", lambda _: ProbeResult(True))
+    big = msgspec.structs.replace(config, threads=2)
+    assert find_ready(big, lambda _: None) == msgspec.structs.replace(big, ctx_size=1_000_000)

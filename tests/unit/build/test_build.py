@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cllm.build import build, toolchain
+from cllm.build import build, module, toolchain
+from cllm.build.gpus import Drivers, Gpu
 from cllm.build.options import BuildOptions, features, machine, revision
 from cllm.build.toolchain import Compiler
 
@@ -104,3 +105,82 @@ def test_hot_sources_are_optimised_and_openmp_is_off(tmp_path: Path, monkeypatch
     assert "-DGGML_OPENMP=OFF" in arguments and "-DGGML_NATIVE=ON" in arguments
     levels = (tmp_path / "optimisation.cmake").read_text()
     assert "llama-kv-cache.cpp" in levels and "-O3" in levels
+
+
+class Steps:
+    """Records what `cllm build` does, instead of doing it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
+        self.done: list[str] = []
+        tools = build._Tools(Path("source"), Path("cmake"), Path("ninja"))
+        monkeypatch.setattr(build, "find_gpus", lambda: Drivers(gpus))
+        monkeypatch.setattr(build, "find_built", lambda: None)
+        monkeypatch.setattr(build, "_build", self._library)
+        monkeypatch.setattr(build._Tools, "find", lambda: tools)
+        monkeypatch.setattr(build._Tools, "compile", self._compile)
+        monkeypatch.setattr(toolchain, "find_compiler", lambda *_: GCC)
+        monkeypatch.setattr(module, "_find_glslc", lambda _: Path("glslc"))
+
+    def _library(self, arguments: object, force: bool) -> Path:
+        self.done.append("library, forced" if force else "library")
+        return Path("the-library")
+
+    def _compile(self, work: Path, settings: list[str], targets: list[str], jobs: int) -> None:
+        self.done.append(f"{' '.join(targets)}, {jobs} jobs")
+        (work / "bin").mkdir()
+        for name in ("libggml-vulkan.so", "libggml-base.so", "libggml.so"):
+            (work / "bin" / name).touch()
+
+
+RADEON = Gpu("vulkan", "AMD Radeon", 16 << 30, "", "Vulkan 1.3")
+
+
+def test_a_module_is_built_beside_the_library(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(monkeypatch, RADEON)
+    assert build.main(["--gpu", "auto", "--jobs", "3"]) == 0
+    assert steps.done == ["library", "ggml-vulkan, 3 jobs"]
+    library, folder = capsys.readouterr().out.split()
+    assert library == "the-library" and "-vulkan-" in folder
+    assert sorted(file.name for file in Path(folder).iterdir()) == ["bin", "build.json", "libggml-vulkan.so"]
+    info = json.loads(Path(folder, "build.json").read_text())
+    assert info["backend"] == "vulkan" and info["seconds"] >= 0 and "date" in info
+    assert not list((cache / "work").iterdir())
+
+    assert build.main(["--gpu", "vulkan"]) == 0, "it is there"
+    assert steps.done[2:] == ["library"]
+    assert build.main(["--gpu", "vulkan", "--force", "--jobs", "1"]) == 0
+    assert steps.done[3:] == ["library", "ggml-vulkan, 1 jobs"], "the library is not built again"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--gpu", "none"], ["--gpu", "auto"]])
+def test_without_a_gpu_only_the_library_is_built(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(monkeypatch)
+    assert build.main(arguments) == 0
+    assert build.main([*arguments, "--force"]) == 0
+    assert steps.done == ["library", "library, forced"]
+    assert ("no GPU here by the drivers" in capsys.readouterr().err) == ("auto" in arguments)
+
+
+def test_what_is_missing_is_said_before_anything_is_built(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(monkeypatch)
+    monkeypatch.delenv("CUDAARCHS", raising=False)
+    assert build.main(["--gpu", "cuda"]) == 2
+    assert not steps.done and "the NVIDIA driver reports no GPU here" in capsys.readouterr().err
+
+
+def test_progress_is_that_of_the_whole_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["[0/2] Re-checking", "[1/40] a/first.cpp.o", "[1/2] inner.o", "[2/2] inner", "[40/40] Linking x"]
+    script = tmp_path / "ninja"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    script.chmod(0o755)
+    build._run_ninja([str(script)])
+    assert capsys.readouterr().err.splitlines() == ["100 %  40/40  Linking x"]
+    script.write_text("#!/bin/sh\necho 'x.cu: error: no'\nexit 1\n")
+    with pytest.raises(build.BuildError, match=r"Ninja ended with code 1:\nx.cu: error: no"):
+        build._run_ninja([str(script)])

@@ -13,6 +13,7 @@ from cllm.backend.llama import memory
 from cllm.cli import main, models
 from cllm.cli.pull import parse_rate
 from cllm.errors import ConfigError
+from cllm.models import fit
 from cllm.models.store import hf_cache
 from tests.driver.hub import TOKEN, FakeHub
 from tests.unit.models.conftest import REPO, SPLIT_REPO, caches, hub, repos, running_hub, tiny
@@ -62,7 +63,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_fetched(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 10 << 20)
-    monkeypatch.setattr(memory, "supports_gpu", lambda: False, raising=False)
+    monkeypatch.setattr(fit, "list_devices", tuple)
     result = run("pull", f"hf:{REPO}", code=2)
     assert "would not run on this machine" in result.stderr and "--force" in result.stderr
     assert run("pull", "--force", f"hf:{REPO}").stdout

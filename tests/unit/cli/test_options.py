@@ -102,6 +102,9 @@ def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
         (["--max-timeout-s", "nan"], "configuration: max_timeout_s is nan: expected a finite number"),
         (["--max-timeout-s", "inf"], "configuration: max_timeout_s is inf: expected a finite number"),
         (["--target-itl-ms", "nan"], "--target-itl-ms"),
+        (["--gpu-layers", "some"], "configuration: gpu_layers is 'some': expected `str` matching"),
+        (["--gpu-layers", "-2"], "configuration: gpu_layers is -2: expected `int` >= -1"),
+        (["--tensor-split", "3:1"], "configuration: tensor_split is '3:1': expected `str` matching"),
         (["--cache-disk-mb", "-1"], "configuration: cache_disk_mb is -1: expected `int` >= 0"),
     ],
 )
@@ -110,6 +113,16 @@ def test_a_wrong_setting_is_one_line_that_names_it(
 ) -> None:
     result = CliRunner().invoke(main.app, ["serve", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
     assert result.exit_code == 2 and message in result.output and not settings
+
+
+def test_layers_are_a_number_or_a_word(settings: list[Config], tmp_path: Path) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text("gpu_layers = 7\n")
+    for arguments in ([], ["--gpu-layers", "12"], ["--gpu-layers", "-1"], ["--gpu-layers", "all"]):
+        CliRunner().invoke(main.app, ["serve", *arguments])
+    CliRunner().invoke(main.app, ["serve", "--config", str(file)])
+    CliRunner().invoke(main.app, ["serve"], env={"CLLM_GPU_LAYERS": "3"})
+    assert [config.engine.gpu_layers for config in settings] == ["auto", 12, -1, "all", 7, 3]
 
 
 @pytest.mark.parametrize(

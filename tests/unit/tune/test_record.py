@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from cllm.backend.llama.devices import Device
 from cllm.backend.llama.fingerprint import cpu_name, tune_fingerprint
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
@@ -192,3 +194,38 @@ def test_values_of_few_bits_need_flash_attention(tmp_path: Path) -> None:
 
 def test_the_sample_is_a_text_of_its_size() -> None:
     assert 900 < len(sample_text().split()) < 1300
+
+
+def test_a_record_is_of_one_card_and_its_layers(tmp_path: Path, library: Path) -> None:
+    asked = EngineConfig(model=str(make_dense(tmp_path / "a.gguf")))
+
+    def tuning(description: str, free: int, **settings: Any) -> Tuning:
+        devices = (Device("CUDA0", description, free, free, False),) if description else ()
+        config = replace(asked, **settings)
+        return Tuning(config, prepare(config, devices), frozenset(), devices=devices)
+
+    card, other = tuning("A card", 1 << 34), tuning("Another", 1 << 34)
+    assert card.fingerprint["devices"] == "A card: 3 of 3 layers"
+    assert other.fingerprint["devices"] == "Another: 3 of 3 layers"
+    assert tuning("A card", 1 << 34, gpu_layers=2).fingerprint["devices"] == "A card: 2 of 3 layers"
+    assert tuning("", 0).fingerprint["devices"] == "" == tuning("A card", 1 << 20).fingerprint["devices"]
+    record = make_record(card.fingerprint)
+    card.memory.save(record)
+    assert tuning("A card", 1 << 35).record == record, "free memory does not matter"
+    assert tuning("Another", 1 << 34).record is None
+    assert card.memory.find_similar(other.fingerprint) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "use"), [("auto", "all"), (2, "some"), (0, "none")], ids=["all", "some", "none"]
+)
+def test_a_trial_knows_how_much_lies_on_the_card(
+    tmp_path: Path, library: Path, layers: int | str, use: str
+) -> None:
+    devices = (Device("CUDA0", "A card", 1 << 30, 1 << 30, False),)
+    asked = EngineConfig(model=str(make_dense(tmp_path / "a.gguf")), gpu_layers=layers)
+    ready = prepare(asked, devices)
+    machine = Tuning(asked, ready, frozenset(), devices=devices)._machine(0.0)
+    assert machine.gpu == use
+    assert machine.fits(ready)
+    assert machine.fits(replace(ready, batch_tokens=65536, flash_attention=False)) == (use == "none")

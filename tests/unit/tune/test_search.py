@@ -364,3 +364,50 @@ def test_the_report_shows_every_alternative() -> None:
     assert html.count("●") >= 2 and "█" in html and "SIGILL" in html and "http" not in html
     assert "tokens/s" in figures(record) and f"{record.long} tokens (long;" in figures(record)
     assert "no time for long ones" in figures(msgspec.structs.replace(record, long=0))
+
+
+# With layers on a GPU --------------------------------------------------------------------------------
+
+ON_GPU = QUIET._replace(gpu="all", longest=32768)
+
+
+class PretendGpu(Pretend):
+    """A step takes a millisecond or two, a token of a prompt some microseconds."""
+
+    def __init__(self, **factors: Callable[[EngineConfig], float]) -> None:
+        super().__init__(**factors)
+        self.slowness = 0.1
+
+
+def test_what_the_cpu_would_do_is_not_varied_where_gpus_do_it() -> None:
+    record = PretendGpu().search(machine=ON_GPU, kv_types=True)
+    dimensions = {"flash attention", "KV layout", "batch tokens", "K/V types"}
+    assert {item.dimension for item in record.options} == dimensions
+    labels = {item.label for item in record.options if item.dimension == "batch tokens"}
+    assert labels == {"512", "1024", "2048"}
+    some = PretendGpu().search(machine=ON_GPU._replace(gpu="some"))
+    assert {item.dimension for item in some.options} >= {"threads", "poll", "batch tokens"}
+
+
+def test_short_steps_are_repeated_often() -> None:
+    machine = PretendGpu()
+    record = machine.search(machine=ON_GPU, budget_s=15)
+    plans = [plan for _, plan, _ in machine.asked[2:]]  # after the looks
+    assert record.took_s <= 15 and not record.left_out
+    steps = {plan.steps for plan in plans if plan.steps}
+    assert min(steps) >= 12, "the median of so many"
+    prompts = [plan for plan in plans if not plan.steps]
+    assert prompts and all(plan.repeats > 1 and plan.prompt >= 2048 for plan in prompts)
+
+
+def test_larger_chunks_on_a_gpu() -> None:
+    machine = PretendGpu(prefill=lambda config: {512: 1.0, 1024: 0.7, 2048: 0.5}[config.batch_tokens])
+    assert machine.search(machine=ON_GPU).settings == {"batch_tokens": 2048}
+
+
+def test_what_the_gpu_has_no_memory_for_is_not_tried() -> None:
+    machine = PretendGpu()
+    tight = ON_GPU._replace(fits=lambda config: config.batch_tokens < 2048 and config.flash_attention)
+    record = machine.search(machine=tight)
+    assert {"batch tokens 2048 (not enough memory on the GPU)"} <= set(record.left_out)
+    assert all(config.batch_tokens < 2048 and config.flash_attention for config, _, _ in machine.asked)

@@ -1,0 +1,44 @@
+"""Sampling in C: compiled once for this CPU, in a second, beside the builds of llama.cpp.
+
+Standard library only: this runs before the dependencies are installed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cllm.build import toolchain
+from cllm.build.options import digest, features, machine
+from cllm.build.toolchain import cache_directory
+
+SOURCE = Path(__file__).with_name("sampling.c")
+
+
+def library_path() -> Path:
+    """Where the library for this source and this CPU is, or is to be."""
+    key = digest([SOURCE.read_text(encoding="utf-8"), machine(), *features()])
+    return cache_directory() / "native" / f"libcllm-sampling-{key}.so"
+
+
+def compile_sampling(compiler: str | None = None) -> None:
+    """Compile it, unless it is there. Where that fails NumPy does its work, and a line says so."""
+    path = library_path()
+    if path.exists():
+        return
+    new = path.with_suffix(".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = toolchain.find_compiler(cache_directory() / "tools", compiler)
+    for native in (("-march=native",), ("-mcpu=native",), ()):
+        command = [*found.c, "-O3", *native, "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(new)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode == 0:
+            new.replace(path)
+            return
+    toolchain.log(f"sampling in C could not be compiled, so sampling is slower: {done.stdout.strip()}")
+
+
+if __name__ == "__main__":
+    compile_sampling()
+    print(library_path(), file=sys.stderr)
