@@ -26,7 +26,7 @@ from cllm.models.journal import BLOCK, Journal
 from cllm.models.store import Place
 
 log = logging.getLogger(__name__)
-RANGE_BLOCKS = 128  # of one request: 16 MiB, less near the end so that all connections end together
+RANGE_BLOCKS = 256  # of one request: 16 MiB, less near the end so that all connections end together
 SYNC_S = 2.0
 POLL_S = 0.01
 STOP_S = 2.0  # for connections to notice that they are not needed any more

@@ -8,13 +8,15 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-BLOCK = 128 << 10
+BLOCK = 64 << 10
 MISSING, WRITTEN, SYNCED = 0, 1, 2
 _HEADER = 512
+_WRITTEN = re.compile(bytes([WRITTEN]))
 
 
 def boot_id() -> str:
@@ -89,7 +91,7 @@ class Journal:
         """Bring written blocks to disk, then their marks: in this order a mark never precedes its data."""
         if self._file is None:
             return
-        written = [block for block, state in enumerate(self._states) if state == WRITTEN]
+        written = [found.start() for found in re.finditer(_WRITTEN, self._states)]
         if written:
             with self._part.open("rb") as file:
                 os.fsync(file.fileno())
