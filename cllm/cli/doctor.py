@@ -119,7 +119,8 @@ def _gpus(folder: Path, table: Table) -> None:
         table.add_row("GPU", "none")
     module = choose_module(library.modules_for(folder), drivers)
     if module is not None:
-        table.add_row("GPU module", f"{module.path}: {_build_info(module.path.parent)}")
+        table.add_row("GPU module", str(module.path.parent))
+        table.add_row("", _build_info(module.path.parent))
     elif (offer := offer_module(drivers)) is not None:
         table.add_row("GPU module", offer)
     for device in list_devices():

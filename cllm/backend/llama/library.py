@@ -66,7 +66,7 @@ class Library:
     def __init__(self, directory: Path, api: Any) -> None:
         self.api = api
         self._directory = directory
-        self._module_loaded = False
+        self._module_looked_for = False
         self._declare_threadpools(directory)
         # llama.cpp keeps the pointer for the life of the process, and so does this object.
         self._log_callback = api.llama_log_callback(_log_line)
@@ -89,10 +89,11 @@ class Library:
 
     def load_module(self) -> None:
         """Load the GPU module that suits, once. Raises LibraryError if it is of no use here."""
-        if self._module_loaded or (module := find_module(self._directory)) is None:
+        if self._module_looked_for:
             return
-        load_module(self._directory, module)
-        self._module_loaded = True
+        if (module := find_module(self._directory)) is not None:
+            load_module(self._directory, module)
+        self._module_looked_for = True
 
     def system_info(self) -> str:
         """The instruction sets that llama.cpp was compiled for."""
