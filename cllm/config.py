@@ -195,6 +195,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         30.0
     )
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
+    sleep_idle_s: Annotated[
+        float, _rare("Unload the model after this time without a request, seconds. 0: never.", 0)
+    ] = 0.0
     response_store_mb: Annotated[
         int, _rare("RAM for the responses that each key can continue by their id, MiB. 0: none.", 0)
     ] = 32

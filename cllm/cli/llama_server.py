@@ -224,8 +224,7 @@ class Translation:
         self.settings["log_level"] = LEVELS[level] if level < len(LEVELS) else "debug"
 
     def do_sleep(self, value: str) -> None:
-        if float(value) > 0:
-            raise NotImplementedError
+        self.settings["sleep_idle_s"] = max(0.0, float(value))
 
     def do_download(self, value: str) -> None:
         raise ValueError("this model is not downloaded: give a repository with -hf, or a file with -m")
@@ -341,7 +340,7 @@ def llama_server_command(context: typer.Context) -> None:
 def describe_flags() -> str:
     """The arguments by what becomes of them."""
 
-    refused, ignored = "!download", ("-", "!sleep")
+    refused, ignored = "!download", ("-",)
 
     def names(wanted: Callable[[str], bool]) -> str:
         found = [name for name, flag in FLAGS.items() if wanted(flag.action)]
