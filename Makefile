@@ -86,7 +86,7 @@ vocabularies: .venv/ready-test ## every constraint on every vocabulary in llama.
 templates: .venv/ready-test ## 70 published chat templates × 12 shapes of conversations, against Transformers (installed for it)
 	.venv/bin/python -m tests.soak.templates $(ARGS)
 
-formats: .venv/ready-test ## 71 chat templates: 200 turns of each are read back, and forced calls validate
+formats: .venv/ready-test ## 71 chat templates: 200 turns and 200 answers of calls of each are read back; ARGS="--resume --seconds 600"
 	.venv/bin/python -m tests.soak.formats $(ARGS)
 
 features: .venv/ready ## greedy text with every feature on is the text with all of them off
@@ -98,6 +98,12 @@ llama-server: .venv/ready ## the same requests for llama-server and for `cllm ll
 
 exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
+
+pull: .venv/ready ## 1 GB from a hub on loopback, killed 20 times; its speed beside curl's
+	.venv/bin/python -m tests.soak.pull $(ARGS)
+
+clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor, LlamaIndex in an environment of their own; ARGS="--suite litellm"
+	.venv/bin/python -m tests.soak.clients --install $(ARGS)
 
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
@@ -134,4 +140,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server agents
+.PHONY: gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server pull agents clients

@@ -36,7 +36,7 @@ from cllm.frontend.async_calls import get_choice_ids
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
 from cllm.local_model import LocalModel, uninterrupted
 from cllm.text.embeddings import to_vector
-from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, Usage
+from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, TokenLogprob, Usage
 from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
 from cllm.workers.tokenizer_queue import THREADS
 
@@ -50,6 +50,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, where they were asked for
 
 
 def _make_completion(outputs: Sequence[RequestOutput]) -> Completion:
@@ -61,6 +62,7 @@ def _make_completion(outputs: Sequence[RequestOutput]) -> Completion:
         tokens=tuple(token for output in outputs for token in output.tokens),
         finish_reason=last.finish_reason,
         usage=last.usage,
+        prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
     )
 
 
@@ -121,7 +123,8 @@ class LLM(LocalModel):
         """Complete raw prompts, all in one batch; the results have the order of the prompts.
 
         A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded. When
-        one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own.
+        one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own. The
+        other options are in `GenerateOptions`.
         """
         template = make_request(sampling, options, self._check_open(), "generate")
         texts = _texts(prompts, "prompts")

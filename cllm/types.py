@@ -24,6 +24,7 @@ class Health(Enum):
 
     LOADING = "loading"
     READY = "ready"
+    SLEEPING = "sleeping"  # not loaded until the next request
     RESTARTING = "restarting"
     DRAINING = "draining"
     STOPPED = "stopped"

@@ -16,7 +16,7 @@ from cllm.text.chat_format import GENERIC, Call, ChatFormat, write_calls  # noqa
 from cllm.text.declared_formats import DECLARED, DESCRIBED  # noqa: E402
 from scripts.module_table import update  # noqa: E402
 from tests.driver.corpus import template_files  # noqa: E402
-from tests.driver.turns import Family  # noqa: E402
+from tests.driver.turns import get_family  # noqa: E402
 
 PAGE = ROOT / "docs" / "formats.md"
 BEGIN, END = "<!-- formats: begin (scripts/format_table.py) -->", "<!-- formats: end -->"
@@ -26,12 +26,11 @@ EXAMPLE = Call("f", {"a": "x", "n": 1}, "abc123def")
 def make_table() -> str:
     """The Markdown table: one row for each chat template."""
     rows = ["| chat template | calls | found by | forced | reasoning |", "|---|---|---|---|---|"]
-    for name, path in template_files().items():
-        found = Family(name, path.read_text(encoding="utf-8")).format
+    for name in template_files():
+        found = get_family(name).format
         example = _code(write_calls(found.calls, [EXAMPLE]))
         calls = f"{found.calls.style} {example}" if found.calls != GENERIC.calls else "generic"
-        forced = "to the closing tag" if found.calls.nested else "by schema"
-        rows.append(f"| {name} | {calls} | {_origin(found)} | {forced} | {_reasoning(found)} |")
+        rows.append(f"| {name} | {calls} | {_origin(found)} | by schema | {_reasoning(found)} |")
     return "\n".join(rows)
 
 

@@ -31,6 +31,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     think: bool = True  # False: reasoning that the template opens is closed
     continued: bool = True  # False: an assistant's message at the end is not what the reply continues
     reasoning_budget: int | None = None  # tokens of reasoning; None: no limit
+    prediction: str = ""  # what most of the reply will repeat
 
     @property
     def _continued(self) -> dict[str, Any]:

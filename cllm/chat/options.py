@@ -30,6 +30,7 @@ Sampling = SamplingParams | None
 DEFAULT_MAX_TOKENS = 256
 MAX_CHOICES = 64
 MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -38,6 +39,9 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int  # 256 unless given
     stop: str | Sequence[str] | None  # a stop string or several; they are not part of the answer
     timeout: float | None  # seconds; then DeadlineExceeded
+    min_tokens: int  # generated before the answer may end
+    stop_token_ids: Sequence[int]  # tokens that end the answer, as end tokens do
+    prompt_logprobs: int | None  # score the prompt's tokens, with so many likely ones in their places
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -52,6 +56,8 @@ class ChatOptions(GenerateOptions, total=False):
     top_logprobs: int  # most likely tokens reported with each token; needs logprobs
     chat_template_kwargs: Mapping[str, Any]  # variables of the chat template
     reasoning_effort: str | None
+    reasoning_budget: int | None  # tokens of reasoning; 0: none, -1: no limit
+    prediction: str | None  # what most of the answer will repeat: then it is generated faster
     reasoning_format: Literal["auto", "none"]  # none: reasoning stays in the text
 
 
@@ -69,6 +75,11 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)] = DEFAULT_MAX_TOKENS
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
     timeout: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKENS)] = ()
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    reasoning_budget: Annotated[int, Meta(ge=-1)] | None = None
+    prediction: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     parallel_tool_calls: bool = True
     logprobs: bool = False
@@ -163,7 +174,15 @@ def make_chat(
         logprobs=max(1, top or 0) if options.logprobs else 0,
         constraint=_parse_response_format(cast(ChatOptions, given)),
     )
-    return _parse_conversation(messages, cast(ChatOptions, given)), new_request(request), options.n
+    conversation = _parse_conversation(messages, cast(ChatOptions, given))
+    budget = options.reasoning_budget
+    conversation = msgspec.structs.replace(
+        conversation,
+        think=conversation.think and budget != 0,
+        reasoning_budget=None if budget == -1 else budget,
+        prediction=options.prediction or "",
+    )
+    return conversation, new_request(request), options.n
 
 
 def _parse_options(given: Mapping[str, Any]) -> _Options:
@@ -181,10 +200,12 @@ def _make_request(sampling: Sampling, options: _Options, info: ModelInfo, **more
     elif not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be SamplingParams, not {type(sampling).__name__}")
     sampling = parse_fields(msgspec.structs.asdict(sampling), SamplingParams)
-    for token, _ in sampling.logit_bias:
-        if not 0 <= token < info.vocabulary_size:
-            message = f"logit_bias: {token} is not a token id (0 to {info.vocabulary_size - 1})"
-            raise InvalidRequest(message, "logit_bias")
+    biased, stops = [token for token, _ in sampling.logit_bias], options.stop_token_ids
+    for field, tokens in (("logit_bias", biased), ("stop_token_ids", stops)):
+        for token in tokens:
+            if not 0 <= token < info.vocabulary_size:
+                message = f"{field}: {token} is not a token id (0 to {info.vocabulary_size - 1})"
+                raise InvalidRequest(message, field)
     if sampling.seed is not None:
         sampling = msgspec.structs.replace(sampling, seed=sampling.seed % SEED_SPACE)
     return Request(
@@ -194,6 +215,9 @@ def _make_request(sampling: Sampling, options: _Options, info: ModelInfo, **more
         sampling=sampling,
         stop=options.stop,
         timeout_s=options.timeout,
+        min_tokens=options.min_tokens,
+        stop_token_ids=stops,
+        prompt_logprobs=0 if options.prompt_logprobs is None else max(1, options.prompt_logprobs),
         **more,
     )
 

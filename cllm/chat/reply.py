@@ -31,6 +31,7 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]  # of every token, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, where they were asked for
     finish_reason: FinishReason
     usage: Usage
     others: tuple[ChatReply, ...] = ()
@@ -100,6 +101,7 @@ class ReplyBuilder:
         self.blocks: list[Block] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.stop: str | None = None
         self.usage: Usage | None = None
@@ -126,6 +128,7 @@ class ReplyBuilder:
             tool_calls=tuple(block.as_tool_call() for block in self.tool_calls),
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             finish_reason=self.finish_reason,
             usage=self.usage,
             others=tuple(others),
@@ -135,6 +138,7 @@ class ReplyBuilder:
         """Add a step; the last one ends the open block."""
         self.tokens += output.tokens
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self._held += output.logprobs
         contents = [place for place, event in enumerate(events) if isinstance(event, ContentText)]
         changes: list[BlockEvent] = []

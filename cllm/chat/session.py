@@ -33,7 +33,15 @@ from cllm.types import (
     Request,
     RequestOutput,
 )
-from cllm.workers.messages import CheckConstraint, Described, DescribeFormat, Text, TokenizeChat, Tokens
+from cllm.workers.messages import (
+    CheckConstraint,
+    Described,
+    DescribeFormat,
+    Text,
+    TokenizeChat,
+    TokenizeText,
+    Tokens,
+)
 
 log = logging.getLogger(__name__)
 _replace = msgspec.structs.replace
@@ -225,6 +233,13 @@ def _fall_back(error: CllmError) -> ChatFormat:
     return GENERIC
 
 
+def _predict(plan: ChatPlan, engine: EngineClient, predicted: Tokens) -> ChatPlan:
+    """The plan with the tokens of the conversation's prediction."""
+    _, limits = loaded(engine)
+    prediction = predicted.tokens[: limits.request_tokens]
+    return _replace(plan, request=_replace(plan.request, prediction=prediction))
+
+
 def _use_without_grammar(plan: ChatPlan, error: InvalidRequest) -> ChatPlan:
     """The plan without a refused grammar. Raises the error where the client asked for one."""
     constraint = plan.request.constraint
@@ -245,6 +260,9 @@ async def open_chat(
             await run_tokenizer(engine, plan.check, Text)
         except InvalidRequest as error:
             plan = _use_without_grammar(plan, error)
+    if conversation.prediction:
+        task = TokenizeText(conversation.prediction, add_special=False)
+        plan = _predict(plan, engine, await run_tokenizer(engine, task, Tokens))
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
 
@@ -260,6 +278,10 @@ def open_chat_blocking(
             engine.tokenizer.submit(plan.check).result()
         except InvalidRequest as error:
             plan = _use_without_grammar(plan, error)
+    if conversation.prediction:
+        predicted = engine.tokenizer.submit(TokenizeText(conversation.prediction, add_special=False)).result()
+        assert isinstance(predicted, Tokens)
+        plan = _predict(plan, engine, predicted)
     prompt = engine.tokenizer.submit(plan.prompt).result()
     assert isinstance(prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, BlockingOutputStream)

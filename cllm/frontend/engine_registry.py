@@ -1,5 +1,7 @@
 """Engine registry: the engine that serves, and those that only finish what they have: a reload under load.
 
+An idle engine may sleep: it is stopped, and started again for the next request.
+
 A request stays with the engine that served when it came in: its tokens are those of that engine's vocabulary.
 """
 
@@ -7,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
+from cllm.errors import CllmError, EngineNotReady, Forbidden, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.request_queue import RequestState
-from cllm.types import TenantLimits
+from cllm.types import Health, TenantLimits
 
 log = logging.getLogger(__name__)
 Load = Callable[[str], EngineClient]  # a model's name or "" → an engine, not started; raises CllmError
@@ -26,14 +30,24 @@ class EngineRegistry:
     A handler reads `current` once and keeps that engine to the end of its request.
     """
 
-    def __init__(self, engine: EngineClient, load: Load | None = None) -> None:
+    def __init__(self, engine: EngineClient, load: Load | None = None, sleep_idle_s: float = 0.0) -> None:
+        """After `sleep_idle_s` without a request the model is unloaded until the next one. 0: never."""
         self.current = engine
+        self.asleep = False  # `current` has been stopped, and is loaded again when it is needed
+        self.sleep_idle_s = sleep_idle_s if load is not None else 0.0
+        self._users = 0  # HTTP requests that need the engine
+        self._used = time.monotonic()
+        self._changing = asyncio.Lock()  # falling asleep or waking up
         self._engines = [engine]  # those that have processes
         self._load = load
         self._tenants: Mapping[str, TenantLimits] = {}
         self._reloading = False
         self._closing = False
         self._retiring: set[asyncio.Task[None]] = set()
+
+    @property
+    def health(self) -> Health:
+        return Health.SLEEPING if self.asleep else self.current.health
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
@@ -60,6 +74,44 @@ class EngineRegistry:
         self._closing = True
         for engine in tuple(self._engines):
             engine.stop()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While this is open the model does not fall asleep."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self._used = time.monotonic()
+
+    async def sleep_when_idle(self) -> None:
+        """Unload the model whenever there was no request for `sleep_idle_s`. Runs until it is cancelled."""
+        while self.sleep_idle_s:
+            await asyncio.sleep(min(1.0, self.sleep_idle_s / 4))
+            used = self._users or self.requests or self._reloading or self.asleep or self._closing
+            if not used and time.monotonic() - self._used >= self.sleep_idle_s:
+                async with self._changing:
+                    self.asleep = True
+                    await asyncio.to_thread(self.current.stop)
+                log.info("idle for %.0f s: the model is unloaded until the next request", self.sleep_idle_s)
+
+    async def wake(self) -> None:
+        """Load the model again if it sleeps. Raises EngineNotReady."""
+        if not self.asleep:
+            return
+        async with self._changing:
+            if not self.asleep:
+                return  # another request has done it
+            assert self._load is not None
+            try:
+                old, new = self.current, await self._start(await asyncio.to_thread(self._load, ""))
+            except CllmError as error:
+                raise EngineNotReady(f"the model sleeps and could not be loaded again: {error}") from None
+            self.current, self.asleep = new, False
+            new.replace(old)
+            self._engines.remove(old)
+        log.info("the model is loaded again")
 
     async def reload(self, model: str) -> EngineClient:
         """Load an engine and let it take over; returns it. Raises CllmError: then nothing has changed."""

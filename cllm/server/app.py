@@ -25,6 +25,7 @@ from cllm.server.middleware import (
     BodyLimitMiddleware,
     HeadersMiddleware,
     TrustedHostMiddleware,
+    WakeMiddleware,
     split_list,
 )
 from cllm.server.protocol.sampling import SamplingBody
@@ -109,6 +110,8 @@ def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig
     def count_refusal(code: str) -> None:
         registry.current.metrics.refused.labels(code).inc()
 
+    if registry.sleep_idle_s:
+        app.add_middleware(WakeMiddleware, registry=registry)
     app.add_middleware(
         BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
     )

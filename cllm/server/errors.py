@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.routing import Match, Route
 
 from cllm.errors import (
     CapacityError,
@@ -177,6 +178,14 @@ def _is_other_kind(error: dict[str, Any]) -> bool:
     return error["type"] in _OTHER_KIND or (error["type"] == "int_type" and error["loc"][-1] == 0)
 
 
+def _find_methods(app: FastAPI, request: Request) -> list[str]:
+    """The methods of all routes that have the path of a request."""
+    routes = [each for each in app.routes if isinstance(each, Route) and each.include_in_schema]
+    paths = (each.path for each in routes if each.matches(request.scope)[0] is not Match.NONE)
+    path = next(paths, None)
+    return sorted({method for each in routes if each.path == path for method in each.methods or ()})
+
+
 def install(app: FastAPI) -> None:
     """Register the handlers that turn errors into responses."""
 
@@ -192,7 +201,10 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         code, message = _HTTP.get(error.status_code, ("invalid_request", ""))
         body = error_body(request.url.path, error.status_code, code, message or str(error.detail))
-        return JSONResponse(body, error.status_code, error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_find_methods(app, request))
+        return JSONResponse(body, error.status_code, headers)
 
     app.add_exception_handler(CllmError, on_error)
     app.add_exception_handler(Exception, on_error)

@@ -120,7 +120,7 @@ async def serve(
         log.warning(f"no API key is set: {reach}", config.host)
     loop = asyncio.get_running_loop()
     first.deliver = loop.call_soon_threadsafe
-    registry = EngineRegistry(first, load)
+    registry = EngineRegistry(first, load, config.sleep_idle_s)
     registry.set_tenants(keys.tenants)
     first.start()
     try:
@@ -145,7 +145,9 @@ async def serve(
         host, port = listeners[0].getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+        sleeping = loop.create_task(registry.sleep_when_idle())
         await server.serve(sockets=listeners)
+        sleeping.cancel()
     finally:
         await loop.run_in_executor(None, registry.stop)
 

@@ -14,17 +14,15 @@ from typing import Any
 from cllm.text.chat_format import get_type
 
 MAX_NESTING = 64
+MAX_REFERENCES = 8  # that lead from one to the next
 
 
 def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """The JSON types that a schema allows; empty: any."""
     if not isinstance(schema, Mapping) or depth > MAX_NESTING:
         return frozenset()
-    if isinstance(reference := schema.get("$ref"), str):
-        found: Any = root
-        for part in reference.removeprefix("#").strip("/").split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return get_types(found, root, depth + 1)
+    if isinstance(schema.get("$ref"), str):
+        return get_types(resolve(schema, root), root, depth + 1)
     if "type" in schema:
         given = schema["type"]
         return frozenset(given if isinstance(given, list) else [given])
@@ -36,6 +34,18 @@ def get_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
             types = [get_types(option, root, depth + 1) for option in schema[key]]
             return frozenset().union(*types) if all(types) else frozenset()
     return frozenset()
+
+
+def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a local reference means."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        schema = root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def get_property(schema: Mapping[str, Any], key: str) -> Any:
@@ -113,11 +123,12 @@ def parse_gemma(text: str) -> Any:
         pass
 
     def keep(match: re.Match[str]) -> str:
-        strings.append(match[1])
+        literal = parse_literal(match[0]) if match[1] is None else match[1]
+        strings.append(literal if isinstance(literal, str) else match[0])
         return f'"{len(strings) - 1}"'
 
-    hidden = re.sub(r'<\|"\|>(.*?)<\|"\|>', keep, text, flags=re.DOTALL)
-    quoted = re.sub(r'([{,]\s*)([^\s",:{}\[\]]+):', r'\1"=\2":', hidden)
+    hidden = re.sub(r'<\|"\|>(.*?)<\|"\|>|"(?:\\.|[^"\\])*"', keep, text, flags=re.DOTALL)
+    quoted = re.sub(r'([{,]\s*)([^\s",:{}\[\]][^",:{}\[\]]*):', r'\1"=\2":', hidden)
 
     def restore(value: Any) -> Any:
         if isinstance(value, dict):
@@ -135,28 +146,45 @@ def parse_gemma(text: str) -> Any:
         return NO_VALUE
 
 
-def parse_tags(text: str, mark: str) -> Any:
-    """Objects and lists that are written in tags, each after `mark`."""
+def parse_tags(text: str, mark: str, schema: Any = None, root: Mapping[str, Any] | None = None) -> Any:
+    """Objects and lists that are written in tags, each after `mark`, by a schema."""
     pieces = re.split(re.escape(mark) + r"<(/?[^<>]+)>", text)
-    stack: list[tuple[str, list[tuple[str, Any]], str]] = [("", [], "")]
+    stack: list[_Tag] = [("", [], pieces[0])]
     for tag, after in zip(pieces[1::2], pieces[2::2], strict=True):
         if not tag.startswith("/"):
             stack.append((tag, [], after))
             continue
         if len(stack) < 2 or stack[-1][0] != tag[1:]:
             return NO_VALUE
-        name, items, leaf = stack.pop()
-        stack[-1][1].append((name, _join_tags(items, leaf)))
-    return _join_tags(stack[0][1], pieces[0]) if len(stack) == 1 else NO_VALUE
+        inner = stack.pop()
+        stack[-1][1].append(inner)
+    return _read_tag(stack[0], schema, root or {}) if len(stack) == 1 else NO_VALUE
 
 
-def _join_tags(items: list[tuple[str, Any]], leaf: str) -> Any:
-    if not items:
-        value = parse_literal(leaf)
-        return leaf if value is NO_VALUE else value
-    if all(name == "item" for name, _ in items):
-        return [value for _, value in items]
-    return dict(items)
+_Tag = tuple[str, list[Any], str]  # its name, the tags in it, the text before them
+
+
+def _read_tag(tag: _Tag, schema: Any, root: Mapping[str, Any]) -> Any:
+    _, inner, text = tag
+    schema = resolve(schema, root)
+    types = get_types(schema, root)
+    if not inner:
+        return _read_text(text, types)
+    if types == {"array"} or ("object" not in types and all(name == "item" for name, *_ in inner)):
+        return [_read_tag(each, schema.get("items"), root) for each in inner]
+    return {each[0]: _read_tag(each, get_property(schema, each[0]), root) for each in inner}
+
+
+def _read_text(text: str, types: frozenset[str]) -> Any:
+    """A value in tags that has no others in it, by the types it may have."""
+    if not text and types and "string" not in types:
+        return [] if "array" in types else {} if "object" in types else None
+    value = NO_VALUE if types == {"string"} else parse_literal(text)
+    if value is NO_VALUE or isinstance(value, str):
+        return text
+    kind = get_type(value)
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return value if fits or "string" not in types else text
 
 
 def parse_json(parts: Sequence[str]) -> object:
@@ -167,16 +195,12 @@ def parse_json(parts: Sequence[str]) -> object:
         return None
 
 
-def convert(text: str, types: frozenset[str], nested: str = "") -> str:
-    """The JSON text of a value that is not certainly a string, by the types it may have."""
-    value = parse_tags(text, nested) if nested and nested in text else parse_literal(text)
-    if nested and not text and types and "string" not in types:
-        return "[]" if "array" in types else "{}" if "object" in types else "null"
-    if value is NO_VALUE or isinstance(value, str):
-        return dump(text)
-    kind = get_type(value)
-    fits = not types or kind in types or (kind == "integer" and "number" in types)
-    return dump(value) if fits or "string" not in types else dump(text)
+def convert(text: str, types: frozenset[str], nested: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The JSON text of a value that is not certainly a string, by its schema and the types it may have."""
+    if nested and nested in text:
+        value = parse_tags(text, nested, schema, root)
+        return dump(text if value is NO_VALUE else value)
+    return dump(_read_text(text, types if nested or text else types | {"string"}))
 
 
 def dump(value: Any) -> str:

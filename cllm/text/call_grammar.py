@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cllm.text.argument_values import get_types
+from cllm.text.argument_values import get_types, resolve
 from cllm.text.chat_format import (
     ARGUMENTS,
     ID,
@@ -21,7 +21,9 @@ from cllm.text.chat_format import (
     first_piece,
     split_slots,
     write_gemma,
+    write_python,
 )
+from cllm.text.json_schema import get_text_expression
 from cllm.types import ConstraintKind, ConstraintSpec
 
 MAX_CALLS = 16  # in one answer
@@ -157,6 +159,11 @@ class _Grammar:
     def _json(self, schema: Mapping[str, Any]) -> str:
         return f"%json {json.dumps({**schema, **self._style()})}"
 
+    def _json_within(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+        """JSON by a part of a schema, which may refer to definitions."""
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return self._json({**schema, **definitions})
+
     # Other styles -----------------------------------------------------------------------------------
 
     def _call(self, rule: str, tool: Tool) -> str:
@@ -192,21 +199,49 @@ class _Grammar:
     def _argument(self, rule: str, key: str, schema: Any, root: Mapping[str, Any]) -> str:
         form = self._form
         schema = schema if isinstance(schema, Mapping) else {}
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
         types = get_types(schema, root)
-        value = self._json({**schema, **definitions})
         if form.style is CallStyle.PYTHON:
-            return f"{json.dumps(key + '=')} {self._python(rule, schema, types, value)}"
+            return f"{json.dumps(key + '=')} {self._python(rule, schema, types, root)}"
         if form.style is CallStyle.GEMMA:
             return f"{json.dumps(key + ':')} {self._gemma(rule, schema, root)}"
+        if form.types and len(types) > 1:  # what is written before a value says its type
+            resolved = resolve(schema, root)
+            options = get_options(resolved, 0) or [{"const": value} for value in resolved.get("enum", ())]
+            each = [self._argument(f"{rule}_{n}", key, one, root) for n, one in enumerate(options)]
+            if each:
+                return f"({' | '.join(each)})"
         kind = "string" if "string" in types else next(iter(sorted(types)), "string")
         word = dict(form.types).get(kind, "")
         opening = self._text(f"{form.key_opening}{key}{form.key_closing}", kind=word)
-        closing = form.value_closing.replace(KEY, key)
-        nested = form.nested and types & {"object", "array"}
-        if "string" in types or not types or nested:
-            return f"{opening} {self._raw(rule, closing, schema)}"
-        return f"{opening} {self._add_rule(rule, value)} {self._text(closing)}"
+        return f"{opening} {self._tagged(rule, form.value_closing.replace(KEY, key), schema, root)}"
+
+    def _tagged(self, rule: str, closing: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+        """A value up to its closing: a text as it is, another one as JSON, or in tags of its own."""
+        mark, schema = self._form.nested, resolve(schema, root)
+        types = get_types(schema, root)
+        if options := get_options(schema, depth):
+            each = (
+                self._tagged(f"{rule}_{n}", closing, one, root, depth + 1) for n, one in enumerate(options)
+            )
+            return f"({' | '.join(each)})"
+        inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
+        if mark and isinstance(inner, Mapping) and inner and depth <= MAX_DEPTH:
+            parts = inner if types == {"object"} else {"item": inner}
+            written: list[str] = []
+            for number, (key, part) in enumerate(parts.items()):
+                value = self._tagged(f"{rule}_{number}", f"{mark}</{key}>", part, root, depth + 1)
+                self._add(f"{rule}_{number}", f"{self._text(f'{mark}<{key}>')} {value}")
+                required = key in schema.get("required", ())
+                count = _count(schema, "Items") if types == {"array"} else "" if required else "?"
+                if schema.get("maxItems") != 0:
+                    written.append(f"({rule}_{number}){count}" if count else f"{rule}_{number}")
+            return f"{' '.join(written)} {self._text(closing)}"
+        if "string" in types or not types:
+            # In tags, up to the mark, and not to the whole closing: each mark starts a tag there.
+            inside = depth and mark and not self._controls.search(mark)
+            end = closing.removeprefix(mark) if inside else ""
+            return f"{self._raw(rule, closing.removesuffix(end), schema)} {self._text(end)}"
+        return f"{self._add_rule(rule, self._json_within(schema, root))} {self._text(closing)}"
 
     def _add_rule(self, rule: str, value: str) -> str:
         self._add(f"{rule}_value", value)
@@ -218,8 +253,7 @@ class _Grammar:
         if isinstance(values, list):
             shown = (value if isinstance(value, str) else json.dumps(value) for value in values)
             return f"({' | '.join(json.dumps(value) for value in shown)}) {self._text(closing)}"
-        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = f"(?s:.){{{low},{high}}}" if low or high != "" else "(?s:.*)"
+        text = get_text_expression(schema)
         control = self._controls.search(closing)
         plain = closing[: control.start()] if control else closing
         rest = self._text(closing[len(plain) :])
@@ -229,12 +263,16 @@ class _Grammar:
         self._rules.append(f"{rule}_text[lazy]: /{text}{_escape_regex(plain)}/")
         return f"{rule}_text {rest}"
 
-    def _python(self, rule: str, schema: Mapping[str, Any], types: frozenset[str], value: str) -> str:
-        if types == {"string"} and "enum" in schema:
-            return f"({' | '.join(json.dumps(repr(each)) for each in schema['enum'])})"
-        if types == {"string"} and "const" not in schema:
-            count = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
-            value = rf"/'([^'\\\n]|\\[nt'\\]){count}'/"
+    def _python(
+        self, rule: str, schema: Mapping[str, Any], types: frozenset[str], root: Mapping[str, Any]
+    ) -> str:
+        schema = resolve(schema, root)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return f"({' | '.join(json.dumps(write_python(each)) for each in values)})"
+        value = self._json_within(schema, root)
+        if types == {"string"} and not schema.keys() & {"pattern", "format", "anyOf", "oneOf", "allOf"}:
+            value = rf"/'([^'\\\n]|\\[nt'\\]){_count(schema, 'Length')}'/"
         return self._add_rule(rule, _PYTHON.get(get_only(types), value))
 
     def _gemma(self, rule: str, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
@@ -244,18 +282,21 @@ class _Grammar:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
             return f"({' | '.join(self._text(write_gemma(value)) for value in values)})"
+        if options := get_options(schema, depth):
+            each = (self._gemma(f"{rule}_{n}", one, root, depth + 1) for n, one in enumerate(options))
+            return f"({' | '.join(each)})"
         if "string" in types or not types:
             return f"{self._text(_QUOTE)} {self._raw(rule, _QUOTE, schema)}"
         inner = {"object": schema.get("properties"), "array": schema.get("items")}.get(get_only(types))
         if not isinstance(inner, Mapping) or depth > MAX_DEPTH:
-            definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-            return self._add_rule(rule, self._json({**schema, **definitions}))
+            return self._add_rule(rule, self._json_within(schema, root))
         if types == {"array"}:
             self._add(f"{rule}_item", self._gemma(f"{rule}_item", inner, root, depth + 1))
             low, high = max(0, schema.get("minItems", 0) - 1), schema.get("maxItems")
-            some = f'{rule}_item ("," {rule}_item){{{low},{"" if high is None else max(0, high - 1)}}}'
-            some = some if high is None or high > 0 else ""
-            return f'"[" {some if schema.get("minItems") else f"({some})?" if some else ""} "]"'
+            last = "" if high is None else high - 1
+            more = f'("," {rule}_item){{{low},{last}}}' if high is None or high > 1 else ""
+            some = f"{rule}_item {more}" if high != 0 else ""
+            return f'"[" {some if schema.get("minItems") or not some else f"({some})?"} "]"'
         items: list[tuple[str, bool]] = []
         for number, key in enumerate(sorted(inner)):
             name = f"{rule}_{number}"
@@ -269,6 +310,17 @@ class _Grammar:
         opening, closing = self._text(form.key_opening), self._text(form.key_closing, kind="string")
         raw = self._raw(f"{rule}_free", form.value_closing.replace(KEY, ""), {})
         return f"{opening} /[a-zA-Z0-9_]{{1,64}}/ {closing} {raw}"
+
+
+def get_options(schema: Mapping[str, Any], depth: int) -> list[Any]:
+    """The schemas of which one is enough, if it is no deeper than is followed."""
+    found = schema.get("anyOf") or schema.get("oneOf")
+    return found if isinstance(found, list) and depth <= MAX_DEPTH else []
+
+
+def _count(schema: Mapping[str, Any], kind: str) -> str:
+    """How often something is repeated, by `minItems` and `maxItems`, or by those of another kind."""
+    return f"{{{schema.get(f'min{kind}', 0)},{schema.get(f'max{kind}', '')}}}"
 
 
 _PYTHON = {"boolean": '"True" | "False"', "null": '"None"'}
@@ -287,18 +339,6 @@ def join_optional(items: Sequence[tuple[str, bool]], comma: str) -> str:
         if required:
             return f"({' | '.join(starts)})"
     return f"({' | '.join(starts)})?" if starts else ""
-
-
-def resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema that a local reference means."""
-    for _ in range(MAX_DEPTH):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            break
-        schema = root
-        for part in reference.removeprefix("#").strip("/").split("/"):
-            schema = schema.get(part) if isinstance(schema, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}
 
 
 def is_closed(schema: Mapping[str, Any]) -> bool:

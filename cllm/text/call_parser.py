@@ -1,40 +1,28 @@
-"""Call parsers: read one tool call of any style while it arrives; its arguments come out as JSON text."""
+"""Call parsers: read one tool call while it arrives; its arguments come out as JSON text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from enum import Enum
-from typing import Any
 
 from cllm.text.argument_values import (
     GEMMA_QUOTE,
     NO_VALUE,
-    convert,
     dump,
-    get_property,
-    get_types,
     parse_gemma,
     parse_json,
     parse_literal,
 )
 from cllm.text.chat_format import (
     ARGUMENTS,
-    KEY,
     NAME,
-    TYPE,
     CallFormat,
     CallStyle,
-    first_piece,
-    split_slots,
 )
-from cllm.text.detokenizer import count_possible
 
 MAX_NAME = 256  # characters of a name, and of what stands between a name and its arguments
 NAME_KEYS, ARGUMENT_KEYS = ("name", "function", "tool_name"), ("arguments", "parameters", "args")
-CDATA, CDATA_END = "<![CDATA[", "]]>"
 KNOWN_KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type", "id", "tool_call_id")
-Schemas = Mapping[str, Mapping[str, Any]]  # of parameters, by the tool's name
 
 
 class CallParser:
@@ -197,7 +185,7 @@ class ObjectCallParser(CallParser):
         return False
 
 
-class _NamedParser(CallParser):
+class NamedParser(CallParser):
     """A call that starts with its name. Subclasses read what follows it from the buffer."""
 
     def __init__(self, form: CallFormat) -> None:
@@ -239,7 +227,7 @@ class _NamedParser(CallParser):
 _NO_NAME = re.compile(r"""[{}<>"'`\[\]]""")
 
 
-class NamedCallParser(_NamedParser):
+class NamedCallParser(NamedParser):
     """A name, a separator, and a JSON object of arguments."""
 
     def __init__(self, form: CallFormat) -> None:
@@ -263,7 +251,7 @@ class NamedCallParser(_NamedParser):
         return False
 
 
-class LiteralCallParser(_NamedParser):
+class LiteralCallParser(NamedParser):
     """Arguments as literals: `f(a=1, b='text')`, or `f{a:1,b:<|"|>text<|"|>}`."""
 
     def __init__(self, form: CallFormat) -> None:
@@ -271,7 +259,7 @@ class LiteralCallParser(_NamedParser):
         self._python = form.style is CallStyle.PYTHON
         self._opens, self._closes, self._equals = "()=" if self._python else "{}:"
         self._name_end = re.compile(re.escape(self._opens))
-        self._quotes = ("'", '"') if self._python else (GEMMA_QUOTE,)
+        self._quotes = ("'", '"') if self._python else (GEMMA_QUOTE, '"')  # the last one in JSON
         self._quote = ""  # the one that ends the string being read
         self._escaped = False
         self._nesting = 0
@@ -301,7 +289,7 @@ class LiteralCallParser(_NamedParser):
         if self._quote:
             self._part.append(taken)
             self._quote = "" if ends else self._quote
-            self._escaped = self._python and taken == "\\" and not self._escaped
+            self._escaped = taken == "\\" and not self._escaped and self._quote != GEMMA_QUOTE
         elif taken in self._quotes:
             self._quote = taken
             self._part.append(taken)
@@ -330,121 +318,3 @@ class LiteralCallParser(_NamedParser):
         comma = ", " if self._count else ""
         self._arguments.append(f"{comma}{dump(self._key)}: {dump(text if value is NO_VALUE else value)}")
         self._key, self._count = None, self._count + 1
-
-
-class TaggedCallParser(_NamedParser):
-    """A name, then arguments of a key and a value each, in tags."""
-
-    def __init__(self, form: CallFormat, schemas: Schemas) -> None:
-        super().__init__(form)
-        self._form = form
-        self._schemas = schemas
-        self._opening = form.key_opening.strip()
-        ends = (form.closing, form.section_closing, form.opening, form.section_opening)
-        self._ends = tuple(part for end in ends if (part := first_piece(end)))
-        self._typed = TYPE in form.key_closing
-        literals = split_slots(form.key_closing)[::2]
-        self._key_ends = [part for literal in literals if (part := literal.strip())]
-        self._blank = form.key_closing[len(form.key_closing.rstrip()) :]  # before a value
-        self._key: str | None = None
-        self._closing = ""  # of the value
-        self._types: frozenset[str] = frozenset()
-        self._value: list[str] | None = None  # being read
-        self._streams = False  # the value is a string that is passed on as it comes
-        self._count = 0
-
-    def _step(self) -> bool:
-        if self._value is not None:
-            return self._read_value()
-        return self._read_key() if self._key is not None else self._read_gap()
-
-    def end(self) -> None:
-        if self.name is not None and self._value is None and self._key is None:
-            self._arguments.append("}" if self._count else "{}")
-
-    def _read_gap(self) -> bool:
-        """To the next key, or to the end of the call."""
-        marks = (self._opening, *self._ends)
-        found = [(at, -len(mark), mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
-        if not found:
-            self._buffer = self._buffer[len(self._buffer) - count_possible(self._buffer, marks) :]
-            return False
-        at, _, mark = min(found)
-        rest = self._buffer[at:]
-        if any(len(other) > len(mark) and other.startswith(rest) for other in marks):
-            self._buffer = rest
-            return False
-        self._buffer = rest
-        if mark == self._opening:
-            self._buffer, self._key = rest[len(mark) :], ""
-            return True
-        self._arguments.append("}" if self._count else "{}")
-        self.done = True
-        return False
-
-    def _read_key(self) -> bool:
-        text, words = self._buffer, []
-        for end in self._key_ends:
-            word, found, text = text.partition(end)
-            if not found:
-                self.failed = len(text) + len(word) > 4 * MAX_NAME
-                return False
-            words.append(word.strip())
-        if self._blank and (not text or (self._blank.startswith(text) and text != self._blank)):
-            return False
-        text = text.removeprefix(self._blank)
-        if self._form.cdata and len(text) < len(CDATA) and CDATA.startswith(text):
-            return False
-        self._start_value(words[0], words[1] if self._typed and len(words) > 1 else "")
-        self._buffer = text
-        if self._form.cdata and text.startswith(CDATA):
-            self._buffer, self._closing = text[len(CDATA) :], CDATA_END + self._closing
-        return True
-
-    def _start_value(self, key: str, word: str) -> None:
-        self._key, self._value = key, []
-        self._closing = self._form.value_closing.replace(KEY, key).rstrip()
-        kinds = frozenset(kind for kind, written in self._form.types if written == word)
-        schema = self._schemas.get(self.name or "", {})
-        self._types = kinds or get_types(get_property(schema, key), schema)
-        self._streams = self._types == {"string"}
-        comma = ", " if self._count else "{"
-        self._arguments.append(f"{comma}{dump(key)}: " + ('"' if self._streams else ""))
-        self._count += 1
-
-    def _read_value(self) -> bool:
-        assert self._value is not None
-        closing = self._closing.lstrip()
-        text, found, rest = self._buffer.partition(closing)
-        blanks = self._closing[: len(self._closing) - len(closing)]
-        if found:
-            text = text.removesuffix(blanks)
-        else:
-            kept = count_possible(text, [self._closing, closing])
-            kept = max(kept, len(blanks) if blanks and text.endswith(blanks) else 0)
-            text, rest = text[: len(text) - kept], text[len(text) - kept :]
-        self._buffer = rest
-        if self._streams:
-            self._arguments.append(dump(text)[1:-1])
-        else:
-            self._value.append(text)
-        if not found:
-            return False
-        nested = self._form.nested
-        written = "".join(self._value)
-        self._arguments.append('"' if self._streams else convert(written, self._types, nested))
-        self._value = self._key = None
-        return True
-
-
-def make_call_parser(form: CallFormat, schemas: Schemas) -> CallParser:
-    """The parser of one call of this format, after its opening."""
-    match form.style:
-        case CallStyle.JSON:
-            return ObjectCallParser(form=form)
-        case CallStyle.NAMED:
-            return NamedCallParser(form)
-        case CallStyle.TAGGED:
-            return TaggedCallParser(form, schemas)
-        case _:
-            return LiteralCallParser(form)

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from cllm.text.call_parser import CallParser, make_call_parser
+from cllm.text.call_parser import CallParser, LiteralCallParser, NamedCallParser, ObjectCallParser
 from cllm.text.chat_format import CallFormat, CallStyle, Tool, first_piece, split_slots
+from cllm.text.tagged_parser import Schemas, TaggedCallParser
 
 MAX_SLOT = 256  # characters of an id
 MAX_HELD = 4096  # characters by which a call may equal an earlier one before it is reported
@@ -39,6 +40,19 @@ def get_entries(form: CallFormat) -> list[str]:
 def _get_name_mark(form: CallFormat) -> str:
     """The last piece before a name."""
     return split_slots(form.opening.rstrip())[-1].rpartition("\n")[2].strip()
+
+
+def make_call_parser(form: CallFormat, schemas: Schemas) -> CallParser:
+    """The parser of one call of this format, after its opening."""
+    match form.style:
+        case CallStyle.JSON:
+            return ObjectCallParser(form=form)
+        case CallStyle.NAMED:
+            return NamedCallParser(form)
+        case CallStyle.TAGGED:
+            return TaggedCallParser(form, schemas)
+        case _:
+            return LiteralCallParser(form)
 
 
 class CallReader:

@@ -187,7 +187,7 @@ def write_call(form: CallFormat, call: Call, number: int = 0) -> str:
         return name + dump_json(call.arguments, compact=form.compact)
     items = list(call.arguments.items())
     if form.style is CallStyle.PYTHON:
-        written = (f"{key}={_write_python(value)}" for key, value in items)
+        written = (f"{key}={write_python(value)}" for key, value in items)
         return f"{call.name}({', '.join(written)})"
     if form.style is CallStyle.GEMMA:
         return call.name + write_gemma(call.arguments)
@@ -213,7 +213,8 @@ def _write_tags(mark: str, value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _write_python(value: Any) -> str:
+def write_python(value: Any) -> str:
+    """A literal as it stands in a Python call; lists and objects as JSON."""
     return dump_json(value) if isinstance(value, Mapping | list) else repr(value)
 
 

@@ -214,6 +214,22 @@ def text_before_calls(messages: list[Message]) -> list[Message]:
     return folded
 
 
+def open_calls_as_text(messages: list[Message]) -> list[Message]:
+    """Calls without a result as text; what was answered stays as it is."""
+    turns = _turns(messages)
+    folded: list[Message] = []
+    for turn, following in zip(turns, [*turns[1:], []], strict=True):
+        answered = {each["tool_call_id"] for each in following if each["role"] == "tool"}
+        for message in turn:
+            calls = message.get("tool_calls", ())
+            if unanswered := [call for call in calls if call["id"] not in answered]:
+                (said,) = calls_as_text([{**message, "tool_calls": unanswered}])
+                rest = [call for call in calls if call["id"] in answered]
+                message = {**said, "tool_calls": rest} if rest else said
+            folded.append(message)
+    return folded
+
+
 def calls_as_text(messages: list[Message]) -> list[Message]:
     """Calls as lines of JSON in the assistant's text, results as messages of the user."""
     folded: list[Message] = []
@@ -368,6 +384,7 @@ FOLDS: tuple[Fold, ...] = (
     arguments_as_object,
     thoughts_for_text,
     text_before_calls,
+    open_calls_as_text,
     calls_as_text,
     stray_results,
     results_first,

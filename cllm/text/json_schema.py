@@ -1,4 +1,4 @@
-"""JSON schemas of structured output: objects that list their properties are closed."""
+"""JSON schemas of structured output: closed objects, and the texts that a schema allows as an expression."""
 
 from __future__ import annotations
 
@@ -14,6 +14,55 @@ _SAME_VALUE = {"allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchema
 _INNER_VALUE = {"items", "prefixItems", "additionalItems", "additionalProperties", "contains"}
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
+
+_DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": f"{_DAY}T{_TIME}",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "email": r"[A-Za-z0-9_]+([.+-][A-Za-z0-9_]+)*@[A-Za-z0-9]+(-[A-Za-z0-9]+)*(\.[A-Za-z]{2,})+",
+}
+_ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}  # as in JSON schemas; in other dialects they mean more
+# What not every dialect has, or writes in this way.
+_ODD = re.compile(r"\\[0-9bBkpPuxc]|\(\?(?!:)|[*+?}]\+|(?<!\\)\{(?![0-9]+(,[0-9]*)?\})")
+
+
+def get_text_expression(schema: Mapping[str, Any]) -> str:
+    """A regular expression of the texts that the schema of a string allows, as far as it can be said."""
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    length = f"(?s:.){{{low},{high}}}" if low or high != "" else "(?s:.*)"
+    pattern = schema.get("pattern")
+    found = _read_pattern(pattern) if isinstance(pattern, str) else _FORMATS.get(schema.get("format", ""))
+    return found or length
+
+
+def _read_pattern(pattern: str) -> str | None:
+    """The pattern as an expression of a whole text; None where it cannot be said here."""
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) is not None
+    body = pattern[begins : len(pattern) - ends]
+    if _ODD.search(body):
+        return None
+    written: list[str] = []
+    depth, inside, negated = 0, False, False
+    for part in re.findall(r"\\.|.", body, re.DOTALL):
+        if part in _ASCII:
+            part = _ASCII[part] if inside else f"[{_ASCII[part]}]"
+        elif part == r"\s" and negated:
+            part = r"\s\x1c-\x1f"  # blanks in Python
+        elif not inside and part in "^$|" and not (part == "|" and depth):
+            return None  # another anchor, or one that belongs to one of two cases
+        elif not inside:
+            depth += (part == "(") - (part == ")")
+        escaped = part == "/" or (inside and part in "[&~")
+        inside = (inside and part != "]") or part == "["
+        negated = inside and (negated or (part == "^" and written[-1:] == ["["]))
+        written.append(f"\\{part}" if escaped else part)
+    text = "".join(written)
+    return f"{'' if begins else '(?s:.*)'}({text}){'' if ends else '(?s:.*)'}"
 
 
 def close_schemas(spec: ConstraintSpec) -> str:
@@ -66,7 +115,7 @@ def _close(schema: Any, place: str, is_part: bool, combined: set[str]) -> Any:
     def close(inner: Any, path: str, same: bool) -> Any:
         return _close(inner, f"{place}/{path}", same and is_part, combined)
 
-    closed = _map_schemas(schema, close)
+    closed = _tighten(_map_schemas(schema, close))
     listed = schema.get("properties")
     if is_part or not isinstance(listed, Mapping) or schema.keys() & _OTHERS:
         return closed
@@ -74,6 +123,21 @@ def _close(schema: Any, place: str, is_part: bool, combined: set[str]) -> Any:
     if all(name in listed for name in required) and schema.get("minProperties", 0) <= len(listed):
         closed["additionalProperties"] = False
     return closed
+
+
+def _tighten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Exclusive bounds of numbers that are whole, as bounds beside them.
+
+    llguidance takes 0 for a number between 0 and 0.5, both excluded.
+    """
+    for excluded, bound, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
+        limit = schema.get(excluded)
+        if not isinstance(limit, int | float) or isinstance(limit, bool) or limit != limit // 1:
+            continue
+        if schema.get("type") == "number" and bound not in schema:
+            del schema[excluded]
+            schema[bound] = limit + sign * max(1e-6, abs(limit) * 1e-12)
+    return schema
 
 
 def _map_schemas(schema: Mapping[str, Any], change: Callable[[Any, str, bool], Any]) -> dict[str, Any]:

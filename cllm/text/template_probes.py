@@ -22,6 +22,7 @@ from cllm.text.folding import (
     no_user_after_result,
     null_content,
     one_call,
+    open_calls_as_text,
     results_first,
     short_ids,
     stray_results,
@@ -147,7 +148,9 @@ class Folding:
         needed = self._with_tools if tools else self._needed
         needed = needed | {calls_as_text} if as_text else needed
         tried: list[list[Message]] = []
-        for extra in (set(), *({fold} for fold in FOLDS), set(ROLE_FOLDS), {*ROLE_FOLDS, calls_as_text}):
+        roles = set(ROLE_FOLDS)
+        last = (roles, {*roles, open_calls_as_text}, {*roles, calls_as_text})
+        for extra in (set(), *({fold} for fold in FOLDS), *last):
             folded = apply_folds(messages, needed | extra)
             if folded not in tried:
                 tried.append(folded)

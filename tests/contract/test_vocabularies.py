@@ -21,6 +21,20 @@ def test_no_constraint_is_refused_and_every_answer_fits(name: str) -> None:
     assert faults == [] and completed >= len(CONSTRAINTS) - 1
 
 
+@pytest.mark.parametrize("name", ["llama-spm", "llama-bpe"])
+def test_a_text_with_a_bos_of_its_own_gets_no_second_one(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model=str(vocabulary_files()[name]))
+    with closing(LlamaModel(load(), config, DeferredFrees(), vocabulary_only=True)) as model:
+        words = model.vocabulary
+        plain = words.tokenize("Hello there", add_special=True, parse_special=True)
+        with caplog.at_level("DEBUG"):
+            text = f"{words.begin_text}Hello there"
+            assert words.tokenize(text, add_special=True, parse_special=True) == plain
+            assert len(words.tokenize(text, add_special=True, parse_special=False)) > len(plain)
+        assert words.spelling(plain[0]) == words.begin_text != words.spelling(plain[1])
+        assert "BOS" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["llama-spm", "phi-3"])
 def test_forced_text_is_spelled_exactly(name: str) -> None:
     config = EngineConfig(model=str(vocabulary_files()[name]))

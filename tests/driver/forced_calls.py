@@ -36,10 +36,14 @@ TOOLS = [
 _SPECIAL = re.compile(r"<\|[^<>|\s]{1,40}\|?>|<[^<>|\s]{1,40}\|>|<｜[^<>\s]{1,40}｜>|\[/?[A-Z_]{4,20}\]")
 
 
+def find_controls(family: Family) -> set[str]:
+    """The parts of a family's markers that look like special tokens."""
+    return {token for marker in family.format.marker_texts for token in _SPECIAL.findall(marker)}
+
+
 def make_model(family: Family, path: Path) -> Path:
     """A model with this template; markers that look like special tokens are control tokens."""
-    found = {token for marker in family.format.marker_texts for token in _SPECIAL.findall(marker)}
-    controls = sorted(found - set(CONTROL_TOKENS))
+    controls = sorted(find_controls(family) - set(CONTROL_TOKENS))
     return make_dense(path, controls=controls, templates={"default": family.source}, context=CONTEXT)
 
 

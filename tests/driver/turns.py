@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from cllm.errors import InvalidRequest
@@ -15,6 +16,7 @@ from cllm.text.chat_format import ChatFormat, Tool
 from cllm.text.chat_template import ChatTemplate
 from cllm.text.format_analysis import derive_format
 from cllm.text.output_parser import ContentText, OutputParser, ReasoningText, ToolCallArguments, ToolCallStart
+from tests.driver.corpus import template_files
 
 Message = dict[str, Any]
 Parts = tuple[str, str, list[tuple[str, Any]]]  # reasoning, text, calls
@@ -109,6 +111,12 @@ class Turn:
     written: str
     thinking: bool
     wanted: Parts
+
+
+@cache
+def get_family(name: str) -> Family:
+    """The family of a template of the corpus; derived once."""
+    return Family(name, template_files()[name].read_text(encoding="utf-8"))
 
 
 def make_turns(family: Family, seed: int, count: int) -> Iterator[Turn]:

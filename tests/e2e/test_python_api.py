@@ -113,6 +113,30 @@ def test_a_response_format_is_kept(llm: LLM) -> None:
     assert anything.text.startswith("{")
 
 
+def test_a_prompt_is_scored(llm: LLM) -> None:
+    (answer,) = llm.generate(PROMPTS[0], GREEDY, max_tokens=1, prompt_logprobs=2)
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    assert all(entry.logprob <= 0 and len(entry.top) == 2 for entry in answer.prompt_logprobs[1:])
+    reply = llm.chat(QUESTION, GREEDY, max_tokens=1, prompt_logprobs=0)
+    assert len(reply.prompt_logprobs) == reply.usage.prompt_tokens
+    assert llm.chat(QUESTION, GREEDY, max_tokens=1).prompt_logprobs == ()
+
+
+def test_the_length_and_the_end_of_an_answer_can_be_set(llm: LLM) -> None:
+    (free,) = llm.generate(PROMPTS[0], GREEDY, max_tokens=8)
+    (ended,) = llm.generate(PROMPTS[0], GREEDY, max_tokens=8, stop_token_ids=[free.tokens[2]])
+    assert ended.finish_reason is FinishReason.STOP and ended.tokens == free.tokens[:2]
+    short = llm.chat(QUESTION, GREEDY, max_tokens=64)
+    longer = llm.chat(QUESTION, GREEDY, max_tokens=64, min_tokens=len(short.tokens) + 4)
+    assert short.finish_reason is FinishReason.STOP and len(longer.tokens) >= len(short.tokens) + 4
+
+
+def test_a_prediction_and_a_reasoning_budget_are_taken(llm: LLM) -> None:
+    plain = llm.chat(QUESTION, GREEDY, max_tokens=24)
+    predicted = llm.chat(QUESTION, GREEDY, max_tokens=24, prediction=plain.text, reasoning_budget=4)
+    assert predicted.text == plain.text and predicted.usage.predicted_tokens > 0
+
+
 def test_several_choices_and_their_logprobs(llm: LLM) -> None:
     warm = SamplingParams(temperature=1.5, seed=3)
     reply = llm.chat(QUESTION, warm, n=3, max_tokens=12, logprobs=True, top_logprobs=2)
@@ -146,6 +170,10 @@ def test_an_assistant_message_at_the_end_is_continued(llm: LLM) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"n": 0}, "n"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"stop_token_ids": [10**7]}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"reasoning_budget": -2}, "reasoning_budget"),
     ],
 )
 def test_wrong_options_of_a_chat_name_their_field(llm: LLM, options: dict[str, Any], field: str) -> None:

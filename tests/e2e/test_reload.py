@@ -116,3 +116,18 @@ def test_a_shutdown_ends_both(start: StartServer, folder: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert list(events)[-1]["finish_reason"] == "length"
     server.wait_gone(children)
+
+
+def test_an_idle_model_sleeps_until_it_is_needed(start: StartServer, tiny_model: Path) -> None:
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", "--sleep-idle-s", "0.5")
+    with server.open_stream("hello", 400) as events:  # longer than that
+        assert sum(1 for _ in events) > 1
+    before = server.generate("hello", 8)["text"]
+    wait_for(lambda: server.get("/health")["engine"] == "sleeping")
+    wait_for(lambda: not engines(server))
+    assert server.get("/ready") == {"status": "sleeping"} and server.get("/props")["is_sleeping"]
+    assert server.get("/v1/models")["data"] and not engines(server), "to ask does not wake it"
+    with ThreadPoolExecutor(3) as pool:
+        texts = [pool.submit(server.generate, "hello", 8) for _ in range(3)]
+        assert {text.result()["text"] for text in texts} == {before}
+    assert len(engines(server)) == 1 and server.finished("length") >= 5, "one engine, one count"

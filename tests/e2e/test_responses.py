@@ -291,6 +291,13 @@ def test_a_stored_response_can_be_continued(client: openai.OpenAI, stream: bool)
         client.responses.create(input="x", previous_response_id=said.id, **more)
 
 
+def test_stored_responses_go_with_the_cache(client: openai.OpenAI, embedded: Server) -> None:
+    answer = client.responses.create(model="any", input="x", max_output_tokens=1)
+    assert embedded.post("/admin/cache/clear", {}).json()["responses"] >= 1
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        client.responses.retrieve(answer.id)
+
+
 def test_what_is_not_offered_of_a_stored_response_is_404(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="any", input="x", max_output_tokens=1)
     with pytest.raises(openai.NotFoundError, match="retrieved and deleted"):

@@ -138,7 +138,8 @@ def test_what_is_in_use_is_apart_from_what_is_cached_and_can_be_cleared(tiny: Se
     assert (again["cached_tokens"], again["cached_from"]) == (again["prompt_tokens"] - 1, "device")
     assert tiny.generate(prompt, 8, cache_prompt=False)["usage"]["cached_tokens"] == 0
     cleared = tiny.post("/admin/cache/clear", {}).json()
-    assert cleared == {"prefixes": 1, "tokens": again["cells"]} and tiny.kv()["cells"]["cached"] == 0
+    assert cleared == {"prefixes": 1, "tokens": again["cells"], "responses": 0}
+    assert tiny.kv()["cells"]["cached"] == 0
     assert tiny.generate(prompt, 8, cache_prompt=False)["usage"]["cached_tokens"] == 0
     assert tiny.kv()["cells"]["cached"] == 0, "it leaves nothing behind"
 
@@ -159,3 +160,14 @@ def test_the_log_holds_no_prompt_and_no_answer(tiny: Server) -> None:
     tiny.generate(secret, 8)
     tiny.post("/generate", {"prompt": secret, "max_tokens": 0})
     assert secret not in tiny.log_text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("PUT", "/v1/responses/resp_1", "DELETE, GET"), ("DELETE", "/health", "GET")],
+)
+def test_another_method_is_refused_with_all_that_there_are(
+    tiny: Server, method: str, path: str, allowed: str
+) -> None:
+    answer = tiny.client.request(method, path)
+    assert (answer.status_code, answer.headers.get("allow")) == (405, allowed)

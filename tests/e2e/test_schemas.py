@@ -13,11 +13,9 @@ from tests.soak.schemas import ask_all, check
 
 
 def test_answers_validate(embedded: Server) -> None:
-    outcomes, _ = ask_all(embedded.url, 16, seed=2, max_tokens=160)
+    outcomes, _ = ask_all(embedded.url, 8, seed=2, max_tokens=160)
     assert [outcome for outcome in outcomes if outcome.fault is not None] == []
-    assert sum(outcome.finish_reason == "stop" for outcome in outcomes) >= 10, (
-        "too few ended to mean anything"
-    )
+    assert sum(outcome.finish_reason == "stop" for outcome in outcomes) >= 5, "too few ended to mean anything"
     wait_for(embedded.idle)
 
 

@@ -37,10 +37,10 @@ class Program(ABC):
 
     name: ClassVar[str]
     package: ClassVar[str]
-    continues: ClassVar[bool] = True  # a session, by another run
+    one_task: ClassVar[bool] = False  # no run continues another: a session is a task of many tool calls
     keeps_user_text: ClassVar[bool] = False  # when it compacts
     edits_in_text: ClassVar[bool] = False  # its model answers with the change itself, and is not asked again
-    min_cached: ClassVar[float] = 0.95  # of the prompt tokens of later turns
+    moves_text: ClassVar[bool] = False  # to the end of each prompt: no cache can have what follows history
     compacts: ClassVar[bool] = True  # or shows the server's refusal
     prompt_on_stdin: ClassVar[bool] = False
 
@@ -207,7 +207,8 @@ class Cline(NodeProgram):
 
     name, package, executable = "Cline", "cline", "cline"
     platform_package, portable_version = "@cline/cli", "2"
-    continues = False  # --continue takes no prompt, and --taskId with one does not end
+    # --continue takes no prompt. --taskId sends one 0.1 s after it has begun to resume: here, it is lost.
+    one_task = True
 
     def configure(self, home: Path, url: str, context: int) -> None:
         options = ("--provider", "openai", "--apikey", "none", "--modelid", MODEL, "--baseurl", f"{url}/v1")
@@ -253,7 +254,7 @@ class PythonProgram(Program):
 class Aider(PythonProgram):
     """It edits by blocks of text, not by tools, and repeats its instructions after the history."""
 
-    edits_in_text, min_cached = True, 0.6
+    edits_in_text = moves_text = True
 
     name, package, packages = "aider", "aider-chat", ("aider-chat",)
 

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import anthropic
+import httpx
 import openai
 
 from bench.command import conclude, make_parser, run_command
@@ -37,6 +38,7 @@ SCRIPTED = ("import sys; from cllm.testing import main; sys.exit(main(sys.argv[1
 CONTEXT = 600_000  # of a scripted request, whose tokens are bytes
 ROOM_TO_GROW = 48_000  # of the session that outgrows its context, beyond its first prompt
 TINY_CONTEXT = 32_768
+MIN_CACHED = 0.95  # of the prompt tokens of later turns
 TURNS = 4
 PARTS = 6  # of the room, one a turn: programs compact before the last tenth is used
 PADDING = "All of this is text that fills the context and says nothing at all. "
@@ -75,6 +77,19 @@ class Run:
         if code and not may_fail:
             raise Failed(f"exit code {code}: {describe(self.exchanges[-1]) or self.output[-300:]}")
         return self.output
+
+    def read_chain(self, count: int, text: str) -> None:
+        """One task: each of so many files, which begin with `text`, makes the model read the next.
+
+        What it makes the model say stands in the last message: a program that drops earlier ones keeps it.
+        """
+        answer = "That was the last file."
+        files = [self.home / "work" / f"part-{number}.txt" for number in range(count)]
+        steps = [*(self.program.change_file(file)[0] for file in files), self.program.finish(answer)]
+        for file, following in zip(files, steps[1:], strict=True):
+            file.write_text(f"{text}Answer={say(following)}\n")
+        if not shows(self.turn(f"Read all parts. Answer={say(steps[0])}", may_fail=True), answer):
+            raise Failed(f"no answer: {describe(self.exchanges[-1]) or self.output[-300:]}")
 
     def expect(self, prompt: str, *answers: str) -> None:
         """A turn whose script is `answers`; the last must be shown."""
@@ -129,6 +144,24 @@ def measure_cached(exchanges: Sequence[Sequence[Exchange]]) -> float:
     return sum(tokens.cached for tokens in prompts) / sum(tokens.total for tokens in prompts)
 
 
+def measure_repeated(run: Run) -> float:
+    """The part of later prompts by which one before them began, too: all that a cache can have."""
+    bodies = [[one.json for one in turn if one.path.endswith("/chat/completions")] for turn in run.exchanges]
+    url = f"{run.recorder.upstream.geturl()}/apply-template"
+    prompts = [[httpx.post(url, json=body).json()["prompt"] for body in turn] for turn in bodies]
+    earlier, repeated, total = list(prompts[0]), 0, 0
+    for prompt in (prompt for turn in prompts[1:] for prompt in turn):
+        repeated += max(_count_shared(prompt, other) for other in earlier)
+        total += len(prompt)
+        earlier.append(prompt)
+    return repeated / total
+
+
+def _count_shared(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def prompt_sizes(exchanges: Sequence[Exchange]) -> list[int]:
     """Tokens of the prompts that were answered, in order. Raises Failed if there are none."""
     found = [one.prompt_tokens for one in exchanges]
@@ -161,13 +194,18 @@ def tool_loop(run: Run) -> str:
 
 
 def long_session(run: Run) -> str:
-    for turn in range(TURNS):
-        run.expect(f"This is message {turn}.", f"This is answer {turn}.")
+    if run.program.one_task:
+        run.read_chain(TURNS, "")
+        run.exchanges = [[one] for one in run.exchanges[0]]
+    else:
+        for turn in range(TURNS):
+            run.expect(f"This is message {turn}.", f"This is answer {turn}.")
     cached = measure_cached(run.exchanges)
-    if cached < run.program.min_cached:
+    repeated = measure_repeated(run) if run.program.moves_text else 1.0
+    if cached < MIN_CACHED * repeated:
         tokens = [one.prompt_tokens for turn in run.exchanges for one in turn]
         raise Failed(f"{cached:.1%} cached: {[tuple(each) for each in tokens if each]}")
-    return f"{cached:.1%} cached"
+    return f"{cached:.1%} cached" + (f" of {repeated:.1%} repeated" if run.program.moves_text else "")
 
 
 def outgrown(run: Run) -> str:
@@ -175,6 +213,8 @@ def outgrown(run: Run) -> str:
 
     The user's messages fill the context, or a tool's results where a program keeps the user's own words.
     """
+    if run.program.one_task:
+        return outgrown_by_one_task(run)
     parts = PARTS if run.program.compacts else 1
     filling = f"{PADDING}\n" * (ROOM_TO_GROW // parts // len(PADDING))
     file = run.home / "work" / "filling.txt"
@@ -195,6 +235,17 @@ def outgrown(run: Run) -> str:
     raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
 
 
+def outgrown_by_one_task(run: Run) -> str:
+    """Files of twice the room are read: some must have been dropped, a few at a time."""
+    filling = f"{PADDING}\n" * (ROOM_TO_GROW // PARTS // len(PADDING))
+    run.read_chain(2 * PARTS, filling)
+    sizes = prompt_sizes(run.exchanges[-1])
+    whole = sizes[0] + 2 * PARTS * len(filling)
+    if max(sizes) > whole - ROOM_TO_GROW:
+        raise Failed(f"never compacted, the largest prompt was {max(sizes):,}")
+    return f"{whole:,} → {max(sizes):,} bytes"
+
+
 def check_refusal(run: Run) -> str:
     """A library does not compact: the user must be shown the numbers."""
     found = re.search(r"prompt is too long: \d+ tokens > \d+ maximum", run.output)
@@ -211,7 +262,6 @@ def noise_turn(run: Run) -> str:
     return f"{max(prompt_sizes(run.exchanges[0])):,} tokens"
 
 
-SESSIONS = ("session", "compaction")  # several turns: programs that continue
 Scenario = Callable[[Run], str]
 SCENARIOS: dict[str, Scenario] = {
     "text": text_turn,
@@ -322,7 +372,7 @@ def run_agents(
         arena = Arena(folder, limit_s, keep, stack)
         for one in chosen:
             missing = prepare(one, install=install)
-            wanted = [name for name in names if not missing and (one.continues or name not in SESSIONS)]
+            wanted = names if not missing else []
             cells = judge(one.name, {name: partial(arena.play, one, name) for name in wanted}, failures)
             failures += [f"{one.name}: {missing}"] if missing else []
             rows.append((f"{one.name} {one.version()}".strip(), *(cells.get(name, "–") for name in names)))

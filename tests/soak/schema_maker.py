@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Schema = dict[str, Any]
@@ -25,7 +25,8 @@ _FORMATS = ("date", "uuid", "ipv4", "time", "date-time")
 class SchemaMaker:
     """Makes schemas whose answers end within a few hundred tokens, most of them."""
 
-    def __init__(self, seed: int, deepest: int = 3) -> None:
+    def __init__(self, seed: int, deepest: int = 3, keys: Sequence[str] = _KEYS) -> None:
+        self._keys = keys
         self._random = random.Random(f"schemas {seed}")
         self._deepest = deepest
         self.used: dict[str, int] = {}  # kind → how many there are in all
@@ -37,6 +38,10 @@ class SchemaMaker:
         if self._random.random() < 0.15:
             schema = self._with_definitions(schema)
         return schema
+
+    def make_parameters(self) -> Schema:
+        """A schema for the arguments of a tool."""
+        return self._of_kind("object", 0)
 
     @property
     def _kinds(self) -> Mapping[str, Callable[[int], Schema]]:
@@ -68,7 +73,7 @@ class SchemaMaker:
         return self._of_kind(self._random.choice(names), depth)
 
     def _object(self, depth: int) -> Schema:
-        keys = self._random.sample(_KEYS, self._random.randint(0 if depth else 1, 4))
+        keys = self._random.sample(self._keys, self._random.randint(0 if depth else 1, 4))
         schema: Schema = {
             "type": "object",
             "properties": {key: self._any(depth + 1) for key in keys},

@@ -142,13 +142,17 @@ class Outcome:
 def check(schema: Schema, text: str) -> str | None:
     """Why `text` is no valid answer; None if it is one. Raises SetupError without `jsonschema`."""
     try:
+        return check_value(schema, json.loads(text))
+    except ValueError as error:
+        return f"not JSON: {error}"
+
+
+def check_value(schema: Mapping[str, Any], value: Any) -> str | None:
+    """Why a value does not fit a schema; None if it does."""
+    try:
         import jsonschema
     except ImportError:
         raise SetupError("this needs the package jsonschema: pip install 'cllm[test]'") from None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        return f"not JSON: {error}"
     formats = jsonschema.FormatChecker(("date", "uuid", "ipv4"))
     # Without an extra package jsonschema knows only draft 3's `time`, which has no offset, and no date-time.
     formats.checks("time")(lambda value: not isinstance(value, str) or _is_time(value))

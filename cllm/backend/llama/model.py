@@ -221,6 +221,11 @@ class LlamaVocabulary:
         return self.spelling(self._api.llama_vocab_bos(self.pointer))
 
     @cached_property
+    def _adds_begin(self) -> bool:
+        """True where llama.cpp puts BOS before a text."""
+        return bool(self._api.llama_vocab_get_add_bos(self.pointer))
+
+    @cached_property
     def end_text(self) -> str:
         return self.spelling(self._api.llama_vocab_eos(self.pointer))
 
@@ -252,6 +257,8 @@ class LlamaVocabulary:
         return bool(self._api.llama_vocab_get_attr(self.pointer, token) & _CONTROL_OR_UNKNOWN)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if add_special and parse_special and self._adds_begin:
+            text = text.removeprefix(self.begin_text)  # asked for twice, llama.cpp warns of it
         data = text.encode()
         count = -(len(data) + 8)  # a token has at least one byte; a few more for added ones
         while count < 0:  # so many are needed
@@ -259,11 +266,7 @@ class LlamaVocabulary:
             count = self._api.llama_tokenize(
                 self.pointer, data, len(data), tokens, -count, add_special, parse_special
             )
-        found = list(tokens[:count])
-        begin = self._api.llama_vocab_bos(self.pointer)
-        if add_special and len(found) > 1 and found[0] == found[1] == begin:
-            del found[0]  # the text has its own BOS
-        return found
+        return list(tokens[:count])
 
     def tokenize_pair(self, query: str, document: str) -> list[int]:
         def tokenize(text: str, parse_special: bool) -> list[int]:

@@ -59,6 +59,7 @@ class CacheClearedResponse(msgspec.Struct, frozen=True):
 
     prefixes: int
     tokens: int
+    responses: int  # stored ones, of all tenants
 
 
 class HealthResponse(msgspec.Struct, frozen=True):

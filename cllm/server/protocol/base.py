@@ -108,7 +108,7 @@ def documented(
         )
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if events:
-        content[EVENTS] = {"schema": {"type": "string"}, "example": b"".join(events).decode()}
+        content[EVENTS] = {"example": b"".join(events).decode()}
     # As text: FastAPI drops every null on the way, in examples too.
     about = {"content": content, "schemas": schemas, "computes": computes, "errors": errors or {}}
     return {"response_model": None, "openapi_extra": {DOCUMENTED: _encoder.encode(about).decode()}}

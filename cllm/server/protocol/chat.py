@@ -28,6 +28,7 @@ from cllm.server.protocol.completions import (
     Name,
     OpenAIBody,
     PredictedBody,
+    PromptLogprobs,
     PromptTokensDetails,
     ReasoningFormat,
     ThinkingBody,
@@ -286,6 +287,8 @@ class ChatBody(ConversationBody, PredictedBody, OpenAIBody):
     def _consistent(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be streamed: leave out one of the two")
         return self
 
     @property
@@ -397,6 +400,7 @@ class ChatCompletion(TimedResponse, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChunkDelta(msgspec.Struct, omit_defaults=True):

@@ -120,12 +120,20 @@ class OpenAIBody(OpenAIFields):
     timings_per_token: bool = Field(False, description="Give llama-server's `timings` in every event")
     return_progress: bool = Field(False, description="Send events while the prompt is computed")
     verbose: bool = Field(False, description="Give `__verbose`, what llama-server's `/completion` would say")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Score the prompt's tokens, and this many likely ones", examples=[1]
+    )
 
     def form_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return None
         return wanted.json_schema.schema_ if wanted.json_schema else wanted.schema_ or {"type": "object"}
+
+    @property
+    def scored(self) -> int:
+        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
+        return 0 if self.prompt_logprobs is None else max(1, self.prompt_logprobs)
 
     @property
     def include_usage(self) -> bool:
@@ -262,21 +270,10 @@ class CompletionBody(OpenAIBody):
         examples=[4],
     )
     logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="Log-probabilities of the sampled token and of this many most likely ones",
-        examples=[2],
+        None, ge=0, le=20, description="Log-probabilities of each token and of this many more", examples=[2]
     )
     echo: bool = Field(
         False, description="Repeat the prompt before the answer, with `logprobs` of its tokens, too"
-    )
-    prompt_logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=20,
-        description="Log-probabilities of the prompt's tokens, and of this many likely ones in their places",
-        examples=[1],
     )
 
     model_config = ConfigDict(
@@ -300,9 +297,7 @@ class CompletionBody(OpenAIBody):
 
     @property
     def scored(self) -> int:
-        """How many alternatives are wanted for each token of the prompt; 0: they are not scored."""
-        wanted = (self.prompt_logprobs, self.logprobs if self.scores_echo else None)
-        return max((max(1, count) for count in wanted if count is not None), default=0)
+        return max(super().scored, max(1, self.logprobs or 0) if self.scores_echo else 0)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -351,6 +346,9 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # one entry a token, by token id
+
+
 class CompletionChoice(msgspec.Struct, frozen=True):
     """One answer, or a piece of it; a finished one has a reason."""
 
@@ -358,7 +356,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET  # by token id
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(TimedResponse, frozen=True, kw_only=True):
@@ -403,7 +401,6 @@ def make_choice(
     """A choice from its outputs. `offset` is where its tokens begin in the text, after what came before."""
     prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     entries = [entry for output in outputs for entry in output.logprobs]
-    prompt = [entry for output in outputs for entry in output.prompt_logprobs]
     logprobs = None
     if body.logprobs is not None:
         if prompt and body.scores_echo:

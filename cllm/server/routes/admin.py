@@ -43,7 +43,7 @@ _NOT_RESTORED = {
         "The disk fails; nothing has changed",
     ),
 }
-_CLEARED = api.CacheClearedResponse(3, 4711)
+_CLEARED = api.CacheClearedResponse(3, 4711, 2)
 _NOT_CLEARED = (
     "storage_failed",
     "files of the disk cache could not be removed: Permission denied",
@@ -60,7 +60,7 @@ router = APIRouter(tags=["operation"])
 @router.get("/health", **documented(api.HealthResponse("ok", "ready")))
 async def health(http: HttpRequest) -> Response:
     """Alive: 200, also while the engine restarts; 503 once it has crashed too often in a row."""
-    health = get_registry(http).current.health
+    health = get_registry(http).health
     status, code = ("failed", 503) if health is Health.FAILED else ("ok", 200)
     return StructResponse(api.HealthResponse(status, health.value), code)
 
@@ -68,8 +68,9 @@ async def health(http: HttpRequest) -> Response:
 @router.get("/ready", **documented(api.HealthResponse("ready")))
 async def ready(http: HttpRequest) -> Response:
     """Ready: 200 when a request sent now would be computed."""
-    health = get_registry(http).current.health
-    return StructResponse(api.HealthResponse(health.value), 200 if health is Health.READY else 503)
+    health = get_registry(http).health
+    ready = health in (Health.READY, Health.SLEEPING)
+    return StructResponse(api.HealthResponse(health.value), 200 if ready else 503)
 
 
 @router.get("/metrics", **documented(_METRICS))
@@ -145,9 +146,13 @@ async def restore(body: api.StateFileBody, http: HttpRequest) -> Response:
 
 @router.post("/admin/cache/clear", **documented(_CLEARED, errors={507: _NOT_CLEARED}))
 async def clear_cache(http: HttpRequest) -> Response:
-    """Forget every cached prefix: in slots, in RAM and on disk. What runs is not touched."""
+    """Forget every cached prefix: in slots, in RAM and on disk; and all stored responses.
+
+    What runs is not touched.
+    """
+    responses: int = http.app.state.responses.clear()
     done = await asyncio.wrap_future(get_registry(http).current.clear_cache())
-    return StructResponse(api.CacheClearedResponse(done.entries, done.tokens))
+    return StructResponse(api.CacheClearedResponse(done.entries, done.tokens, responses))
 
 
 @router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))

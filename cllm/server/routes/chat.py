@@ -17,18 +17,16 @@ from starlette.responses import Response
 
 from cllm.chat.reply import ChatReply, ReplyBuilder
 from cllm.chat.session import ChatSession, open_chat
-from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
 from cllm.server.protocol import chat as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, Timings, documented, get_timings
-from cllm.server.protocol.completions import make_usage
+from cllm.server.protocol.completions import make_prompt_logprobs, make_usage
 from cllm.server.routes.llama_completion import make_verbose, watch_prompt
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
 from cllm.server.submit import check_model, get_registry, make_request, model_name
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason, RequestOutput, TokenLogprob
-from cllm.workers.messages import TokenizeText, Tokens
 
 ROUTE = "/v1/chat/completions"
 router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
@@ -49,11 +47,13 @@ class ChatRenderer:
         include_usage: bool = False,
         older_form: bool = False,
         timed: bool = False,
+        scored: int | None = None,
     ) -> None:
         self._head = head
         self._top = top
         self._include_usage = include_usage
         self._timed = timed  # every chunk has timings, not the last one alone
+        self._scored = scored  # alternatives of each token of the prompt; None: it is not scored
         self._older_form = older_form  # calls are functions
         # All chunks start alike: that part is encoded once.
         self._prefix = b"data: " + _json.encode(api.ChatCompletionChunk(**head))[:-2]
@@ -74,6 +74,9 @@ class ChatRenderer:
         ]
         usage = make_usage((reply.usage for reply in replies), session.prompt_tokens)
         timings = get_timings(session.streams[0], session.prompt_tokens, replies[0].usage)
+        if self._scored is not None:
+            entries = replies[0].prompt_logprobs
+            more["prompt_logprobs"] = [make_prompt_logprobs(entry, self._scored) for entry in entries]
         return api.ChatCompletion(**self._head, choices=choices, usage=usage, timings=timings, **more)
 
     async def chunks(self, session: ChatSession[AsyncOutputStream]) -> AsyncIterator[bytes]:
@@ -197,12 +200,9 @@ async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
         stop=body.stops,
         logprobs=max(1, body.top) if body.top is not None else 0,
     )
-    if body.predicted_text:
-        task = TokenizeText(body.predicted_text, add_special=False)
-        predicted = (await run_tokenizer(engine, task, Tokens)).tokens
-        limit = loaded(engine)[1].request_tokens
-        request = msgspec.structs.replace(request, prediction=predicted[:limit])
-    session = await open_chat(engine, body.conversation(), request, body.n)
+    request = msgspec.structs.replace(request, prompt_logprobs=body.scored)
+    conversation = msgspec.structs.replace(body.conversation(), prediction=body.predicted_text)
+    session = await open_chat(engine, conversation, request, body.n)
     head = {"id": request.id, "created": int(time.time()), "model": model_name(engine, body.model)}
     renderer = ChatRenderer(
         head,
@@ -210,6 +210,7 @@ async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
         include_usage=body.include_usage,
         older_form=body.older_form,
         timed=body.timings_per_token,
+        scored=body.prompt_logprobs,
     )
     if body.stream:
         chunks = renderer.chunks(session)

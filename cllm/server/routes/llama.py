@@ -133,7 +133,8 @@ async def count_chat(body: ConversationBody, http: HttpRequest) -> Response:
 @router.get("/props", **documented(api.PROPS_EXAMPLE))
 async def props(http: HttpRequest) -> Response:
     """Describe the model and the defaults."""
-    info, limits = loaded(get_registry(http).current)
+    registry = get_registry(http)
+    info, limits = loaded(registry.current)
     routes = http.app.state.open_routes
     params = api.make_params(http.app.state.defaults)
     described = api.LlamaProps(
@@ -150,6 +151,7 @@ async def props(http: HttpRequest) -> Response:
         bos_token=info.begin_text,
         eos_token=info.end_text,
         build_info=f"cllm {__version__}",
+        is_sleeping=registry.asleep,
     )
     return StructResponse(described)
 

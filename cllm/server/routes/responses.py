@@ -117,7 +117,14 @@ class ResponseStore:
 
     def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response; raises NotFound."""
-        del self._tenants[tenant][self.get(tenant, response_id).id]
+        self.get(tenant, response_id)
+        del self._tenants[tenant][response_id]
+
+    def clear(self) -> int:
+        """Forget the responses of all tenants; returns how many there were."""
+        count = sum(map(len, self._tenants.values()))
+        self._tenants.clear()
+        return count
 
 
 def _get_store(http: HttpRequest) -> tuple[ResponseStore, str]:

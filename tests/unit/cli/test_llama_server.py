@@ -18,6 +18,12 @@ from cllm.server.app import read_defaults
 
 ENGINE = {
     "-m FILE": ("model", "FILE"),
+    "-hf user/repo:Q4_K_M": ("model", "hf:user/repo:Q4_K_M"),
+    "-mu https://huggingface.co/a/b/resolve/main/c.gguf": (
+        "model",
+        "https://huggingface.co/a/b/resolve/main/c.gguf",
+    ),
+    "--offline": ("offline", True),
     "--model FILE": ("model", "FILE"),
     "-a one,two": ("alias", "one"),
     "-t 3": ("threads", 3),
@@ -194,13 +200,19 @@ def test_variables_and_the_command_line_over_them(served: list[Config]) -> None:
 
 
 def test_what_has_no_counterpart_is_named_once_and_its_value_skipped(served: list[Config]) -> None:
-    words = "--lora a --port 99 --control-vector-layer-range 1 2 --mlock --numa x --sleep-idle-seconds 9"
+    words = "--lora a --port 99 --control-vector-layer-range 1 2 --mlock --numa x"
     config, said = run(served, words)
     assert config.server.port == 99
     (line,) = said.splitlines()
-    for name in ("--lora", "--control-vector-layer-range", "--mlock", "--numa", "--sleep-idle-seconds 9"):
+    for name in ("--lora", "--control-vector-layer-range", "--mlock", "--numa"):
         assert name in line
-    assert run(served, "--sleep-idle-seconds -1 --cont-batching --no-warmup")[1] == ""
+    assert run(served, "--cont-batching --no-warmup")[1] == ""
+
+
+@pytest.mark.parametrize(("given", "expected"), [("9", 9.0), ("-1", 0.0)])
+def test_an_idle_server_sleeps(served: list[Config], given: str, expected: float) -> None:
+    config, said = run(served, f"--sleep-idle-seconds {given}")
+    assert (config.server.sleep_idle_s, said) == (expected, "")
 
 
 def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
@@ -224,7 +236,7 @@ def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
         ("--wibble", "wibble"),
         ("--port", "needs a value"),
         ("--host /tmp/x.sock", "UNIX"),
-        ("-hf user/model", "-m"),
+        ("-dr ai/smollm2", "-hf"),
         ("--gpt-oss-20b-default", "-m"),
         ("-l x", "logit-bias|15043"),
         ("-fa maybe", "on, off"),

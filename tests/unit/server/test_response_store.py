@@ -42,6 +42,19 @@ def test_bytes_and_count_are_bounded_for_each_tenant(monkeypatch: pytest.MonkeyP
     assert names(store, "d", "f", "too large") == ["d", "f"]
 
 
+def test_what_was_deleted_or_cleared_or_never_there_is_not_found() -> None:
+    store = ResponseStore(100)
+    with pytest.raises(NotFound):
+        store.delete("", "a")
+    store.put("", make("a"))
+    store.put("other", make("b"))
+    store.delete("", "a")
+    assert store.clear() == 1
+    for tenant, name in (("", "a"), ("other", "b")):
+        with pytest.raises(NotFound):
+            store.delete(tenant, name)
+
+
 def test_a_store_of_no_size_keeps_nothing() -> None:
     store = ResponseStore(0)
     store.put("", make("a"))

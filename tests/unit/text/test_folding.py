@@ -143,6 +143,20 @@ def test_what_a_template_takes_is_given_as_it_is() -> None:
             ],
             "<user>a<assistant>b[f]<tool>r<assistant>[g arguments={x]<tool>q",
         ),
+        (  # only the call that nothing answers is text
+            [
+                *(say("user", "a"), say("assistant", "", call("f")), result("r")),
+                *(say("assistant", "b", call("g", "{}", "2")), say("user", "c")),
+            ],
+            '<user>a<assistant>[f]<tool>r<assistant>b\n{"name": "g", "arguments": {}}<user>c',
+        ),
+        (
+            [
+                *(say("user", "a"), say("assistant", "", call("f"), call("g", "{}", "2"))),
+                *(result("r"), say("user", "c")),
+            ],
+            '<user>a<assistant>[f]<tool>r<assistant>{"name": "g", "arguments": {}}<user>c',
+        ),
     ],
 )
 def test_what_a_strict_template_gets(messages: list[Message], expected: str) -> None:

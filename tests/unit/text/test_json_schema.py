@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from cllm.testing import FakeVocabulary
-from cllm.text.json_schema import close_objects, close_schemas
+from cllm.text.json_schema import close_objects, close_schemas, get_text_expression
 from cllm.text.structured_output import Constraint, GrammarCompiler
 from cllm.types import ConstraintKind, ConstraintSpec
 
@@ -24,8 +24,11 @@ def compiled(schema: Any) -> Constraint:
 
 
 def fits(schema: Any, text: str) -> bool:
+    return takes(compiled(schema), text)
+
+
+def takes(constraint: Constraint, text: str) -> bool:
     """Whether an answer may be this text, and end there."""
-    constraint = compiled(schema)
     for byte in text.encode():
         if constraint.complete or not constraint.mask()[byte]:
             return False
@@ -114,3 +117,34 @@ def test_the_schemas_of_tool_calls_are_closed_and_nothing_else() -> None:
 @pytest.mark.parametrize("source", ["{", "[1] x", '{"allOf": 3}', '{"properties": {}, "required": 3}'])
 def test_what_is_no_schema_is_left_to_the_compiler(source: str) -> None:
     assert close_schemas(ConstraintSpec(ConstraintKind.JSON_SCHEMA, source)) == source
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({}, "any\ntext", None),
+        ({"minLength": 2, "maxLength": 3}, "abc", "a"),
+        ({"pattern": r"^\d{3}-[\w/]+$"}, "123-a_/", "12٣-a"),
+        ({"pattern": "b/c"}, "ab/cd", "bc"),
+        ({"pattern": "^(cat|dog)s?$"}, "cats", "cow"),
+        ({"pattern": r"^[^[&~]+\$$"}, "ab$", "[$"),
+        ({"pattern": "^a|b$", "maxLength": 2}, "cc", "ccc"),  # cannot be said: the length counts
+        ({"pattern": "^(?!a).{2}$"}, "anything", None),
+        ({"pattern": "^{x}$"}, "anything", None),
+        ({"format": "date"}, "2026-02-28", "2026-02-30"),
+        ({"format": "time"}, "23:59:59.5+01:00", "24:00:00Z"),
+        ({"format": "date-time"}, "2026-01-01T00:00:00Z", "2026-01-01"),
+        ({"format": "uuid"}, "01234567-89ab-cdef-0123-456789abcdef", "0123"),
+        ({"format": "ipv4"}, "192.168.0.255", "256.1.1.1"),
+        ({"format": "email"}, "a.b+c@d-e.org", "a@b"),
+        ({"format": "no such format"}, "anything", None),
+    ],
+    ids=str,
+)
+def test_texts_as_an_expression(schema: Any, good: str, bad: str | None) -> None:
+    """In llguidance's words, between two others, as a text in tags is written."""
+    spec = ConstraintSpec(
+        ConstraintKind.TOOLS, f"start: text\ntext[lazy]: /{get_text_expression(schema)}<end>/"
+    )
+    assert takes(COMPILER.compile(spec), f"{good}<end>")
+    assert bad is None or not takes(COMPILER.compile(spec), f"{bad}<end>")

@@ -86,7 +86,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(deadline=None, max_examples=examples(60))
 @given(schema=SCHEMAS, seed=st.integers(0, 50))
 def test_an_answer_validates_against_its_schema(schema: dict[str, Any], seed: int) -> None:
     (deltas,) = answer(spec("json_schema", json.dumps(schema)), seed=seed)
