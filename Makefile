@@ -99,11 +99,17 @@ llama-server: .venv/ready ## the same requests for llama-server and for `cllm ll
 exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
 
+pull: .venv/ready ## 1 GB from a hub on loopback, killed 20 times; its speed beside curl's
+	.venv/bin/python -m tests.soak.pull $(ARGS)
+
 clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor, LlamaIndex in an environment of their own; ARGS="--suite litellm"
 	.venv/bin/python -m tests.soak.clients --install $(ARGS)
 
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
+
+gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
+	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
 
 gpu-test: .venv/ready-test ## a second backend: builds the Vulkan module (minutes, once), runs it on a GPU or on Mesa's software device
 	.venv/bin/cllm build --gpu vulkan
@@ -134,4 +140,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server agents clients
+.PHONY: gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server pull agents clients

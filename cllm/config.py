@@ -51,7 +51,14 @@ _file, _folder = partial(_option, metavar="FILE"), partial(_option, metavar="DIR
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine: how the model is loaded and scheduled."""
 
-    model: Annotated[str, _option("GGUF file to serve. Without it: the embedded SmolLM2-135M-Instruct.")] = ""
+    model: Annotated[
+        str,
+        _option(
+            "GGUF file, folder, hf:USER/REPO:QUANT, ms:USER/REPO:QUANT, URL, or a name of `cllm list`. "
+            "Without it: the embedded SmolLM2-135M-Instruct."
+        ),
+    ] = ""
+    offline: Annotated[bool, _option("Pull no model from a hub; use what is here.")] = False
     alias: Annotated[str, _option("Name of the model in responses. Default: its file's.", metavar="NAME")] = (
         ""
     )

@@ -194,6 +194,10 @@ class ModelFileError(SetupError):
     code = "model_file_error"  # missing, truncated, corrupt, not GGUF
 
 
+class HubError(SetupError):
+    code = "hub_error"  # a hub refuses, cannot be reached, or sends what it did not list; or the disk is full
+
+
 class LibraryError(SetupError):
     code = "library_error"  # no native library, or one that cannot run here
 

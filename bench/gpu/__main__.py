@@ -25,6 +25,7 @@ from bench.wire import OpenAIApi
 from bench.workloads import BenchRequest, single_requests
 from bench.workloads.text import words
 
+VOCABULARY = "ggml-vocab-qwen2.gguf"  # of the sdist of the bindings
 PROMPT, OUTPUT, SLOTS, CELLS = 64, 512, 64, 1024
 STREAMS = {"0.6B": (1, 8, 32, 64), "8B": (1, 8, 64)}
 WARM_UP = 16  # tokens

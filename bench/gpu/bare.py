@@ -22,9 +22,9 @@ FIRST = 1000  # of the tokens that are decoded; which ones does not matter
 
 
 def main(path: str, prompt: int, output: int, rounds: int, streams: list[int]) -> None:
-    library, frees = load(), DeferredFrees()
+    library, frees = load(gpu=True), DeferredFrees()
     most = max(streams)
-    config = EngineConfig(model=path, parallel=most, ctx_size=most * 1024)
+    config = EngineConfig(model=path, gpu_layers="all", parallel=most, ctx_size=most * 1024)
     with LlamaModel(library, config, frees) as model, LlamaContext(library, model, config, frees) as context:
         batch = NativeBatch(library.api, context.batch_tokens, most)
 

@@ -20,6 +20,7 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _CPU_TYPE = 4  # VK_PHYSICAL_DEVICE_TYPE_CPU: Mesa's software device
 _DEVICE_LOCAL = 1  # VK_MEMORY_HEAP_DEVICE_LOCAL_BIT
+_DEVICE_FILES = Path("/dev")
 VISIBLE_VULKAN = "GGML_VK_VISIBLE_DEVICES"  # ggml admits what it names, a software device too
 
 
@@ -162,7 +163,16 @@ class _MemoryProperties(ctypes.Structure):
     )
 
 
+def _has_device_file() -> bool:
+    """Whether the kernel has a GPU; else Vulkan would load all its drivers to find none, in half a second."""
+    names = ("dri/renderD*", "nvidia[0-9]*", "dxg", "kgsl-3d0", "mali[0-9]*")
+    return not sys.platform.startswith("linux") or any(any(_DEVICE_FILES.glob(name)) for name in names)
+
+
 def _ask_vulkan() -> list[Gpu]:
+    named = os.environ.get(VISIBLE_VULKAN)
+    if named is None and not _has_device_file():
+        return []
     try:
         vulkan = ctypes.CDLL("libvulkan.so.1")
     except OSError:
@@ -175,7 +185,6 @@ def _ask_vulkan() -> list[Gpu]:
     handles = (ctypes.c_void_p * count.value)()
     if error := vulkan.vkEnumeratePhysicalDevices(instance, ctypes.byref(count), handles):
         raise DriverError(f"the Vulkan driver lists no GPU: Vulkan error {error}")
-    named = os.environ.get(VISIBLE_VULKAN)
     found = []
     for index in range(count.value):
         properties, memory = _Properties(), _MemoryProperties()

@@ -24,6 +24,7 @@ from cllm.build.options import features, machine
 from cllm.cli.tune import headline, show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
+from cllm.models.resolve import resolve
 from cllm.tune.record import TuneRecord
 from cllm.tune.search import Tuning
 
@@ -50,6 +51,7 @@ def doctor_command(
     table.add_row("CPU features", " ".join(name for name in _NOTABLE if name in found) or "none of note")
     table.add_row("threads", str(threads or default_threads()))
     try:
+        model = str(resolve(model, offline=True)) if model else ""
         folder = library.find()
         table.add_row("library", str(folder))
         table.add_row("build", _build_info(folder))
@@ -117,7 +119,8 @@ def _gpus(folder: Path, table: Table) -> None:
         table.add_row("GPU", "none")
     module = choose_module(library.modules_for(folder), drivers)
     if module is not None:
-        table.add_row("GPU module", f"{module.path}: {_build_info(module.path.parent)}")
+        table.add_row("GPU module", str(module.path.parent))
+        table.add_row("", _build_info(module.path.parent))
     elif (offer := offer_module(drivers)) is not None:
         table.add_row("GPU module", offer)
     for device in list_devices():

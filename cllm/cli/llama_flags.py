@@ -93,8 +93,9 @@ _FLAGS = """
 --reasoning-effort                  REASONING_EFFORT    1 !effort
 --reasoning-budget                  THINK_BUDGET        1 !budget
 --sleep-idle-seconds                .                   1 !sleep
--mu --model-url                     MODEL_URL           1 !download
--hf -hfr --hf-repo                  HF_REPO             1 !download
+-mu --model-url                     MODEL_URL           1 =model
+-hf -hfr --hf-repo                  HF_REPO             1 !repo
+--offline                           OFFLINE             0 ?offline
 -dr --docker-repo                   DOCKER_REPO         1 !download
 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default \
 --fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default \
@@ -103,7 +104,7 @@ _FLAGS = """
 
 # cllm does this anyway, or it changes nothing here.
 _ALWAYS_SWITCHES = """
---perf --no-perf -e --escape --no-escape -kvo --kv-offload --op-offload --no-log-jsonl --offline --log-prefix
+--perf --no-perf -e --escape --no-escape -kvo --kv-offload --op-offload --no-log-jsonl --log-prefix
 --no-log-prefix --log-timestamps --no-log-timestamps --cache-idle-slots --no-context-shift --warmup
 --no-warmup -cb --cont-batching --mmproj-auto --no-mmproj --no-mmproj-auto --no-cors-credentials
 --no-ui-mcp-proxy --no-webui-mcp-proxy -no-ag --no-agent --ui --webui --no-ui --no-webui --embedding
@@ -111,7 +112,7 @@ _ALWAYS_SWITCHES = """
 --prefill-assistant --spec-draft-backend-sampling --no-spec-draft-backend-sampling --spec-default
 """
 _ALWAYS_VALUES = """
---keep -dt --defrag-thold -fit --fit -fitt --fit-target -fitc --fit-ctx -hft --hf-token --log-colors
+--keep -dt --defrag-thold -fit --fit -fitt --fit-target -fitc --fit-ctx --log-colors
 --threads-http
 """
 
@@ -129,7 +130,7 @@ _MISSING_VALUES = """
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch --rope-scaling --rope-scale --rope-freq-base
 --rope-freq-scale --yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --rpc
 -lm --load-mode -lzm --lazy-mode --numa -ot --override-tensor -ncffn --n-cpu-ffn --override-kv --lora
---lora-scaled --control-vector
+--lora-scaled --control-vector -hft --hf-token
 --control-vector-scaled -hff --hf-file --log-file --spec-draft-type-k -ctkd --cache-type-k-draft
 --spec-draft-type-v -ctvd --cache-type-v-draft --adaptive-target --adaptive-decay -lcs --lookup-cache-static
 -lcd --lookup-cache-dynamic --kv-unified-per-slot -ctxcp --ctx-checkpoints --swa-checkpoints -cms

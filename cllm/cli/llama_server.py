@@ -227,7 +227,10 @@ class Translation:
         self.settings["sleep_idle_s"] = max(0.0, float(value))
 
     def do_download(self, value: str) -> None:
-        raise ValueError("models are not downloaded: give the file with -m")
+        raise ValueError("this model is not downloaded: give a repository with -hf, or a file with -m")
+
+    def do_repo(self, value: str) -> None:
+        self.settings["model"] = f"hf:{value}"
 
     # Fields of requests ------------------------------------------------------------------------------
 
@@ -349,5 +352,5 @@ def describe_flags() -> str:
         f"Taken:\n{names(lambda action: action not in ('', refused, *ignored))}\n\n"
         f"Taken, and so in any case:\n{names(lambda action: not action)}\n\n"
         f"Without a counterpart (named in a warning):\n{names(lambda action: action in ignored)}\n\n"
-        f"Refused (nothing is downloaded):\n{names(lambda action: action == refused)}"
+        f"Refused (these models are not downloaded):\n{names(lambda action: action == refused)}"
     )

@@ -20,6 +20,11 @@ COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),
     "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
     "run": (__name__, "run_command"),
+    "pull": ("cllm.cli.pull", "pull_command"),
+    "list": ("cllm.cli.models", "list_command"),
+    "show": ("cllm.cli.models", "show_command"),
+    "rm": ("cllm.cli.models", "rm_command"),
+    "search": ("cllm.cli.pull", "search_command"),
     "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
@@ -81,7 +86,9 @@ def _root(
 
 def run_command(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
-    model: Annotated[str, typer.Option(envvar="CLLM_MODEL", help="GGUF file; none: the embedded model")] = "",
+    model: Annotated[
+        str, typer.Option(envvar="CLLM_MODEL", help="File, hf:… or name; none: the embedded one")
+    ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same text")] = 0,
@@ -92,6 +99,7 @@ def run_command(
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", envvar="CLLM_TUNE", help="Use what `cllm tune` found")
     ] = True,
+    offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:
     """Answer one prompt and print it as it comes."""
@@ -103,7 +111,7 @@ def run_command(
     configure_logging(log_level)
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    config = EngineConfig(parallel=1, threads=threads, tune=tune)
+    config = EngineConfig(parallel=1, threads=threads, tune=tune, offline=offline)
     try:
         with LLM(model, config=config) as llm:
             chat = not raw and llm.info.chat_template is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,8 @@ def run(config: Config, given: frozenset[str] = frozenset()) -> None:
     """Check everything that needs no model first; then load and serve until a signal ends it."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = config.with_disk_cache()
+    if config.server.model_dir:
+        os.environ["CLLM_MODEL_DIR"] = config.server.model_dir  # its models have names
     read_defaults(config.server.defaults)  # a wrong one is refused before anything is loaded
     with contextlib.closing(bind(config.server)) as listeners:
         process = Preparation(asked=config.engine, given=given, log_level=config.server.log_level).start()

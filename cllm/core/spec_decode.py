@@ -255,6 +255,7 @@ class SpecDecodePolicy:
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
     LOOKUP_S = 1e-5  # of a sequence's drafter, as measured
     MAX_LOOKUP = 0.01  # of a step
+    REST = 32  # steps
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 
@@ -268,6 +269,7 @@ class SpecDecodePolicy:
     ) -> None:
         """`draft_model` makes the drafters instead; it gets the tenant whose KV may be used, or None."""
         self._max_tokens = max_tokens
+        self._rest = 0  # steps left without a look
         self._new_drafter = new_drafter
         self._draft_model = draft_model
         self._across_tenants = share_across_tenants
@@ -307,12 +309,18 @@ class SpecDecodePolicy:
         if not self._max_tokens or any(sequence.pending > 1 for sequence in sequences):
             return {}
         rows = len(sequences)
-        proposals = self._proposals(sequences, cost.plain_step_s(rows))
+        # Where looking for drafts is a good part of a step, it is not done for a while after it did not pay.
+        short = rows * self.LOOKUP_S > self.MAX_LOOKUP * cost.plain_step_s(rows)
+        self._rest -= self._rest > 0
+        if short and self._rest:
+            return {}
+        proposals = self._proposals(sequences, seldom=short)
         if not proposals:
             return {}
         plan = self._best_plan(sequences, proposals, cost, room=room, max_step_s=max_step_s)
         if not plan.length:
             cost.doubt_drafts(rows)
+            self._rest = self.REST
             return {}
         drafts = {
             seq_id: state.proposal[: plan.length]
@@ -326,10 +334,9 @@ class SpecDecodePolicy:
                     drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
         return _before_triggers(drafts, sequences)
 
-    def _proposals(self, sequences: Collection[Sequence], step_s: float) -> dict[int, DraftState]:
-        """Where looking for drafts is a good part of a step, those that do not come true are asked seldom."""
+    def _proposals(self, sequences: Collection[Sequence], *, seldom: bool) -> dict[int, DraftState]:
+        """`seldom`: only those whose drafts come true, or whose last one is judged, are asked."""
         longest = self._max_tokens
-        seldom = len(sequences) * self.LOOKUP_S > self.MAX_LOOKUP * step_s
         if self._draft_model:  # its own time is in no cost: it drafts for few sequences at a time
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
         proposals: dict[int, DraftState] = {}

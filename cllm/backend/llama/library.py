@@ -66,7 +66,7 @@ class Library:
     def __init__(self, directory: Path, api: Any) -> None:
         self.api = api
         self._directory = directory
-        self._module_loaded = False
+        self._module_looked_for = False
         self._declare_threadpools(directory)
         # llama.cpp keeps the pointer for the life of the process, and so does this object.
         self._log_callback = api.llama_log_callback(_log_line)
@@ -89,10 +89,11 @@ class Library:
 
     def load_module(self) -> None:
         """Load the GPU module that suits, once. Raises LibraryError if it is of no use here."""
-        if self._module_loaded or (module := find_module(self._directory)) is None:
+        if self._module_looked_for:
             return
-        load_module(self._directory, module)
-        self._module_loaded = True
+        if (module := find_module(self._directory)) is not None:
+            load_module(self._directory, module)
+        self._module_looked_for = True
 
     def system_info(self) -> str:
         """The instruction sets that llama.cpp was compiled for."""
@@ -119,13 +120,20 @@ def may_use_gpu() -> bool:
 
 
 def find_module(directory: Path) -> Path | None:
-    """The module to load beside a library: for the GPUs that are here. Asks their drivers in this process."""
+    """The module to load beside a library: for the GPUs that are here. Asks their drivers in this process.
+
+    Raises LibraryError if a driver that a module was built for does not work.
+    """
     modules = modules_for(directory)
+    problems: tuple[str, ...] = ()
     for backend in BACKENDS:
-        candidates = [module for module in modules if module.backend == backend]
-        chosen = choose_module(candidates, ask_drivers(backend)) if candidates else None
-        if chosen is not None:
-            return chosen.path
+        if candidates := [module for module in modules if module.backend == backend]:
+            drivers = ask_drivers(backend)
+            problems += drivers.problems
+            if (chosen := choose_module(candidates, drivers)) is not None:
+                return chosen.path
+    if problems:
+        raise LibraryError("; ".join(problems))
     return None
 
 

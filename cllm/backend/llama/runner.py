@@ -121,20 +121,22 @@ class LlamaRunner(ModelRunner):
     def _measure_drafts(self, longest: int) -> DraftCost | None:
         """One kind of CPU verifies eight draft tokens in twice the time of a step, another in eight times.
 
-        The shortest of a few times counts: what else the machine does only makes steps longer.
+        A GPU repeats a step from its recording, if it is like the last: drafts cost it the step after them,
+        too. The shortest of a few times counts: what else the machine does only makes steps longer.
         """
         shortest: dict[int, float] = {}
         started = time.perf_counter()
         for _ in range(MEASURED_ROUNDS):
             for tokens in (1, 2, longest):
-                shortest[tokens] = min(self._decode_s(tokens), shortest.get(tokens, math.inf))
+                repeats = [self._decode_s(tokens) + self._decode_s(1) for _ in range(1 + (tokens == 1))]
+                shortest[tokens] = min(repeats[-1], shortest.get(tokens, math.inf))
             if time.perf_counter() - started > MEASURED_S:
                 break
         if longest <= 2 or not all(shortest.values()):
             return None
-        step_s = shortest[1]
+        step_s = shortest[1] / 2
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
-        return DraftCost(verify=max(0.0, shortest[2] / step_s - 1 - token), token=token)
+        return DraftCost(verify=max(0.0, shortest[2] / step_s - 2 - token), token=token)
 
     def _decode_s(self, tokens: int) -> float:
         """Seconds to compute so many tokens of an empty sequence, each with output; 0 if that fails."""

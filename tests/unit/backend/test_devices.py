@@ -32,10 +32,12 @@ def test_a_library_for_a_gpu_is_known_by_its_files(tmp_path: Path, monkeypatch: 
     assert devices.list_devices() == (), "a library that cannot be loaded has no GPU"
 
 
-def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_for_the_cpu_lists_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is asked, and answers."""
+    monkeypatch.setenv("CLLM_LIBRARY", str(library.find()))
+    monkeypatch.setenv("CLLM_CACHE_DIR", str(tmp_path))  # without modules
     if may_use_gpu():
-        pytest.skip("this library is for a GPU")
+        pytest.skip("this library has a GPU backend inside")
     assert devices.list_devices() == ()
     answers: list[bytes] = []
     run = subprocess.run
@@ -91,8 +93,11 @@ def test_only_a_process_that_computes_loads_the_module(
 ) -> None:
     """One that does not (as the tokenizer worker) asks no driver."""
     asked: list[Path] = []
+    loaded = library.load()
+    monkeypatch.setattr(loaded, "_module_looked_for", False)
     monkeypatch.setattr(library, "find_module", asked.append)
-    library.load(gpu=gpu)
+    for _ in range(2):
+        assert library.load(gpu=gpu) is loaded
     assert len(asked) == expected
     assert devices.wants_gpu(EngineConfig()) and not devices.wants_gpu(EngineConfig(gpu_layers=0))
 
@@ -117,3 +122,21 @@ def test_no_driver_is_asked_where_no_module_was_built(
     assert asked == ["cuda"], "no module is for another driver"
     gpu = gpu._replace(architecture="75")
     assert library.find_module(tmp_path) is None, "it was built for another GPU"
+
+
+def test_a_driver_that_does_not_start_is_said_and_the_next_one_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "build.json").touch()
+    cuda = Module(tmp_path / "libggml-cuda.so", "cuda", frozenset({"90"}))
+    vulkan = Module(tmp_path / "libggml-vulkan.so", "vulkan", frozenset())
+    modules = [cuda]
+    radeon = Gpu("vulkan", "AMD Radeon", 16 << 30, "", "Vulkan 1.3")
+    answers = {"cuda": Drivers(problems=("the NVIDIA driver does not start",)), "vulkan": Drivers((radeon,))}
+    monkeypatch.setattr(library, "ask_drivers", answers.__getitem__)
+    monkeypatch.setattr(library, "find_modules", lambda: modules)
+    monkeypatch.setattr(devices, "_read_devices", lambda: [library.find_module(tmp_path)])
+    assert devices.main() == 1
+    assert capsys.readouterr().err == "the NVIDIA driver does not start\n", "the parent warns with it"
+    modules.append(vulkan)
+    assert library.find_module(tmp_path) == vulkan.path

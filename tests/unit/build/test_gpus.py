@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,10 +81,12 @@ class Vulkan:
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Put drivers in the place of this machine's."""
     monkeypatch.delenv(gpus.VISIBLE_VULKAN, raising=False)
     monkeypatch.setattr(gpus, "_nvidia_version", lambda: "580.82")
+    monkeypatch.setattr(gpus, "_DEVICE_FILES", tmp_path)
+    (tmp_path / "nvidia0").touch()
 
     def install(**libraries: Any) -> None:
         def open_library(name: str) -> Any:
@@ -126,6 +129,21 @@ def test_vulkans_software_device_is_no_gpu_unless_it_is_named(
     assert ask_drivers(*BACKENDS).gpus == (Gpu("vulkan", "AMD Radeon", 16 << 30, "", "Vulkan 1.3"),)
     monkeypatch.setenv(gpus.VISIBLE_VULKAN, "0")
     assert [gpu.name for gpu in ask_drivers(*BACKENDS).gpus] == ["llvmpipe"]
+
+
+def test_vulkan_is_not_asked_where_the_kernel_has_no_gpu(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(vulkan=Vulkan(RADEON))
+    (tmp_path / "nvidia0").unlink()
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert ask_drivers("vulkan") == Drivers()
+    monkeypatch.setenv(gpus.VISIBLE_VULKAN, "0")
+    assert len(ask_drivers("vulkan").gpus) == 1, "unless a device is named"
+    monkeypatch.delenv(gpus.VISIBLE_VULKAN)
+    (tmp_path / "dri").mkdir()
+    (tmp_path / "dri" / "renderD128").touch()
+    assert len(ask_drivers("vulkan").gpus) == 1
 
 
 def test_the_vulkan_loader_alone_is_no_gpu(install: Callable[..., None]) -> None:

@@ -18,6 +18,12 @@ from cllm.server.app import read_defaults
 
 ENGINE = {
     "-m FILE": ("model", "FILE"),
+    "-hf user/repo:Q4_K_M": ("model", "hf:user/repo:Q4_K_M"),
+    "-mu https://huggingface.co/a/b/resolve/main/c.gguf": (
+        "model",
+        "https://huggingface.co/a/b/resolve/main/c.gguf",
+    ),
+    "--offline": ("offline", True),
     "--model FILE": ("model", "FILE"),
     "-a one,two": ("alias", "one"),
     "-t 3": ("threads", 3),
@@ -230,7 +236,7 @@ def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
         ("--wibble", "wibble"),
         ("--port", "needs a value"),
         ("--host /tmp/x.sock", "UNIX"),
-        ("-hf user/model", "-m"),
+        ("-dr ai/smollm2", "-hf"),
         ("--gpt-oss-20b-default", "-m"),
         ("-l x", "logit-bias|15043"),
         ("-fa maybe", "on, off"),

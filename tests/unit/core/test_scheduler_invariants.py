@@ -30,13 +30,14 @@ def make_family_prompt(value: int, max_tokens: int) -> bytes:
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(scenario=SCENARIOS, trimmable=st.booleans())
-def test_invariants_hold_in_any_scenario(scenario: Scenario, trimmable: bool) -> None:
+@given(scenario=SCENARIOS, trimmable=st.booleans(), asynchronous=st.booleans())
+def test_invariants_hold_in_any_scenario(scenario: Scenario, trimmable: bool, asynchronous: bool) -> None:
     driver = StepDriver(
         scenario.runner(trimmable=trimmable),
         swap_space_mb=scenario.swap_space_mb,
         cache_mb=scenario.cache_mb,
     )
+    driver.runner.asynchronous = asynchronous
     tier = driver.host_cache
     tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
     tier.swap_limit = min(tier.swap_limit, 400)

@@ -1,0 +1,199 @@
+"""`cllm list`, `cllm show` and `cllm rm`: the models of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cllm.cli.columns import print_columns
+from cllm.errors import CllmError, ModelFileError
+from cllm.models.catalog import CatalogEntry, list_models
+from cllm.models.files import format_size
+from cllm.models.reference import HubReference, parse_hub
+from cllm.models.removal import find_incomplete, find_parts, find_users, plan_removal, remove
+from cllm.models.resolve import find_by_name, find_in_folder, is_path
+from cllm.models.store import StoredModel, find_stored, scan, scan_folder
+
+_WHERE = {"hf": "Hugging Face cache", "ms": "ModelScope cache", "embedded": "embedded"}
+ModelDirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--model-dir", metavar="DIR", help="Folder of models; may be given again. Default: CLLM_MODEL_DIR."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def list_command(model_dir: ModelDirs = None, as_json: AsJson = False) -> None:
+    """List the models of this machine: both hubs' caches, folders, and the embedded one."""
+    entries = list_models(_join(model_dir))
+    if as_json:
+        typer.echo(json.dumps([_as_dict(entry) for entry in entries], indent=2))
+        return
+    rows = [
+        (
+            entry.model.name,
+            entry.model.quant,
+            format_size(entry.model.size),
+            entry.header.architecture if entry.header else "unreadable",
+            _WHERE.get(entry.model.source) or _shorten(entry.model.path.parent),
+        )
+        for entry in entries
+    ]
+    print_columns(("name", "quant", "size", "architecture", "where"), rows)
+    for name, (here, size) in find_incomplete().items():
+        shown = f"{format_size(here)} of {format_size(size)}"
+        typer.echo(
+            f"incomplete: {name}, {shown}; `cllm pull` continues, `cllm rm {name}` removes it", err=True
+        )
+
+
+def _fail(error: Exception) -> typer.Exit:
+    from cllm.cli.options import fail  # all settings come along: a list needs none
+
+    return fail(error)
+
+
+def _join(folders: list[Path] | None) -> str:
+    return os.pathsep.join(map(str, folders or []))
+
+
+def _shorten(path: Path) -> str:
+    home, text = str(Path.home()), str(path)
+    return "~" + text.removeprefix(home) if text.startswith(home + os.sep) else text
+
+
+def _as_dict(entry: CatalogEntry) -> dict[str, Any]:
+    model, header = entry
+    return {
+        "name": model.name,
+        "quant": model.quant,
+        "size": model.size,
+        "source": model.source,
+        "files": [str(path) for path in model.files],
+        "architecture": header.architecture if header else None,
+        "context_length": header.context if header else None,
+        "chat_template": header.chat_template if header else None,
+    }
+
+
+def find_local(text: str, folders: str = "") -> StoredModel | HubReference:
+    """The stored model that a reference names; the reference itself where its hub would have to be asked."""
+    if reference := None if Path(text).expanduser().exists() else parse_hub(text):
+        return find_stored(reference) or reference
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = find_in_folder(path)
+    if not path.is_file():
+        if is_path(text):
+            raise ModelFileError(f"there is no model file at {path}")
+        return find_by_name(text, folders)
+    wanted = path.absolute()
+    for model in scan(folders):
+        if wanted in model.files:
+            return model
+    for model in scan_folder(path.parent, deep=False):
+        if path in model.files:
+            return model
+    raise ModelFileError(f"{path} is no whole GGUF model")
+
+
+def show_command(
+    reference: Annotated[
+        str, typer.Argument(metavar="REF", help="A file, a folder, a name of the list, hf:… or ms:…")
+    ],
+    model_dir: ModelDirs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a model's header and what fits here; of a hub's model that is not here, too."""
+    try:
+        found = find_local(reference, _join(model_dir))
+        if isinstance(found, StoredModel):
+            shown = {"name": found.name, "path": str(found.path)} | _describe(found.path)
+        else:
+            shown = _show_remote(found)
+    except CllmError as error:
+        raise _fail(error) from None
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2))
+        return
+    for name, value in shown.items():
+        if name == "contexts":
+            value = ", ".join(f"{slots} × {tokens}" for slots, tokens in value) or "none"
+        elif name == "size":
+            value = format_size(value)
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        typer.echo(f"{name.replace('_', ' '):14} {value}")
+
+
+def _show_remote(reference: HubReference) -> dict[str, Any]:
+    from cllm.models.hub import make_hub
+    from cllm.models.pull import Pull, PullOptions, find_model
+
+    with make_hub(reference) as hub, tempfile.TemporaryDirectory(prefix="cllm-") as folder:
+        model = find_model(hub, reference)
+        head = Pull(hub, reference, model, PullOptions()).read_heads(Path(folder))
+        name = str(reference._replace(quant=model.chosen.quant or model.chosen.stem))
+        shown = {"name": name, "path": f"not here; `cllm pull {name}` gets it"}
+        if head is None:
+            return shown | {"size": model.chosen.size}
+        return shown | _describe(head)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    from cllm.backend.llama.gguf import GgufHeader
+    from cllm.models.files import parse_quant
+    from cllm.models.fit import ModelFit
+
+    header = GgufHeader(path)
+    fit = ModelFit(header)
+    return {
+        "title": header.metadata.get("general.name", ""),
+        "architecture": header.architecture,
+        "quant": parse_quant(path.name),
+        "size": header.file_bytes,
+        "files": len(header.parts),
+        "layers": header.number("block_count"),
+        "vocabulary": header.vocabulary,
+        "trained_for": f"{header.context_train} tokens",
+        "chat_template": isinstance(header.metadata.get("tokenizer.chat_template"), str),
+        "here": fit.describe(),
+        "memory": fit.memory,
+        "contexts": [list(context) for context in fit.contexts()],
+    }
+
+
+def rm_command(
+    reference: Annotated[str, typer.Argument(metavar="REF", help="A file, a name of the list, hf:… or ms:…")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    model_dir: ModelDirs = None,
+) -> None:
+    """Remove a model from this machine; asks first, and says what that frees."""
+    try:
+        model = find_local(reference, _join(model_dir))
+        removal = plan_removal(model) if isinstance(model, StoredModel) else find_parts(model)
+        name = model.name if isinstance(model, StoredModel) else f"{model}, not complete"
+        if not removal.paths:
+            raise ModelFileError(f"{model} is not on this machine; `cllm list` shows what is")
+        if users := find_users(removal.paths):
+            process, command = next(iter(users.items()))
+            raise ModelFileError(f"{name} is used by process {process} ({command:.60}); end it first")
+        where = model.root if isinstance(model, StoredModel) else removal.paths[0].parent
+        typer.echo(f"{name} in {_shorten(where)}: frees {format_size(removal.freed)}", err=True)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ModelFileError("nothing was removed: --yes removes it without asking")
+            typer.confirm("remove it?", abort=True, err=True)
+        remove(model if isinstance(model, StoredModel) else None, removal)
+        typer.echo(f"removed, {format_size(removal.freed)} freed", err=True)
+    except CllmError as error:
+        raise _fail(error) from None
+    except OSError as error:
+        raise _fail(error) from None

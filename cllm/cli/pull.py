@@ -1,0 +1,228 @@
+"""`cllm pull` and `cllm search`: models from the hubs."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+
+from cllm.backend.llama.gguf import GgufHeader
+from cllm.cli.columns import print_columns
+from cllm.cli.options import fail
+from cllm.errors import CllmError, ConfigError, HubError, ModelFileError, NotEnoughMemory
+from cllm.models.files import ModelFiles, format_size, group_files
+from cllm.models.fit import ModelFit
+from cllm.models.hub import SearchHit, make_hub
+from cllm.models.pull import HubModel, Pull, PullOptions, find_model, free_bytes, is_offline
+from cllm.models.reference import HubReference, parse_hub
+from cllm.models.store import find_stored
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)i?b?(?:/s)?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_HUBS = ("hf", "ms")
+
+
+class Result(NamedTuple):
+    """What a pull did. Without a path it was a dry run."""
+
+    path: Path | None = None
+    missing: int = 0  # bytes that would be fetched
+    fetched: int = 0
+    seconds: float = 0.0
+
+
+def pull_command(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="REF",
+            help="hf:USER/REPO:QUANT@REVISION, ms:USER/REPO:QUANT (the end may be left out) or a URL",
+        ),
+    ],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="Store the files in DIR, not in the hub's cache."),
+    ] = None,
+    limit: Annotated[
+        str, typer.Option(metavar="RATE", help="Bytes a second at most, as 5M or 500K.", show_default=False)
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be pulled and whether it fits; pull nothing.")
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Only look whether it is here.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Pull what does not fit the memory here, too.")
+    ] = False,
+    connections: Annotated[int, typer.Option(min=1, max=32, metavar="N", help="Ranges at a time.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Get a model from Hugging Face or ModelScope; continues where it was interrupted.
+
+    Prints the path of the (first) file. `cllm serve REF` takes the same references, and pulls by itself.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        options = PullOptions(to and to.expanduser(), parse_rate(limit), connections)
+        found = _parse(reference)
+        stored = find_stored(found) if to is None else None
+        if is_offline(offline):
+            if stored is None:
+                raise ModelFileError(f"{found} is not on this machine, and --offline pulls nothing")
+            result = Result(stored.path)
+        else:
+            result = _pull(found, options, console, dry_run=dry_run, force=force)
+    except CllmError as error:
+        raise fail(error) from None
+    except KeyboardInterrupt:
+        console.print(
+            "interrupted; the same command continues, `cllm rm` of it removes the part that is here"
+        )
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps({"reference": str(found), **result._asdict(), "path": str(result.path or "")}))
+    elif result.path is not None:
+        typer.echo(result.path)
+
+
+def _parse(text: str) -> HubReference:
+    if reference := parse_hub(text):
+        return reference
+    hint = f"`cllm search {text}` may find some"
+    with suppress(ConfigError):
+        if not Path(text).exists() and parse_hub(f"hf:{text}"):
+            hint = f"is hf:{text} meant?"
+    raise ConfigError(f"{text!r} names no model of a hub (hf:USER/REPO, ms:USER/REPO or a URL); {hint}")
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second, from a number with a unit; 0 for none."""
+    match = _RATE.fullmatch(text.strip()) if text else None
+    if text and (match is None or float(match[1]) <= 0):
+        raise ConfigError(f"--limit {text}: give bytes a second as 5M, 500K or 1.5G")
+    return float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+
+
+def _pull(
+    reference: HubReference, options: PullOptions, console: Console, *, dry_run: bool, force: bool
+) -> Result:
+    with make_hub(reference) as hub:
+        model = find_model(hub, reference)
+        pull = Pull(hub, reference, model, options)
+        missing, free = pull.missing_bytes(), free_bytes(pull.folder)
+        files = f"{len(model.files)} files, " if len(model.files) > 1 else ""
+        console.print(f"{model.chosen.stem}: {files}{format_size(model.chosen.size)} from {hub.endpoint}")
+        if missing < model.chosen.size:
+            here = "all of it is" if not missing else f"{format_size(model.chosen.size - missing)} are"
+            console.print(f"here    {here} already in {pull.folder}")
+        room = "enough" if missing <= free else "TOO LITTLE"
+        console.print(f"disk    {format_size(missing)} to fetch, {format_size(free)} free: {room}")
+        if dry_run:
+            with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
+                head = pull.read_heads(Path(folder))
+                fit = _report_fit(head, model, console) if head else None
+            _print_choices(model, fit)
+            return Result(missing=missing)
+        began = time.monotonic()
+        path = pull.run(partial(_check_fit, model=model, console=console, force=force))
+        seconds = time.monotonic() - began
+        if missing:
+            speed = format_size(missing / max(seconds, 0.001))
+            console.print(f"pulled  {format_size(missing)} in {seconds:.0f} s ({speed}/s), verified")
+        return Result(path, fetched=missing, seconds=round(seconds, 3))
+
+
+def _report_fit(head: Path, model: HubModel, console: Console) -> ModelFit:
+    fit = ModelFit(GgufHeader(head))
+    console.print(f"memory  {fit.describe()}")
+    return fit
+
+
+def _check_fit(head: Path, *, model: HubModel, console: Console, force: bool) -> None:
+    """Raises NotEnoughMemory for a model that would not run here, unless it is wanted all the same."""
+    fit = _report_fit(head, model, console)
+    if not fit.fits and not force:
+        raise NotEnoughMemory(
+            f"{model.chosen.stem} would not run on this machine; {fit.suggest(model.models)}. "
+            "--force pulls it all the same"
+        )
+
+
+def _print_choices(model: HubModel, fit: ModelFit | None) -> None:
+    fitting = fit.fitting(model.models) if fit else []
+    rows = [
+        (
+            "*" if choice == model.chosen else "",
+            choice.quant or choice.stem,
+            format_size(choice.size),
+            "" if fit is None else "fits" if choice in fitting else "does not fit",
+        )
+        for choice in sorted(model.models, key=lambda choice: choice.size)
+    ]
+    print_columns(("", "quant", "size", "memory"), rows)
+
+
+def search_command(
+    words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Words of the model's name")],
+    hub: Annotated[str, typer.Option(metavar="HUB", help="hf (Hugging Face) or ms (ModelScope).")] = "hf",
+    count: Annotated[int, typer.Option(min=1, max=50, metavar="N", help="Results at most.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Search a hub for GGUF models; the most downloaded first."""
+    try:
+        if hub not in _HUBS:
+            raise ConfigError(f"--hub {hub}: there are hf (Hugging Face) and ms (ModelScope)")
+        with make_hub(HubReference(hub, "")) as opened:
+            hits = opened.search(" ".join(words), count)
+        with ThreadPoolExecutor(4) as pool:
+            models = list(pool.map(partial(_list_models, hub), hits))
+    except CllmError as error:
+        raise fail(error) from None
+    if as_json:
+        typer.echo(json.dumps([_as_dict(hub, *found) for found in zip(hits, models, strict=True)], indent=2))
+        return
+    rows = [
+        (f"{hub}:{hit.repo}", f"{hit.downloads:,}", _describe(found))
+        for hit, found in zip(hits, models, strict=True)
+    ]
+    if not rows:
+        raise fail(
+            ModelFileError(f"no GGUF repository on this hub matches {' '.join(words)!r}; try fewer words")
+        )
+    print_columns(("reference", "downloads", "quants"), rows)
+
+
+def _list_models(hub: str, hit: SearchHit) -> list[ModelFiles]:
+    try:
+        with make_hub(HubReference(hub, hit.repo)) as opened:
+            files = opened.list_files("").files
+    except HubError:  # gated, or gone meanwhile
+        return []
+    return group_files({file.path: file.size for file in files})
+
+
+def _describe(models: list[ModelFiles]) -> str:
+    if not models:
+        return ""
+    ordered = sorted(models, key=lambda model: model.size)
+    first, last = ordered[0], ordered[-1]
+    smallest = f"{first.quant or first.stem} {format_size(first.size)}"
+    return smallest if first is last else f"{len(models)}: {smallest} – {last.quant} {format_size(last.size)}"
+
+
+def _as_dict(hub: str, hit: SearchHit, models: list[ModelFiles]) -> dict[str, object]:
+    quants = [{"quant": model.quant, "size": model.size, "files": list(model.names)} for model in models]
+    return {
+        "reference": f"{hub}:{hit.repo}",
+        "downloads": hit.downloads,
+        "likes": hit.likes,
+        "quants": quants,
+    }

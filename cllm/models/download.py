@@ -1,0 +1,378 @@
+"""Download: one file of a hub, in several ranges at a time, continued after interruptions, verified."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import httpx
+
+from cllm.errors import HubError
+from cllm.models.files import HubFile, format_size
+from cllm.models.hub import MAX_RETRY_AFTER_S, Hub, TemporaryError, describe_transport
+from cllm.models.journal import BLOCK, Journal
+from cllm.models.store import Place
+
+log = logging.getLogger(__name__)
+RANGE_BLOCKS = 256  # of one request: 16 MiB, less near the end so that all connections end together
+SYNC_S = 2.0
+POLL_S = 0.01
+STOP_S = 2.0  # for connections to notice that they are not needed any more
+
+
+class Patience(NamedTuple):
+    """How long a hub is waited for."""
+
+    timeout_s: float = 30.0  # without a byte
+    attempts: int = 8  # in a row that bring nothing
+    backoff_s: float = 0.5  # after the first of them; twice as long after each other
+    max_backoff_s: float = 30.0
+
+
+class RateLimit:
+    """So many bytes a second at most, shared by all connections."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._lock = threading.Lock()
+        self._next = 0.0
+
+    def wait(self, count: int) -> None:
+        if self._rate <= 0:
+            return
+        with self._lock:
+            now = time.monotonic()
+            begin = max(self._next, now)
+            self._next = begin + count / self._rate
+        if begin > now:
+            time.sleep(begin - now)
+
+
+class NoRanges(Exception):
+    """The server sends the whole file whatever range it is asked for."""
+
+
+class _Range:
+    """Bytes that one connection is fetching. `position` is the first that is still missing."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.position, self.end = start, end
+
+
+class Download:
+    """One file on its way. Use it as a context manager, under the lock of its place.
+
+    `fetch` may be called for the beginning first. It leaves what it has when it raises: HubError, or OSError
+    of the disk. Nothing has the file's own name before `finish` has verified it.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        url: str,
+        file: HubFile,
+        place: Place,
+        *,
+        connections: int = 4,
+        limit: RateLimit | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._hub, self._url, self._file, self._place = hub, url, file, place
+        self._connections = connections
+        self._limit = limit or RateLimit(0)
+        self._patience = patience or Patience()
+        self._direct: str | None = None  # where the hub redirects to: ranges after the first go there
+        self._claimed = bytearray()  # a byte for each block: whether a connection has it
+        self._cursor = 0  # no block before it is free
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self.received = 0  # bytes over the network, also those that were not needed
+
+    def __enter__(self) -> Download:
+        place, file = self._place, self._file
+        self.journal = Journal(place.journal, place.part, file.etag, file.size)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if not isinstance(error, OSError):
+            self.journal.sync()
+        self.journal.close()
+
+    @property
+    def done(self) -> int:
+        """Bytes of the file that are here."""
+        return self._file.size - self.journal.missing_bytes
+
+    def fetch(self, end: int | None = None, report: Callable[[int], None] = lambda done: None) -> str:
+        """Fetch what is missing before byte `end`, or everything. Returns the hash of the whole file then."""
+        stop_block = self.journal.count if end is None else min(self.journal.count, -(-end // BLOCK))
+        hasher = _Hasher(self._place.part, self._file, self.journal, self._stop)
+        hashing = [hasher.run] if end is None else []
+        try:
+            self._run([partial(self._work, stop_block)] * self._connections + hashing, report)
+        except NoRanges:
+            if end is None:
+                self._fetch_whole(report)
+                self._run(hashing, report)
+        report(self.done)
+        return hasher.digest
+
+    def read(self, size: int) -> bytes | None:
+        """The first bytes of the file; None where they are not here."""
+        if not all(self.journal.is_written(block) for block in range(-(-size // BLOCK))):
+            return None
+        with self._place.part.open("rb") as part:
+            return part.read(size)
+
+    def _run(self, tasks: Sequence[Callable[[], None]], report: Callable[[int], None]) -> None:
+        """Run the tasks in threads to their end. The first error of one ends the others and is raised."""
+        self._stop.clear()
+        self._claimed, self._cursor = bytearray(self.journal.count), 0
+        errors: list[BaseException] = []
+        threads = [threading.Thread(target=_guard, args=(task, errors), daemon=True) for task in tasks]
+        for thread in threads:
+            thread.start()
+        try:
+            synced = time.monotonic()
+            while any(thread.is_alive() for thread in threads) and not errors:
+                time.sleep(POLL_S)
+                report(self.done)
+                if time.monotonic() - synced > SYNC_S:
+                    self.journal.sync()
+                    synced = time.monotonic()
+        finally:
+            self._stop.set()
+            deadline = time.monotonic() + STOP_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if errors:
+            raise errors[0]
+
+    # One connection ------------------------------------------------------------------------------------
+
+    def _work(self, stop_block: int) -> None:
+        with io.FileIO(self._place.part, "r+") as part:
+            while (taken := self._take(stop_block)) is not None:
+                self._fetch_range(taken, part)
+
+    def _take(self, stop_block: int) -> _Range | None:
+        """The next run of blocks that are missing and not claimed."""
+        with self._lock:
+            if self._stop.is_set():
+                return None
+            claimed, journal = self._claimed, self.journal
+            blocks = range(self._cursor, stop_block)
+            open_blocks = (block for block in blocks if not claimed[block] and not journal.is_written(block))
+            free = list(islice(open_blocks, RANGE_BLOCKS * 2 * self._connections))
+            if not free:
+                return None
+            size = max(1, min(RANGE_BLOCKS, len(free) // (2 * self._connections)))
+            first = self._cursor = free[0]
+            last = first
+            for block in free[1:size]:
+                if block == last + 1:
+                    last = block
+            claimed[first : last + 1] = b"\1" * (last + 1 - first)
+            return _Range(journal.span(first)[0], journal.span(last)[1])
+
+    def _fetch_range(self, taken: _Range, part: io.FileIO) -> None:
+        """Fetch one range, again after failures; as long as bytes come, it does not give up."""
+        failures = 0
+        while taken.position < taken.end and not self._stop.is_set():
+            before = taken.position
+            try:
+                self._stream(taken, part)
+                reason, wait_s = "the answer ended too early", 0.0
+            except TemporaryError as error:
+                reason, wait_s = str(error), error.retry_after_s
+            except httpx.HTTPError as error:
+                reason, wait_s = describe_transport(error, self._hub), 0.0
+            failures = 1 if taken.position > before else failures + 1
+            if taken.position < taken.end and not self._stop.is_set():
+                self._back_off(failures, reason, wait_s)
+
+    def _back_off(self, failures: int, reason: str, wait_s: float) -> None:
+        patience = self._patience
+        if failures >= patience.attempts or wait_s > MAX_RETRY_AFTER_S:
+            long = wait_s > MAX_RETRY_AFTER_S
+            tried = f"it asks to wait {wait_s:.0f} s" if long else f"{failures} attempts brought nothing"
+            raise HubError(
+                f"{self._file.path}: {reason}; {tried}. The part that is here is kept: the same command "
+                "continues"
+            )
+        with self._lock:
+            self._direct = None
+        seconds = min(patience.max_backoff_s, patience.backoff_s * 2.0 ** (failures - 1))
+        seconds = max(wait_s, seconds * random.uniform(0.5, 1.0))
+        level = logging.WARNING if wait_s > 1 else logging.INFO
+        log.log(level, "%s: %s; again in %.1f s", self._file.path, reason, seconds)
+        self._stop.wait(seconds)
+
+    def _stream(self, taken: _Range, part: io.FileIO) -> None:
+        with self._lock:
+            direct = self._direct
+        headers = {"Range": f"bytes={taken.position}-{taken.end - 1}"}
+        with self._hub.stream(direct or self._url, headers, self._patience.timeout_s) as response:
+            elsewhere = direct is not None or not self._hub.is_own(response.url)
+            if elsewhere and response.status_code in (400, 401, 403, 404, 410):
+                raise TemporaryError(f"{response.url.host}, where the hub redirects to, refuses the file")
+            whole = taken.position == 0 and taken.end == self._file.size
+            if response.status_code == 200 and not whole:
+                raise NoRanges
+            self._hub.check(response, self._file.path)
+            self._check_range(response, taken)
+            if direct is None:
+                with self._lock:
+                    self._direct = str(response.url)
+            for data in response.iter_raw():
+                if self._stop.is_set():
+                    return
+                with self._lock:
+                    self.received += len(data)
+                self._write(part, taken, data)
+                self._limit.wait(len(data))
+
+    def _check_range(self, response: httpx.Response, taken: _Range) -> None:
+        if response.status_code != 206:
+            return
+        span, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+        if total not in ("", "*", str(self._file.size)):
+            raise HubError(
+                f"{self._file.path} has changed: it has {total} bytes now, {self._file.size} were listed; "
+                "the same command lists it again"
+            )
+        if span and span.partition("-")[0] != str(taken.position):
+            raise NoRanges
+
+    def _write(self, part: io.FileIO, taken: _Range, data: bytes) -> None:
+        """Write bytes and mark the blocks that they complete; more than was asked for is dropped."""
+        view = memoryview(data)[: taken.end - taken.position]
+        part.seek(taken.position)
+        first = taken.position // BLOCK
+        while view:
+            written = part.write(view)
+            taken.position += written
+            view = view[written:]
+        last = self.journal.count if taken.position == self._file.size else taken.position // BLOCK
+        for block in range(first, last):
+            self.journal.mark(block)
+
+    def _fetch_whole(self, report: Callable[[int], None]) -> None:
+        """Where the server knows no ranges: one connection, from the beginning, again after failures."""
+        log.warning("%s: the server sends no ranges: an interruption begins again", self._file.path)
+        failures, taken = 0, _Range(0, self._file.size)
+        self._stop.clear()
+        with io.FileIO(self._place.part, "r+") as part:
+            while taken.position < taken.end:
+                taken.position = 0
+                try:
+                    with self._hub.stream(self._url, {}, self._patience.timeout_s) as response:
+                        self._hub.check(response, self._file.path)
+                        for data in response.iter_raw():
+                            self.received += len(data)
+                            self._write(part, taken, data)
+                            self._limit.wait(len(data))
+                            report(self.done)
+                    reason, wait_s = "the answer ended too early", 0.0
+                except TemporaryError as error:
+                    reason, wait_s = str(error), error.retry_after_s
+                except httpx.HTTPError as error:
+                    reason, wait_s = describe_transport(error, self._hub), 0.0
+                if taken.position < taken.end:
+                    failures += 1
+                    self._back_off(failures, reason, wait_s)
+
+    # The end -------------------------------------------------------------------------------------------
+
+    def finish(self, digest: str) -> None:
+        """Give the file its name if its hash is the one listed. Raises HubError, and removes it, if not."""
+        place, file = self._place, self._file
+        if digest != file.etag:
+            self.journal.remove()
+            raise HubError(
+                f"{file.path} is damaged: its hash is {digest[:12]}…, the hub lists {file.etag[:12]}…; it "
+                "was removed. The same command fetches it again; from a mirror, try another one"
+            )
+        self.journal.sync()
+        place.part.replace(place.final)
+        _sync_folder(place.final.parent)
+        place.journal.unlink(missing_ok=True)
+
+
+def _guard(task: Callable[[], None], errors: list[BaseException]) -> None:
+    try:
+        task()
+    except BaseException as error:  # it is raised in the thread that waits
+        errors.append(error)
+
+
+class _Hasher:
+    """Hashes the part file from its beginning, close behind the blocks that arrive."""
+
+    def __init__(self, path: Path, file: HubFile, journal: Journal, stop: threading.Event) -> None:
+        self._path, self._file, self._journal, self._stop = path, file, journal, stop
+        self.digest = ""
+
+    def run(self) -> None:
+        hasher = make_hasher(self._file)
+        with io.FileIO(self._path, "r") as part:
+            for block in range(self._journal.count):
+                while not self._journal.is_written(block):
+                    if self._stop.wait(POLL_S):
+                        return
+                start, end = self._journal.span(block)
+                hasher.update(part.read(end - start))
+        self.digest = hasher.hexdigest()
+
+
+def make_hasher(file: HubFile) -> hashlib._Hash:
+    """The hash that the listing has of a file: SHA-256, or git's for one that is in git itself."""
+    if file.sha256:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+
+def has_hash(path: Path, file: HubFile) -> bool:
+    """Whether a file has the listed content."""
+    hasher = make_hasher(file)
+    with path.open("rb") as opened:
+        while data := opened.read(BLOCK * 4):
+            hasher.update(data)
+    return hasher.hexdigest() == file.etag
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some file systems have no such thing
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def describe_disk(error: OSError, folder: Path, needed: int) -> str:
+    """One line about a disk that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk of {folder} is full: {format_size(needed)} are missing. Free some and run the same "
+            "command, which continues; --to DIR stores it elsewhere"
+        )
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"{folder} cannot be written ({error.strerror}); HF_HOME or --to DIR stores models elsewhere"
+    return f"{error.filename or folder}: {error.strerror}"

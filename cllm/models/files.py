@@ -1,0 +1,142 @@
+"""Model files: which files of a folder or repository make one model, and which quantisation it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from cllm.errors import ModelFileError
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})$")
+_SUFFIX = r"(?:_(?:0|1|2|4|8|K|XXS|XS|S|M|L|XL|NL))*"
+_QUANT = re.compile(
+    rf"(?<![A-Z0-9])((?:UD-)?(?:I|T)?Q\d{_SUFFIX}|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32)(?![A-Z0-9])",
+    re.IGNORECASE,
+)
+# Files beside a model that are no model by themselves.
+_COMPANION = re.compile(r"mmproj|imatrix|ggml-vocab|(^|[-_.])lora([-_.]|$)", re.IGNORECASE)
+# Which one is pulled where none is named: the usual ones first, larger ones before those that lose much.
+PREFERRED = (
+    *("Q4_K_M", "Q4_K_S", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q8_0", "Q5_K_M", "Q5_K_S", "Q6_K"),
+    *("Q4_0", "Q4_1", "IQ4_XS", "IQ4_NL", "Q3_K_M", "BF16", "F16", "F32"),
+)
+
+
+class HubFile(NamedTuple):
+    """A file of a repository, as the hub's listing has it."""
+
+    path: str
+    size: int
+    sha256: str = ""  # of the content; empty where the hub does not say
+    git_oid: str = ""  # SHA-1 as git computes it, of a file that is in git itself
+
+    @property
+    def etag(self) -> str:
+        """The hub's name of the content; the caches' name of the blob. Empty where it has none."""
+        return self.sha256 or self.git_oid
+
+
+class ModelFiles(NamedTuple):
+    """The files of one model: one, or the parts of a split set in their order. Names are relative."""
+
+    names: tuple[str, ...]
+    size: int  # bytes, together
+    parts: int  # as many as there should be
+
+    @property
+    def whole(self) -> bool:
+        return len(self.names) == self.parts
+
+    @property
+    def stem(self) -> str:
+        """The name without folder, number of the part and ending."""
+        return _split(self.names[0])[0]
+
+    @property
+    def quant(self) -> str:
+        return parse_quant(self.names[0])
+
+
+def _split(name: str) -> tuple[str, int, int]:
+    """The stem of a file name, the number of the part and how many there are."""
+    stem = name.rpartition("/")[2].removesuffix(".gguf").removesuffix(".GGUF")
+    match = _PART.match(stem)
+    return (match[1], int(match[2]), int(match[3])) if match else (stem, 1, 1)
+
+
+def parse_quant(name: str) -> str:
+    """The quantisation that a file's name, or else its folder's, says; empty where none is."""
+    for text in (_split(name)[0], name.rpartition("/")[0].rpartition("/")[2]):
+        if found := _QUANT.findall(text):
+            return str(found[-1]).upper().replace("FP16", "F16").replace("FP32", "F32")
+    return ""
+
+
+def group_files(sizes: Mapping[str, int]) -> list[ModelFiles]:
+    """The models among files with their sizes; companions are left out, and what is no GGUF."""
+    found: dict[tuple[str, str, int], dict[int, str]] = {}
+    for name in sizes:
+        folder, _, file = name.rpartition("/")
+        if file.lower().endswith(".gguf") and not _COMPANION.search(file):
+            stem, number, count = _split(file)
+            found.setdefault((folder, stem, count), {})[number] = name
+    models = []
+    for (_, _, count), parts in sorted(found.items()):
+        names = tuple(parts[number] for number in sorted(parts))
+        models.append(ModelFiles(names, sum(sizes[name] for name in names), count))
+    return models
+
+
+def choose_files(models: Sequence[ModelFiles], wanted: str, where: str) -> ModelFiles:
+    """The model of the wanted quantisation or file name; without one the first that is usual.
+
+    Raises ModelFileError with what there is where none or several match.
+    """
+    if not models:
+        raise ModelFileError(
+            f"{where} has no GGUF file; search for a repository that has: `cllm search WORDS`"
+        )
+    found = _match(models, wanted) if wanted else _prefer(models)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ModelFileError(f"{where} has no {wanted}; it has {describe_files(models)}")
+    names = ", ".join(model.names[0].rpartition("/")[2] for model in found)
+    raise ModelFileError(f"{where} has several such models: {names}; name one by its file after the colon")
+
+
+def _match(models: Sequence[ModelFiles], wanted: str) -> list[ModelFiles]:
+    wanted = wanted.lower()
+    stem = _split(wanted)[0]
+    for test in (
+        lambda model: wanted in (name.lower() for name in model.names),
+        lambda model: model.stem.lower() == stem,
+        lambda model: model.quant.lower() == wanted,
+        lambda model: model.quant.lower() == f"ud-{wanted}",
+    ):
+        if found := [model for model in models if test(model)]:
+            return found
+    return _prefer([model for model in models if model.quant.lower().startswith(wanted)])
+
+
+def _prefer(models: Sequence[ModelFiles]) -> list[ModelFiles]:
+    for quant in PREFERRED:
+        if found := [model for model in models if model.quant == quant]:
+            return found
+    return list(models)
+
+
+def describe_files(models: Iterable[ModelFiles]) -> str:
+    """Quantisations with their sizes, the smallest first."""
+    ordered = sorted(models, key=lambda model: model.size)
+    return ", ".join(f"{model.quant or model.stem} ({format_size(model.size)})" for model in ordered)
+
+
+def format_size(size: float) -> str:
+    """Bytes as people read them, in powers of 1,000 as hubs show them."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit in ("B", "KB") or size >= 99.5 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"

@@ -1,0 +1,361 @@
+"""Hubs: Hugging Face and ModelScope, their mirrors, behind one interface: list, fetch, search."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode, urljoin, urlsplit
+
+import httpx
+
+from cllm import __version__
+from cllm.errors import HubError
+from cllm.models.files import HubFile
+from cllm.models.reference import HubReference
+from cllm.models.store import hf_home
+
+log = logging.getLogger(__name__)
+MAX_PAGES = 200
+MAX_FILE = 1 << 44  # bytes: more is no file but a mistake
+LIST_ATTEMPTS = 4
+LIST_TIMEOUT_S = 30.0
+LIST_BACKOFF_S = 0.2
+MAX_RETRY_AFTER_S = 120.0
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA1 = re.compile(r"[0-9a-f]{40}")
+_TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
+
+
+class TemporaryError(Exception):
+    """An answer that may be another one later."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Listing(NamedTuple):
+    """The files of a repository at one commit."""
+
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+class SearchHit(NamedTuple):
+    """A repository that a search found."""
+
+    repo: str
+    downloads: int
+    likes: int
+
+
+class Hub:
+    """What the two hubs share: requests, and errors that say what to do. `repo` may be empty for a search."""
+
+    kind = ""
+    title = ""
+    token_variable = ""
+
+    def __init__(self, repo: str, endpoint: str, token: str) -> None:
+        self.repo, self.endpoint = repo, endpoint.rstrip("/")
+        self._token = token
+        self._client = httpx.Client(
+            verify=_certificates(),
+            follow_redirects=True,
+            max_redirects=10,
+            headers={"User-Agent": f"cllm/{__version__}", "Accept-Encoding": "identity"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
+        )
+
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def list_files(self, revision: str) -> Listing:
+        """The files with sizes and hashes. Raises HubError."""
+        raise NotImplementedError
+
+    def file_url(self, commit: str, path: str) -> str:
+        raise NotImplementedError
+
+    def page_url(self) -> str:
+        """The repository's page, for people."""
+        raise NotImplementedError
+
+    def search(self, words: str, count: int) -> list[SearchHit]:
+        """Repositories with GGUF files, the most downloaded first. Raises HubError."""
+        raise NotImplementedError
+
+    def is_own(self, url: httpx.URL) -> bool:
+        """Whether an address is the hub's, not one that it redirects to."""
+        return url.host == urlsplit(self.endpoint).hostname
+
+    @contextmanager
+    def stream(self, url: str, headers: Mapping[str, str], timeout_s: float) -> Iterator[httpx.Response]:
+        """GET with redirects. The token goes to the hub's own address alone: httpx drops it elsewhere."""
+        own = _origin(url) == _origin(self.endpoint)
+        token = {"Authorization": f"Bearer {self._token}"} if self._token and own else {}
+        timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s))
+        try:
+            with self._client.stream("GET", url, headers={**headers, **token}, timeout=timeout) as response:
+                yield response
+        except httpx.TooManyRedirects:
+            raise HubError(f"{_host(url)} redirects in a circle; try another mirror") from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise HubError(f"{url}: {error}; is the hub's address right?") from None
+
+    def get_json(self, url: str) -> tuple[Any, str]:
+        """A JSON answer and the address of the next page, if any. Tried again while that can help."""
+        for attempt in range(1, LIST_ATTEMPTS + 1):
+            try:
+                with self.stream(url, {}, LIST_TIMEOUT_S) as response:
+                    self.check(response, "")
+                    response.read()
+                    return response.json(), urljoin(url, response.links.get("next", {}).get("url", ""))
+            except TemporaryError as error:
+                reason, wait_s, over = str(error), error.retry_after_s, False
+            except httpx.HTTPError as error:
+                reason, wait_s, over = describe_transport(error, self), 0.0, is_lasting(error)
+            except ValueError:
+                raise HubError(f"{_host(url)} does not answer as {self.title} does (no JSON)") from None
+            if over or attempt == LIST_ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
+                raise HubError(reason)
+            log.info("%s; again", reason)
+            time.sleep(wait_s or LIST_BACKOFF_S * 2**attempt)
+        raise AssertionError
+
+    def check(self, response: httpx.Response, what: str) -> None:
+        """Raises HubError with what to do, or TemporaryError, unless the answer is a success."""
+        status = response.status_code
+        if status < 300:
+            return
+        host = response.url.host
+        name = f"{self.kind}:{self.repo}" + (f" {what}" if what else "")
+        code = response.headers.get("X-Error-Code", "")
+        if status in _TEMPORARY:
+            limited = status == 429
+            hint = f"limits how often it is asked; {self.token_variable} raises the limit" if limited else ""
+            raise TemporaryError(f"{host} {hint or f'answers {status}'}", _retry_after(response))
+        gated = code == "GatedRepo" or (status == 403 and code != "RepoNotFound")
+        if gated or (status == 401 and self._token and code != "RepoNotFound"):
+            had = (
+                f"the token of {self.token_variable} may not read it" if self._token else "no token was sent"
+            )
+            raise HubError(
+                f"{name} needs permission ({had}): accept its conditions at {self.page_url()}, make a token "
+                f"on your page of settings there, and set {self.token_variable}"
+            )
+        if code == "RevisionNotFound":
+            raise HubError(f"{self.kind}:{self.repo} has no such revision; see {self.page_url()}")
+        if status in (401, 404, 410):
+            raise HubError(
+                f"{name} is not on {host}, or it is private: check the spelling (`cllm search WORDS` finds "
+                f"names); a private one needs a token in {self.token_variable}"
+            )
+        if status == 416:
+            raise HubError(
+                f"{name} has changed: it is shorter than was listed; the same command lists it again"
+            )
+        raise HubError(f"{host} answers {status} for {name}")
+
+    def _unsafe(self, path: str) -> HubError:
+        return HubError(
+            f"{self.kind}:{self.repo} lists a file named {path!r:.80}, which leads out of its folder"
+        )
+
+    def _check_path(self, path: str) -> str:
+        """A path of a listing, which must stay in its folder."""
+        parts = PurePosixPath(path).parts
+        if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+            raise self._unsafe(path)
+        return path
+
+
+class HuggingFace(Hub):
+    """Hugging Face, or a mirror of it (HF_ENDPOINT)."""
+
+    kind, title, token_variable = "hf", "Hugging Face", "HF_TOKEN"
+    default_endpoint = "https://huggingface.co"
+
+    def list_files(self, revision: str) -> Listing:
+        base = f"{self.endpoint}/api/models/{self.repo}"
+        answer, _ = self.get_json(f"{base}/revision/{quote(revision or 'main', safe='')}")
+        commit = answer.get("sha", "") if isinstance(answer, dict) else ""
+        if not _SHA1.fullmatch(str(commit)):
+            raise HubError(f"{_host(base)} does not answer as {self.title} does (no commit)")
+        url, files = f"{base}/tree/{commit}?recursive=true", []
+        for _ in range(MAX_PAGES):
+            entries, following = self.get_json(url)
+            files += [self._parse(entry) for entry in _entries(entries) if entry.get("type") == "file"]
+            if following == url:
+                break
+            url = following
+        return Listing(commit, tuple(files))
+
+    def _parse(self, entry: Mapping[str, Any]) -> HubFile:
+        lfs = entry.get("lfs") or {}
+        return _make_file(
+            self._check_path(str(entry.get("path", ""))),
+            lfs.get("size", entry.get("size", 0)),
+            str(lfs.get("oid", "")),
+            str(entry.get("oid", "")),
+        )
+
+    def file_url(self, commit: str, path: str) -> str:
+        return f"{self.endpoint}/{self.repo}/resolve/{commit}/{quote(path)}"
+
+    def page_url(self) -> str:
+        return f"{self.default_endpoint}/{self.repo}"
+
+    def search(self, words: str, count: int) -> list[SearchHit]:
+        query = {"search": words, "filter": "gguf", "sort": "downloads", "direction": -1, "limit": count}
+        answer, _ = self.get_json(f"{self.endpoint}/api/models?{urlencode(query)}")
+        return [_make_hit(entry) for entry in _entries(answer)]
+
+
+class ModelScope(Hub):
+    """ModelScope (MODELSCOPE_ENDPOINT for its other addresses)."""
+
+    kind, title, token_variable = "ms", "ModelScope", "MODELSCOPE_API_TOKEN"
+    default_endpoint = "https://www.modelscope.cn"
+
+    def list_files(self, revision: str) -> Listing:
+        revision = revision or "master"
+        query = urlencode({"Revision": revision, "Recursive": "true"})
+        answer, _ = self.get_json(f"{self.endpoint}/api/v1/models/{self.repo}/repo/files?{query}")
+        data = answer.get("Data") if isinstance(answer, dict) else None
+        if not isinstance(data, dict):
+            reason = answer.get("Message") if isinstance(answer, dict) else ""
+            raise HubError(f"ms:{self.repo} cannot be listed: {reason or 'no files in the answer'}")
+        files = [
+            _make_file(
+                self._check_path(str(entry.get("Path", ""))),
+                entry.get("Size", 0),
+                str(entry.get("Sha256") or ""),
+            )
+            for entry in _entries(data.get("Files"))
+            if entry.get("Type") != "tree"
+        ]
+        return Listing(revision, tuple(files))
+
+    def file_url(self, commit: str, path: str) -> str:
+        query = urlencode({"Revision": commit, "FilePath": path})
+        return f"{self.endpoint}/api/v1/models/{self.repo}/repo?{query}"
+
+    def page_url(self) -> str:
+        return f"{self.default_endpoint}/models/{self.repo}"
+
+    def search(self, words: str, count: int) -> list[SearchHit]:
+        query = {"search": words, "filter.library": "gguf", "sort": "downloads", "page_size": min(count, 50)}
+        answer, _ = self.get_json(f"{self.endpoint}/openapi/v1/models?{urlencode(query)}")
+        data = answer.get("data") if isinstance(answer, dict) else None
+        return [_make_hit(entry) for entry in _entries((data or {}).get("models"))]
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
+def make_hub(reference: HubReference) -> Hub:
+    """The hub of a reference. A token is not sent to an address that came with a pasted URL."""
+    if reference.hub == "ms":
+        endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or ModelScope.default_endpoint
+        return ModelScope(reference.repo, endpoint, os.environ.get("MODELSCOPE_API_TOKEN", ""))
+    endpoint = reference.endpoint or os.environ.get("HF_ENDPOINT") or HuggingFace.default_endpoint
+    return HuggingFace(reference.repo, endpoint, "" if reference.endpoint else _hf_token())
+
+
+def _hf_token() -> str:
+    """From HF_TOKEN, or from the file that `hf auth login` writes."""
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := os.environ.get(variable, "").strip():
+            return token
+    with suppress(OSError, UnicodeDecodeError):
+        path = os.environ.get("HF_TOKEN_PATH")
+        return (Path(path).expanduser() if path else hf_home() / "token").read_text().strip()
+    return ""
+
+
+def _make_file(path: str, size: object, sha256: str, git_oid: str = "") -> HubFile:
+    sha256 = sha256.lower().removeprefix("sha256:")
+    return HubFile(
+        path,
+        size if isinstance(size, int) and 0 <= size <= MAX_FILE else 0,
+        sha256 if _SHA256.fullmatch(sha256) else "",
+        git_oid if not sha256 and _SHA1.fullmatch(git_oid) else "",
+    )
+
+
+def _make_hit(entry: Mapping[str, Any]) -> SearchHit:
+    numbers = (entry.get("downloads"), entry.get("likes"))
+    downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
+    return SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes)
+
+
+def _entries(answer: object) -> list[Mapping[str, Any]]:
+    return [entry for entry in answer if isinstance(entry, dict)] if isinstance(answer, list) else []
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    address = urlsplit(url)
+    return address.scheme, address.hostname, address.port or {"http": 80, "https": 443}.get(address.scheme)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or url
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the hub asks to wait; a date, which is rare, counts as a few."""
+    text = response.headers.get("Retry-After", "")
+    return float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else (5.0 if text else 0.0)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_lasting(error: httpx.HTTPError) -> bool:
+    """Whether another attempt at once would fail the same way."""
+    return any(
+        isinstance(cause, socket.gaierror | ssl.SSLError | ConnectionRefusedError) for cause in _causes(error)
+    )
+
+
+def describe_transport(error: httpx.HTTPError, hub: Hub) -> str:
+    """One line about a connection that failed, with what to do."""
+    host = _host(hub.endpoint)
+    with suppress(RuntimeError):  # the error has no request
+        host = error.request.url.host
+    mirror = "HF_ENDPOINT names a mirror" if hub.kind == "hf" else "MODELSCOPE_ENDPOINT names another address"
+    for cause in _causes(error):
+        if isinstance(cause, socket.gaierror):
+            return f"{host} cannot be found (DNS): is this machine online? {mirror}"
+        if isinstance(cause, ssl.SSLError):
+            reason = getattr(cause, "verify_message", "") or cause.reason
+            return (
+                f"{host}: no secure connection ({reason}); behind a proxy that reads traffic, SSL_CERT_FILE "
+                "names its certificate"
+            )
+        if isinstance(cause, ConnectionRefusedError):
+            return f"{host} refuses connections: is the address right? {mirror}"
+    if isinstance(error, httpx.TimeoutException):
+        return f"{host} did not answer in time; {mirror}"
+    if isinstance(error, httpx.ProxyError):
+        return f"the proxy cannot reach {host}: {error}"
+    return f"the connection to {host} broke ({str(error) or type(error).__name__})"

@@ -1,0 +1,265 @@
+"""Pull: from a reference to a hub to verified files on this machine; checked before the first byte."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.errors import HubError, ModelFileError, SetupError
+from cllm.models.download import Download, Patience, RateLimit, describe_disk, has_hash
+from cllm.models.files import HubFile, ModelFiles, choose_files, format_size, group_files
+from cllm.models.hub import Hub, make_hub
+from cllm.models.progress import PullProgress
+from cllm.models.reference import HubReference
+from cllm.models.store import Place, find_stored, make_destination
+
+log = logging.getLogger(__name__)
+FIRST_HEAD = 1 << 20  # bytes of a file that are read for its header, four times as many each next time
+MAX_HEAD = 256 << 20
+DISK_RESERVE = 64 << 20  # bytes that a download leaves free
+LOCK_POLL_S = 0.2
+Check = Callable[[Path], object]
+
+
+class PullOptions(NamedTuple):
+    """How to pull."""
+
+    folder: Path | None = None  # instead of the hub's cache
+    limit: float = 0.0  # bytes a second; 0: none
+    connections: int = 4
+    patience: Patience = Patience()
+
+
+class HubModel(NamedTuple):
+    """A model as a hub lists it, and the others beside it."""
+
+    commit: str
+    files: tuple[HubFile, ...]
+    chosen: ModelFiles
+    models: tuple[ModelFiles, ...]
+
+
+def find_model(hub: Hub, reference: HubReference) -> HubModel:
+    """List a repository and choose the model that a reference means. Raises HubError or ModelFileError."""
+    listing = hub.list_files(reference.revision)
+    files = {file.path: file for file in listing.files}
+    models = group_files({path: file.size for path, file in files.items()})
+    chosen = choose_files(models, reference.quant, str(reference._replace(quant="")))
+    if not chosen.whole:
+        raise ModelFileError(
+            f"{reference} has {len(chosen.names)} of {chosen.parts} parts of {chosen.stem}: it is incomplete"
+        )
+    parts = tuple(files[name] for name in chosen.names)
+    for file in parts:
+        if not file.etag:
+            raise HubError(
+                f"{file.path} has no hash in the listing of {hub.endpoint}, so it cannot be verified"
+            )
+    return HubModel(listing.commit, parts, chosen, tuple(models))
+
+
+def is_offline(asked: bool) -> bool:
+    return asked or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def ensure(reference: HubReference, *, offline: bool = False, check: Check | None = None) -> Path:
+    """The model file of a hub reference, pulled if it is not here. Raises SetupError."""
+    if stored := find_stored(reference):
+        return stored.path
+    if is_offline(offline):
+        raise ModelFileError(f"{reference} is not on this machine, and --offline pulls nothing")
+    with make_hub(reference) as hub:
+        model = find_model(hub, reference)
+        log.info("pulling %s, %s, from %s", model.chosen.stem, format_size(model.chosen.size), hub.endpoint)
+        return Pull(hub, reference, model, PullOptions()).run(check)
+
+
+class Pull:
+    """One model of a hub on its way to this machine."""
+
+    def __init__(self, hub: Hub, reference: HubReference, model: HubModel, options: PullOptions) -> None:
+        self._hub, self._model, self._options = hub, model, options
+        self._destination = make_destination(reference, model.commit, options.folder)
+        self._limit = RateLimit(options.limit)
+
+    @property
+    def folder(self) -> Path:
+        return self._destination.folder
+
+    def run(self, check: Check | None = None) -> Path:
+        """Pull what is missing; returns the first file. `check` may refuse the model by its header."""
+        places = [self._destination.place(file) for file in self._model.files]
+        try:
+            with ExitStack() as stack:
+                for place in sorted(places, key=lambda place: place.lock):
+                    place.final.parent.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(locked(place.lock))
+                return self._run(stack, check)
+        except OSError as error:
+            raise HubError(describe_disk(error, self.folder, self.missing_bytes())) from None
+
+    def _run(self, stack: ExitStack, check: Check | None) -> Path:
+        downloads = {}
+        for file in self._model.files:
+            if not self._is_here(file):
+                self._check_disk(self.missing_bytes(), self.folder)
+                downloads[file] = stack.enter_context(self._download(file, self._destination.place(file)))
+        if downloads and check is not None:
+            self._check(downloads, check)
+        total = sum(file.size for file in self._model.files)
+        with PullProgress(self._model.chosen.stem, total) as progress:
+            done = sum(file.size for file in self._model.files if file not in downloads)
+            for file, download in downloads.items():
+                download.finish(download.fetch(report=partial(progress.update, done)))
+                done += file.size
+        paths = [self._destination.publish(file) for file in self._model.files]
+        self._destination.finish()
+        return paths[0]
+
+    def _check(self, downloads: dict[HubFile, Download], check: Check) -> None:
+        """Have the model checked by its header. A download that was not begun before leaves nothing then."""
+        begun = {file for file, download in downloads.items() if download.done}
+        with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
+            try:
+                if found := self._read_heads(downloads, Path(folder)):
+                    check(found)
+            except HubError:
+                raise
+            except SetupError:  # it is no model, or one that is refused
+                for file, download in downloads.items():
+                    if file not in begun:
+                        download.journal.remove()
+                raise
+
+    def _download(self, file: HubFile, place: Place) -> Download:
+        options = self._options
+        url = self._hub.file_url(self._model.commit, file.path)
+        return Download(
+            *(self._hub, url, file, place),
+            connections=options.connections,
+            limit=self._limit,
+            patience=options.patience,
+        )
+
+    def _is_here(self, file: HubFile) -> bool:
+        """Whether a file is complete; one in a plain folder, where names say nothing, is verified."""
+        path, place = self._destination.find(file), self._destination.place(file)
+        if path is None or (
+            path.name != file.etag and path.resolve().name != file.etag and not has_hash(path, file)
+        ):
+            return False
+        place.journal.unlink(missing_ok=True)
+        place.part.unlink(missing_ok=True)
+        return True
+
+    def missing_bytes(self) -> int:
+        """Bytes that are still to be fetched, by what is on disk."""
+        missing = 0
+        for file in self._model.files:
+            if self._destination.find(file) is None:
+                part = self._destination.place(file).part
+                taken = part.stat().st_blocks * 512 if part.is_file() else 0
+                missing += max(0, file.size - taken)
+        return missing
+
+    def _check_disk(self, missing: int, folder: Path) -> None:
+        free = free_bytes(folder)
+        if missing + DISK_RESERVE > free:
+            raise HubError(
+                f"the disk of {folder} is too full: {format_size(missing)} are to be fetched, "
+                f"{format_size(free)} are free; --to DIR stores it elsewhere"
+            )
+
+    def read_heads(self, folder: Path) -> Path | None:
+        """Files in `folder` with the headers of the model, read by ranges; the first of them.
+
+        They have the sizes of the model's, so memory can be predicted from them. None where the server knows
+        no ranges.
+        """
+        with ExitStack() as stack:
+            downloads = {}
+            for number, file in enumerate(self._model.files):
+                name = folder / f"part{number}"
+                place = Place(name.with_suffix(".cllm.incomplete"), name, name)
+                downloads[file] = stack.enter_context(self._download(file, place))
+            return self._read_heads(downloads, folder)
+
+    def _read_heads(self, downloads: dict[HubFile, Download], folder: Path) -> Path | None:
+        for file in self._model.files:
+            head = folder / Path(file.path).name
+            here = self._destination.find(file)
+            if file not in downloads and here is not None:
+                head.symlink_to(here.resolve())
+            elif not _fetch_head(downloads[file], file, head):
+                return None
+        return folder / Path(self._model.files[0].path).name
+
+
+def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:
+    """Fetch the beginning of a file until its header is whole, and write that to `head`."""
+    from cllm.backend.llama.gguf import GgufFile
+
+    size = FIRST_HEAD
+    while True:
+        size = min(size, file.size)
+        download.fetch(size)
+        data = download.read(size)
+        if data is None:
+            return False
+        with head.open("wb") as opened:
+            opened.write(data)
+            opened.truncate(file.size)
+        try:
+            if GgufFile(head).header_bytes <= size:
+                return True
+        except ModelFileError:
+            if size >= min(file.size, MAX_HEAD):
+                raise
+        size *= 4
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space of the disk that a folder is on, or would be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; another process that holds it is waited for. huggingface_hub takes the same locks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waited = False
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            same = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+        except BlockingIOError:
+            same = False
+            if not waited:
+                log.warning("another process pulls the same file: waiting for it")
+            waited = True
+            time.sleep(LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                os.close(descriptor)
+                raise
+            same = True  # the file system has no locks
+        if same:
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Reference to a model of a hub: `hf:USER/REPO:QUANT@REVISION`, `ms:USER/REPO:QUANT`, or a pasted URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from cllm.errors import ConfigError
+
+_SHORT = re.compile(r"(hf|ms):(?://)?([^/:@]+/[^/:@]+)(?:/([^:@]+\.gguf))?(?::([^:@]+))?(?:@([^:@]+))?", re.I)
+_HUGGING_FACE = {"huggingface.co", "www.huggingface.co", "hf.co"}
+_MODELSCOPE = {"modelscope.cn", "www.modelscope.cn", "modelscope.ai", "www.modelscope.ai"}
+_FORMS = "hf:USER/REPO, hf:USER/REPO:QUANT, ms:USER/REPO:QUANT, hf:USER/REPO:QUANT@REVISION"
+_BRANCHES = ("main", "master")
+_REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+class HubReference(NamedTuple):
+    """A model of a hub. `quant` may be a file's name; what is empty is the hub's default."""
+
+    hub: str  # hf or ms
+    repo: str
+    quant: str = ""
+    revision: str = ""
+    endpoint: str = ""  # of a mirror whose URL was pasted
+
+    def __str__(self) -> str:
+        quant = f":{self.quant}" if self.quant else ""
+        return f"{self.hub}:{self.repo}{quant}" + (f"@{self.revision}" if self.revision else "")
+
+
+def parse_hub(text: str) -> HubReference | None:
+    """The hub reference that a text is; None for anything else. Raises ConfigError for a malformed one."""
+    host = text.split("/", 1)[0].lower()
+    if text.lower().startswith(("http://", "https://")):
+        return _parse_url(text)
+    if host in _HUGGING_FACE | _MODELSCOPE and "/" in text:
+        return _parse_url(f"https://{text}")
+    if not text.lower().startswith(("hf:", "ms:")):
+        return None
+    match = _SHORT.fullmatch(text)
+    if match is None or not _REPO.fullmatch(match[2]):
+        raise ConfigError(f"{text!r} is no reference to a model of a hub; they look like {_FORMS}")
+    hub, repo, file, quant, revision = match.groups()
+    return HubReference(hub.lower(), repo, quant or file or "", revision or "")
+
+
+def _parse_url(text: str) -> HubReference:
+    """A page, a file or a folder of a repository."""
+    try:
+        address = urlsplit(text)
+        host = (address.hostname or "").lower()
+    except ValueError:
+        raise ConfigError(f"{text!r} is no valid URL") from None
+    words = [unquote(word) for word in address.path.split("/") if word]
+    modelscope = host in _MODELSCOPE | {_host("MODELSCOPE_ENDPOINT")}
+    if modelscope and words[:1] == ["models"]:
+        words = words[1:]
+    repo, quant = "/".join(words[:2]), ""
+    if ":" in repo:  # hf.co/USER/REPO:QUANT, as Ollama has it
+        repo, _, quant = repo.partition(":")
+    kind, rest = (words[2] if len(words) > 2 else ""), words[3:]
+    file = rest[-1] if rest and rest[-1].lower().endswith(".gguf") else ""
+    known = modelscope or host in _HUGGING_FACE | {_host("HF_ENDPOINT")}
+    mirror = kind in ("blob", "resolve", "raw") and bool(file)
+    wrong = not _REPO.fullmatch(repo) or words[0] in ("datasets", "spaces", "api")
+    if wrong or not (known or mirror):
+        raise ConfigError(
+            f"{text} is no page of a model on a hub; copy the address of the repository or of a .gguf file"
+        )
+    named = kind in ("blob", "resolve", "raw", "tree") and bool(rest)
+    revision = rest[0] if named and rest[0] not in _BRANCHES else ""
+    path = "/".join(rest[1:]) if named and file else file
+    endpoint = "" if known else f"{address.scheme}://{address.netloc.rpartition('@')[2]}"
+    return HubReference("ms" if modelscope else "hf", repo, path or quant, revision, endpoint)
+
+
+def _host(variable: str) -> str:
+    return (urlsplit(os.environ.get(variable, "")).hostname or "").lower()

