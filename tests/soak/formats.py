@@ -26,6 +26,7 @@ from tests.driver.turns import Family, check_turns
 from tests.soak.drawn_calls import CallDrawer
 
 SHOWN_FAULTS = 5  # of each kind
+MAX_TOKENS = 2000  # of an answer on the tiny model, whose tokens are bytes
 
 
 def check_template(family: Family, options: Any) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def check_template(family: Family, options: Any) -> dict[str, Any]:
     if options.forced:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(family, Path(folder, "tiny.gguf"))
-            complete, cut, broken = check_forced(model, range(options.forced))
+            complete, cut, broken = check_forced(model, range(options.forced), max_tokens=MAX_TOKENS)
             faults += broken[:SHOWN_FAULTS]
     return {
         "style": str(family.format.calls.style),
