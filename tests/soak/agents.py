@@ -343,7 +343,8 @@ class Arena:
             program.configure(run.home, recorder.url, context)
             try:
                 figure = SCENARIOS[name](run)
-                self.first_prompts.setdefault(program.name, max(prompt_sizes(run.exchanges[0])))
+                if program.name not in self.first_prompts:  # a refused one has no size
+                    self.first_prompts[program.name] = max(prompt_sizes(run.exchanges[0]))
                 return figure
             finally:
                 if self.keep is not None:
