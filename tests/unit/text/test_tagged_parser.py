@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags: what looks like the end of a value and is not, and values by schema."""
+"""Calls whose arguments stand in tags: what looks like the end of a value and is not; values by schema."""
 
 from __future__ import annotations
 
