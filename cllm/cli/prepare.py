@@ -61,7 +61,8 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         from cllm.tune.search import with_remembered
 
         if self.beside:
-            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, list_devices())
+            devices = list_devices() if wants_gpu(self.asked) else ()
+            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
             if not fit.fits:
                 raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
             return with_remembered(self.asked, find_ready(self.asked, log.info), self.given)

@@ -52,6 +52,7 @@ _REPACKED = {
     "asimddp": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"),
 }
 
+DEFAULTS = EngineConfig()
 GPU_THREADS = 2  # of the host, with all layers on GPUs
 MAX_SHARE = 32768  # cells of a slot that are chosen without being asked for
 MAX_PARALLEL = 8
@@ -331,7 +332,7 @@ class MemoryFit:
             target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
             # The host looks up token vectors only; threads that poll would take cores from the sampler.
             threads=config.threads or (GPU_THREADS if placed.complete else 0),
-            poll=0 if placed.complete else config.poll,
+            poll=0 if placed.complete and config.poll == DEFAULTS.poll else config.poll,
         )
 
     def hint(self) -> str:

@@ -128,8 +128,9 @@ class LlamaRunner(ModelRunner):
         started = time.perf_counter()
         for _ in range(MEASURED_ROUNDS):
             for tokens in (1, 2, longest):
-                repeats = [self._decode_s(tokens) + self._decode_s(1) for _ in range(1 + (tokens == 1))]
-                shortest[tokens] = min(repeats[-1], shortest.get(tokens, math.inf))
+                for _ in range(1 + (tokens == 1)):  # a plain step is recorded before it is timed
+                    pair = self._decode_s(tokens), self._decode_s(1)
+                shortest[tokens] = min(sum(pair), shortest.get(tokens, math.inf)) if all(pair) else 0.0
             if time.perf_counter() - started > MEASURED_S:
                 break
         if longest <= 2 or not all(shortest.values()):
