@@ -297,6 +297,7 @@ def test_clearing_fails_where_the_disk_does_not_answer(
     driver.core.post(ClearCache(7))
     deadline = time.monotonic() + LIMIT_S
     while not reports:
+        driver.core.post(Wake())  # the call that reports would wait for the next command
         assert time.monotonic() < deadline and driver.core._take_commands()
     (done,) = reports
     assert isinstance(done, StateFileDone) and done.failure is not None
