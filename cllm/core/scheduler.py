@@ -31,7 +31,6 @@ from cllm.types import (
 )
 
 log = logging.getLogger(__name__)
-CHECKED_IN_TURN = 8  # one sequence of so many, while a GPU waits for the host
 
 
 class Scheduler:
@@ -57,7 +56,6 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}  # waiting or running, by request id
         self._arrived = 0
         self._outputs = OutputWriter(runner.vocabulary)
-        self._checked = 0  # turns
         self._observed: tuple[Batch, StepResult] | None = None  # a step whose cost is not yet learned
         self._kv_full = False  # a step found no room; no sequence is admitted until one has left
         self._awaited: dict[str, int] = {}  # prefix source -> shortest pending prompt that waits for it
@@ -240,11 +238,7 @@ class Scheduler:
 
     def _check_positions(self) -> None:
         """Positions are derived: a sequence that disagrees with the KV memory fails alone."""
-        sequences = list(self.running.values())
-        if self.runner.asynchronous:
-            self._checked = (self._checked + 1) % CHECKED_IN_TURN
-            sequences = sequences[self._checked :: CHECKED_IN_TURN]
-        for sequence in sequences:
+        for sequence in list(self.running.values()):
             try:
                 position = self.runner.next_position(sequence.seq_id)
             except Exception as error:

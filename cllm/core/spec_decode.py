@@ -185,7 +185,6 @@ class DraftState:
 
     MEMORY = 0.8  # weight of the acceptance rate so far, when one more token was judged
     MAX_PAUSE = 64  # steps
-    TRUSTED = 0.5  # acceptance rate
 
     def __init__(self, drafter: Drafter, *, acceptance_rate: float, pauses: bool = False) -> None:
         """`pauses`: asking the drafter takes time itself, so it is asked less often after failures."""
@@ -208,10 +207,6 @@ class DraftState:
             self.proposal = self._drafter.propose(tokens, max_tokens)
             self._proposed_at = len(tokens)
         return self.proposal
-
-    def is_due(self, known: int, length: int) -> bool:
-        """Whether to ask again, with so many tokens known: the last proposal has come true, or is judged."""
-        return self.acceptance_rate >= self.TRUSTED or known >= self._proposed_at + length
 
     def _judge(self, tokens: Tokens[int]) -> None:
         for number, token in enumerate(self.proposal):
@@ -253,7 +248,7 @@ class SpecDecodePolicy:
 
     NGRAM_ACCEPTANCE = 0.4  # to start with: three tokens that came true, and drafts pay for a lone sequence
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
-    LOOKUP_S = 1e-5  # of a sequence's drafter, as measured
+    LOOKUP_S = 1e-5  # of a sequence's drafter, about
     MAX_LOOKUP = 0.01  # of a step
     REST = 32  # steps
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
@@ -314,14 +309,15 @@ class SpecDecodePolicy:
         self._rest -= self._rest > 0
         if short and self._rest:
             return {}
-        proposals = self._proposals(sequences, seldom=short)
+        self._rest = self.REST  # unless it pays
+        proposals = self._proposals(sequences)
         if not proposals:
             return {}
         plan = self._best_plan(sequences, proposals, cost, room=room, max_step_s=max_step_s)
         if not plan.length:
             cost.doubt_drafts(rows)
-            self._rest = self.REST
             return {}
+        self._rest = 0
         drafts = {
             seq_id: state.proposal[: plan.length]
             for seq_id, state in proposals.items()
@@ -334,17 +330,14 @@ class SpecDecodePolicy:
                     drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
         return _before_triggers(drafts, sequences)
 
-    def _proposals(self, sequences: Collection[Sequence], *, seldom: bool) -> dict[int, DraftState]:
-        """`seldom`: only those whose drafts come true, or whose last one is judged, are asked."""
+    def _proposals(self, sequences: Collection[Sequence]) -> dict[int, DraftState]:
         longest = self._max_tokens
         if self._draft_model:  # its own time is in no cost: it drafts for few sequences at a time
             longest = longest // len(sequences) if longest >= 2 * len(sequences) else 0
         proposals: dict[int, DraftState] = {}
         for sequence in sequences:
-            drafts = sequence.drafts
-            if drafts is None or (seldom and not drafts.is_due(len(sequence.tokens), longest)):
-                continue
-            if drafts.propose(sequence.tokens, min(longest, sequence.draft_room)):
+            drafts, room = sequence.drafts, min(longest, sequence.draft_room)
+            if drafts is not None and drafts.propose(sequence.tokens, room):
                 proposals[sequence.seq_id] = drafts
         return proposals
 

@@ -15,11 +15,18 @@ from tests.driver.same_text import Reference
 pytestmark = pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("tampering", ["cut", "grown", "emptied"])
 def test_a_tampered_sequence_fails_alone_with_both_numbers(
-    kind: Kind, tampering: str, opened: Opened, reference: Reference, caplog: pytest.LogCaptureFixture
+    kind: Kind,
+    tampering: str,
+    asynchronous: bool,
+    opened: Opened,
+    reference: Reference,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = StepDriver(opened(kind))
+    driver.runner.asynchronous = asynchronous
     driver.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
     driver.step(3)
     (victim,) = [lease for lease in driver.scheduler.pool.leases if lease.request_id == "r1"]
