@@ -23,7 +23,7 @@ def test_a_conversation_goes_on_after_a_restart(
 
     def start() -> StepDriver:
         runner = opened(kind)
-        return StepDriver(runner, cache_mb=64, cache_disk_mb=64, cache_dir=str(tmp_path)).freeze_cost()
+        return StepDriver(runner, cache_mb=64, cache_disk_mb=64, cache_dir=str(tmp_path))
 
     driver = start()
     driver.submit(ask("before", SYSTEM, 20, ignore_eos=True))

@@ -59,7 +59,7 @@ def drafts_of(runner: LlamaRunner) -> DraftModel:
 def test_a_model_that_drafts_for_itself_is_right(
     unified: bool, drafted: Drafted, models: dict[str, Path], reference: Reference
 ) -> None:
-    driver = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft").freeze_cost()
+    driver = StepDriver(drafted(models["dense"], unified=unified), draft_model="draft")
     driver.submit(ask("r", words(1, 150), 60, ignore_eos=True))  # a prompt of several steps
     answer = driver.finish()["r"]
     reference.check(DENSE, words(1, 150), 60, answer, endless=True)
@@ -71,7 +71,7 @@ def test_a_model_that_drafts_for_itself_is_right(
 def test_another_model_is_mostly_wrong_and_changes_nothing(
     drafted: Drafted, other: Path, reference: Reference
 ) -> None:
-    driver = StepDriver(drafted(other), draft_model="draft").freeze_cost()
+    driver = StepDriver(drafted(other), draft_model="draft")
     for seed in range(4):
         driver.submit(ask(f"r{seed}", words(seed, 30), 40, ignore_eos=True))
         answer = driver.finish()[f"r{seed}"]
@@ -85,7 +85,6 @@ def test_several_at_once_and_one_after_another(
 ) -> None:
     """Two requests get drafts at a time; later ones find the memory of earlier ones."""
     driver = StepDriver(drafted(models["dense"]), draft_model="draft", draft_tokens=24, cache_mb=16)
-    driver.freeze_cost()
     prompts = {f"r{seed}": words(seed % 4, 20 + seed % 4 * 9) for seed in range(9)}
     driver.submit(*(ask(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()))
     answers = driver.finish()
@@ -162,7 +161,7 @@ def test_a_draft_model_that_fails_costs_drafts_and_nothing_else(
         return StepResult(status, code=-3)
 
     inner.run = failing  # type: ignore[method-assign]
-    driver = StepDriver(runner, draft_model="draft").freeze_cost()
+    driver = StepDriver(runner, draft_model="draft")
     driver.submit(ask("r", words(1, 30), 60, ignore_eos=True))
     answer = driver.finish()["r"]
     reference.check(DENSE, words(1, 30), 60, answer, endless=True)

@@ -33,7 +33,6 @@ def test_a_thousand_identical_requests_cost_exactly_the_same(opened: Opened, ref
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.label)
 def test_identical_loads_cost_exactly_the_same(kind: Kind, opened: Opened) -> None:
     driver = StepDriver(opened(kind, sequences=3))
-    driver.freeze_cost()  # no measurement decides on chunks or padding
     lengths = {"a": 9, "b": 3, "c": 14, "d": 5, "e": 1}
 
     def crowd(number: int) -> list[object]:

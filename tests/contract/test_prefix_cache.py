@@ -32,7 +32,7 @@ def cached(driver: StepDriver, request: Request) -> int:
 def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind), cache_mb=64)
     assert cached(driver, ask("first", SYSTEM, 12, ignore_eos=True)) == 0
     assert cached(driver, ask("again", SYSTEM, 12, ignore_eos=True)) == 149
     driver.offload()
@@ -43,7 +43,7 @@ def test_a_prompt_that_comes_again_is_restored_and_says_the_same(
 
 @every_layout
 def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64)
     history: Tokens = SYSTEM
     known = 0
     for turn in range(4):
@@ -61,7 +61,7 @@ def test_a_conversation_computes_what_is_new(kind: Kind, opened: Opened, referen
 def test_thoughts_that_are_stripped_from_history_cost_the_last_turn_at_most(
     kind: Kind, offloaded: bool, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=2, cells=2048), cache_mb=64)
     history: Tokens = SYSTEM
     unchanged = 0  # up to the answer that is repeated without its thoughts
     for turn in range(4):
@@ -78,7 +78,7 @@ def test_thoughts_that_are_stripped_from_history_cost_the_last_turn_at_most(
 
 @every_layout
 def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind), cache_mb=64)
     prompts = {f"r{n}": SYSTEM + words(n, 20 + 30 * n) for n in range(6)}
     for number, (name, prompt) in enumerate(prompts.items()):
         found = cached(driver, ask(name, prompt, 10))
@@ -93,7 +93,7 @@ def test_questions_about_one_text_share_it(kind: Kind, opened: Opened, reference
 def test_a_load_with_and_without_the_cache_says_the_same(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind, sequences=3), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=3), cache_mb=64)
     asked: dict[str, tuple[Tokens, int]] = {}
     for number in range(30):
         begin = (SYSTEM, words(78, 90), SYSTEM[:100] + words(79, 60))[number % 3]
@@ -113,7 +113,7 @@ def test_a_load_with_and_without_the_cache_says_the_same(
 
 @every_layout
 def test_states_that_do_not_fit_in_ram_are_evicted(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind), cache_mb=64)
     driver.submit(ask("measure", words(99, 120), 2))
     driver.finish()
     driver.offload()
@@ -132,7 +132,7 @@ def test_states_that_do_not_fit_in_ram_are_evicted(kind: Kind, opened: Opened, r
     "kind", [Kind("fake", unified=True), Kind("dense", unified=True), Kind("sliding", unified=True)]
 )
 def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Reference) -> None:
-    driver = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=4, cells=256, request_tokens=256), cache_mb=64)
     tier = driver.scheduler.prefix_cache.host
     lengths = {1: 70, 2: 40, 3: 64, 4: 90}
     for round_ in range(2):
@@ -150,7 +150,7 @@ def test_kv_pressure_with_the_cache_on(kind: Kind, opened: Opened, reference: Re
 def test_a_failed_step_leaves_no_wrong_state_behind(
     kind: Kind, status: StepStatus, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(kind), cache_mb=64)
     codes = {StepStatus.FAILED: -3, StepStatus.ABORTED: 2, StepStatus.BAD_BATCH: -1}
 
     def fail(number: int, batch: Batch) -> StepResult | None:
@@ -177,7 +177,7 @@ def test_a_restored_prefix_gives_bit_for_bit_the_same_probabilities(unified: boo
     kind = Kind("dense", unified=unified)
     texts = []
     for cache_mb in (64, 0):
-        driver = StepDriver(opened(kind), cache_mb=cache_mb).freeze_cost()
+        driver = StepDriver(opened(kind), cache_mb=cache_mb)
         # 64 tokens are a step: the rest of the second prompt begins at the same place either way.
         driver.submit(ask("first", SYSTEM[:128], 1, logprobs=8))
         driver.finish()
@@ -189,7 +189,7 @@ def test_a_restored_prefix_gives_bit_for_bit_the_same_probabilities(unified: boo
 
 
 def test_tenants_do_not_share(opened: Opened) -> None:
-    driver = StepDriver(opened(DENSE), cache_mb=64).freeze_cost()
+    driver = StepDriver(opened(DENSE), cache_mb=64)
 
     def asked_by(tenant: str, name: str) -> int:
         plain = ask(name, SYSTEM, 4)

@@ -21,7 +21,7 @@ def shares(kind: Kind) -> bool:
 def test_identical_long_prompts_that_arrive_together_are_computed_once(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind, sequences=4)).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=4))
     driver.submit(*(ask(f"r{n}", SYSTEM, 12, ignore_eos=True) for n in range(4)))
     answers = driver.finish()
     for answer in answers.values():
@@ -34,7 +34,7 @@ def test_identical_long_prompts_that_arrive_together_are_computed_once(
 def test_a_common_prefix_is_shared_and_the_rest_is_not(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind, sequences=3)).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=3))
     prompts = {f"r{n}": (*SYSTEM, *words(n, 20 + n)) for n in range(9)}
     for number, (name, prompt) in enumerate(prompts.items()):
         driver.submit(ask(name, prompt, 4 + number % 5))
@@ -50,7 +50,7 @@ def test_a_common_prefix_is_shared_and_the_rest_is_not(
 def test_a_source_sequence_that_is_cancelled_takes_nothing_along(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind, sequences=3)).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=3))
     driver.submit(ask("source", SYSTEM, 50, ignore_eos=True))
     driver.step(3)
     driver.submit(ask("heir", (*SYSTEM, 65), 10), ask("other", words(3, 80), 10))
@@ -68,7 +68,7 @@ def test_a_source_sequence_that_is_cancelled_takes_nothing_along(
 def test_a_prefix_of_what_is_being_generated_is_shared_too(
     kind: Kind, opened: Opened, reference: Reference
 ) -> None:
-    driver = StepDriver(opened(kind, sequences=3)).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=3))
     driver.submit(ask("source", SYSTEM, 60, ignore_eos=True))
     driver.step(30)
     history = SYSTEM + driver.answers["source"].tokens[:20]
@@ -82,7 +82,7 @@ def test_a_prefix_of_what_is_being_generated_is_shared_too(
 def test_cells_that_are_shared_are_counted_once(kind: Kind, opened: Opened) -> None:
     """Three answers of 90 tokens to one prompt of 100: in a unified KV 370 cells, with copies 570."""
     cells = {"cells": 512, "request_tokens": 256} if kind.unified else {}
-    driver = StepDriver(opened(kind, sequences=3, **cells)).freeze_cost()
+    driver = StepDriver(opened(kind, sequences=3, **cells))
     driver.submit(*(ask(f"r{n}", SYSTEM, 90, ignore_eos=True, seed=n) for n in range(3)))
     driver.finish()
     used = max(stats.cells_used for stats in driver.stats)

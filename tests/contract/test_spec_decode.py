@@ -89,7 +89,7 @@ def test_a_text_that_repeats_itself_is_drafted_from_the_prompt(
     begin = words(3, 20)
     said = reference.alone(kind, begin, 40, endless=True).tokens
     prompt = begin + said + words(4, 3) + begin
-    driver = StepDriver(opened(kind)).freeze_cost()
+    driver = StepDriver(opened(kind))
     driver.submit(ask("r", prompt, 60, ignore_eos=True))
     answer = driver.finish()["r"]
     reference.check(kind, prompt, 60, answer, endless=True)
@@ -150,7 +150,7 @@ def test_a_stop_string_inside_accepted_drafts_ends_there(
         stop = free.text[at : at + 2]
     request = msgspec.structs.replace(plain, stop=(stop,))
     (without,) = answered(runner, [request], draft_tokens=0).values()
-    driver = StepDriver(runner, cache_mb=64, new_drafter=drafter).freeze_cost()
+    driver = StepDriver(runner, cache_mb=64, new_drafter=drafter)
     driver.submit(request)
     (drafted,) = driver.finish().values()
     assert drafted.text == without.text and drafted.tokens == without.tokens
@@ -211,10 +211,7 @@ def test_with_the_prefix_cache_a_conversation_computes_what_is_new(
     history, known = words(77, 150), 0
     runner = opened(kind, sequences=2, cells=2048)
     texts: list[Tokens] = []
-    driver = StepDriver(
-        runner, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1))
-    ).freeze_cost()
-    driver.freeze_cost()
+    driver = StepDriver(runner, cache_mb=64, new_drafter=lambda: Knowing(texts, wrong, random.Random(1)))
     for turn in range(3):
         history += words(turn, 40)
         texts.append(history + reference.alone(kind, history, 40, endless=True).tokens)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -88,6 +88,8 @@ class StepDriver:
 
     The runner may be any; a `CheckedRunner` is put around it. `settings` are fields of `EngineConfig`.
     On a `FakeRunner` the driver also knows what each slot must hold and what each text must be.
+    Unless it `learns`, no measurement decides what pays or how much is computed at once: the machine that
+    runs the tests may be busy.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class StepDriver:
         cache_mb: int = 0,
         new_drafter: Callable[[], Drafter] | None = None,
         cost: StepCostModel | None = None,
+        learns: bool = False,
         **settings: Any,
     ) -> None:
         self.runner = runner if isinstance(runner, CheckedRunner) else CheckedRunner(runner)
@@ -110,6 +113,8 @@ class StepDriver:
             self.runner, config, self._take, cost=cost, spec_decode=drafts, preparation=prepare_at_once
         )
         self.scheduler = self.core.scheduler
+        if cost is None:
+            self.scheduler.budget.cost.frozen = not learns
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.stats: list[StepStats] = []
@@ -325,11 +330,6 @@ class StepDriver:
     def host_cache(self) -> HostKVCache:
         """The tier of the KV cache in host RAM."""
         return self.prefix_cache.host
-
-    def freeze_cost(self) -> Self:
-        """From now on no measurement decides what pays, or how much is computed at once."""
-        self.scheduler.budget.cost.frozen = True
-        return self
 
     def _end_all(self, error: EngineDied) -> None:
         """As a client does when the engine dies and is not replaced."""

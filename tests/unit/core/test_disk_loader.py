@@ -67,7 +67,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
     def start_one(*, trimmable: bool = True, cache_mb: int = 1, **settings: Any) -> StepDriver:
         fields = {"cache_disk_mb": 1, "cache_dir": str(tmp_path), "prefix_cache": True, **settings}
-        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **fields).freeze_cost()
+        return StepDriver(FakeRunner(trimmable=trimmable), cache_mb=cache_mb, **fields)
 
     return start_one
 

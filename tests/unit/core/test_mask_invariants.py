@@ -62,7 +62,7 @@ def answer(asked: list[Asked], written: dict[Tokens, list[int]], seed: int, mode
         swap_space_mb=source.choice([0, 64]),
         draft_tokens=0 if mode == "plain" else 6,
         **options,  # type: ignore[arg-type]
-    ).freeze_cost()
+    )
     names = [driver.add(prompt, max_tokens, **fields) for prompt, max_tokens, fields in asked]
     driver.finish()
     return [driver.answers[name] for name in names]

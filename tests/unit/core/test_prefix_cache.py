@@ -326,7 +326,7 @@ def test_a_state_that_is_refused_by_an_empty_memory_is_dropped(monkeypatch: pyte
 
 
 def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
-    talk = Talk()
+    talk = Talk(learns=True)
     cost = talk.scheduler.budget.cost
     talk.ask(SYSTEM)
     talk.offload()
@@ -345,7 +345,7 @@ def test_a_restore_that_takes_longer_than_computing_is_not_made() -> None:
 
 
 def test_saving_that_would_make_others_wait_too_long_is_left() -> None:
-    talk = Talk(target_itl_ms=1)
+    talk = Talk(target_itl_ms=1, learns=True)
     cost = talk.scheduler.budget.cost
     for _ in range(9):
         cost.observe_transfer(1000, 0.01, restore=False)
