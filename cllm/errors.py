@@ -206,6 +206,10 @@ class NotEnoughMemory(SetupError):
     code = "not_enough_memory"  # model + KV do not fit
 
 
+class ServerUnreachable(SetupError):
+    code = "server_unreachable"  # no cllm server answers at the address
+
+
 class PortInUse(SetupError):
     code = "port_in_use"  # another program listens on the port
 
