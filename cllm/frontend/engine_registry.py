@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from cllm.errors import CllmError, EngineNotReady, Forbidden, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.request_queue import RequestState
+from cllm.frontend.request_state import RequestState
 from cllm.types import Health, TenantLimits
 
 log = logging.getLogger(__name__)
