@@ -1,8 +1,8 @@
 """Workers whose engine kills itself (SIGKILL) at an exact place of its answers.
 
 `KILLED` goes before the code of a server's program. The file named by the variable `KILL_PLAN` says where:
-while it exists, an engine waits until so many requests are there, computes them together, and dies when each
-has had so many tokens (or has ended). What was reported until then reached the parent, nothing else did.
+while it exists, an engine waits until so many requests are there, holds each back that has had so many tokens,
+and dies when all have (or have ended). What was reported until then reached the parent, nothing else did.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from cllm.core.engine_core import EngineCore
+from cllm.core.prefill_budget import PrefillBudget
+from cllm.core.sequence import Sequence
 from cllm.workers.engine_worker import EngineWorker
 from cllm.workers.messages import Report, StepReport
 
@@ -77,6 +80,11 @@ class KilledEngine:
         self._computes = len(live) == self._plan.requests and all(one.startable for one in live)
         return not self._computes
 
+    def holds(self, sequence: Sequence) -> bool:
+        """It has had its tokens, and waits for the others."""
+        generated = len(sequence.tokens) - len(sequence.request.prompt)
+        return self._plan is not None and generated >= self._plan.tokens
+
     def follow(self, report: Report) -> None:
         """A report was sent."""
         if self._plan is None or not isinstance(report, StepReport):
@@ -95,7 +103,7 @@ class KilledEngine:
 
 
 def watch_engine(killed: KilledEngine) -> None:
-    step, emit = EngineCore.step, EngineWorker._emit
+    step, emit, schedule = EngineCore.step, EngineWorker._emit, PrefillBudget.schedule_tokens
 
     def step_or_wait(core: EngineCore) -> None:
         if killed.waits(core):
@@ -107,7 +115,13 @@ def watch_engine(killed: KilledEngine) -> None:
         emit(worker, report)
         killed.follow(report)
 
+    def schedule_or_hold(
+        budget: PrefillBudget, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
+    ) -> dict[str, int]:
+        return schedule(budget, [sequence for sequence in running if not killed.holds(sequence)], urgency)
+
     EngineCore.step, EngineWorker._emit = step_or_wait, emit_and_follow  # type: ignore[method-assign]
+    PrefillBudget.schedule_tokens = schedule_or_hold  # type: ignore[method-assign]
 
 
 def main(arguments: list[str]) -> int:
