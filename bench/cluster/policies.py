@@ -165,12 +165,12 @@ class Oracle(Policy):
         return min(self.replicas, key=lambda number: self._seconds(self.replicas[number], job))
 
     def _seconds(self, replica: SimulatedReplica, job: Job) -> float:
-        report = replica.report()
-        speed = report.speed
+        speed = replica.speed
         hit = self._count_soon_cached(replica, job) * BLOCK_TOKENS
-        excess = len(report.requests) + 1 - speed.slots
-        wait_s = excess * speed.slot_s / speed.slots if excess > 0 else 0.0
-        tokens = sum(report.requests.values()) + job.tokens - hit
+        waiting, running = (*replica.waiting, *replica.prefilling), replica.decoding
+        excess = max(0, len(waiting) + len(running) + 1 - speed.slots)
+        tokens = sum(other.pending for other in waiting) + job.tokens - hit
+        wait_s = excess * speed.slot_s / speed.slots
         return tokens * speed.prefill_token_s + hit * speed.restore_token_s + wait_s
 
     def _count_soon_cached(self, replica: SimulatedReplica, job: Job) -> int:

@@ -91,6 +91,7 @@ class SimulatedReplica:
         self.prefilling: list[Job] = []
         self.decoding: list[Job] = []
         self.cache: OrderedDict[int, None] = OrderedDict()
+        self._changed = True  # since the last report
         self._began = self._step_s = 0.0
         self._steps = 0  # decode-only steps of this event; 0: it has a prompt
         self._chunks: list[tuple[Job, int]] = []
@@ -206,6 +207,7 @@ class SimulatedReplica:
     def _keep(self, blocks: Sequence[int]) -> None:
         """Use blocks: the last ones of a prompt are evicted first."""
         for block in reversed(blocks):
+            self._changed |= block not in self.cache
             self.cache[block] = None
             self.cache.move_to_end(block)
         while len(self.cache) > self._size.cache_blocks:
@@ -213,13 +215,19 @@ class SimulatedReplica:
 
     # What it says ----------------------------------------------------------------------------------
 
-    def report(self) -> ReplicaReport:
-        speed = ReplicaSpeed(
+    @property
+    def speed(self) -> ReplicaSpeed:
+        return ReplicaSpeed(
             prefill_token_s=self.prefill_token_s,
             restore_token_s=self._costs.restore_token * self._slower,
             slot_s=self.slot_s,
             slots=self._size.slots,
         )
+
+    def report(self) -> ReplicaReport:
+        """What it says of itself; the blocks of its cache, if they have changed since the last time."""
         pending = {job.trace.name: job.pending for job in (*self.waiting, *self.prefilling)}
         decoding = dict.fromkeys((job.trace.name for job in self.decoding), 0)
-        return ReplicaReport(speed=speed, requests=pending | decoding, blocks=self.cache.keys())
+        blocks = frozenset(self.cache) if self._changed else None
+        self._changed = False
+        return ReplicaReport(speed=self.speed, requests=pending | decoding, blocks=blocks)

@@ -5,6 +5,7 @@ Pure code without a clock: the router, the simulation and the tests say what hap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -47,19 +48,11 @@ class _Replica:
     """What is known of one replica: its last report, and what was placed there since."""
 
     def __init__(self, report: ReplicaReport) -> None:
-        self.speed = report.speed
-        self.free_cells = report.free_cells
-        self.requests = dict(report.requests)  # by id: pending tokens
-        self.pending = sum(self.requests.values())
+        self.requests: dict[str, int] = {}  # by id: pending tokens
+        self.pending = 0  # the sum of them
         self.placed: dict[str, Placement] = {}  # by this placer, not ended
-
-    def set_pending(self, request_id: str, tokens: int) -> None:
-        self.pending += tokens - self.requests.get(request_id, 0)
-        self.requests[request_id] = tokens
-
-    def forget(self, request_id: str) -> None:
-        self.pending -= self.requests.pop(request_id, 0)
-        self.placed.pop(request_id, None)
+        self.ready_s = 0.0  # until it begins with a new prompt
+        self.renew(report)
 
     def renew(self, report: ReplicaReport) -> None:
         """What is still on its way is not in the report; what has had its first token is pending no more."""
@@ -69,14 +62,26 @@ class _Replica:
             known = self.requests.get(request_id, 0)
             requests[request_id] = min(known, requests.get(request_id, placement.tokens))
         self.requests = requests
-        self.pending = sum(requests.values())
+        self._update(sum(requests.values()))
+
+    def set_pending(self, request_id: str, tokens: int) -> None:
+        change = tokens - self.requests.get(request_id, 0)
+        self.requests[request_id] = tokens
+        self._update(self.pending + change)
+
+    def forget(self, request_id: str) -> None:
+        self.placed.pop(request_id, None)
+        self._update(self.pending - self.requests.pop(request_id, 0))
+
+    def _update(self, pending: int) -> None:
+        self.pending, speed = pending, self.speed
+        excess = max(0, len(self.requests) + 1 - speed.slots)
+        self.ready_s = pending * speed.prefill_token_s + excess * speed.slot_s / speed.slots
 
     def seconds(self, tokens: int, hit: int) -> float:
         """Until the first token of such a prompt, of which `hit` tokens are in its cache."""
         speed = self.speed
-        excess = len(self.requests) + 1 - speed.slots
-        wait_s = excess * speed.slot_s / speed.slots if excess > 0 else 0.0
-        return (self.pending + tokens - hit) * speed.prefill_token_s + hit * speed.restore_token_s + wait_s
+        return self.ready_s + (tokens - hit) * speed.prefill_token_s + hit * speed.restore_token_s
 
 
 class Placer:
@@ -108,14 +113,14 @@ class Placer:
     ) -> Placement:
         """Choose a replica and count the request there at once. Raises EngineNotReady: there is none."""
         hits = self.index.find(blocks)
-        best, best_key, best_hit = -1, (float("inf"), 0), 0
+        best, best_s, best_hit, free_cells = -1, math.inf, 0, 0
         for number, replica in self._replicas.items():
-            if number in without:
+            hit = min(hits[number] * self._block_tokens, tokens - 1) if number in hits else 0
+            seconds = replica.seconds(tokens, hit)
+            if seconds > best_s or number in without:
                 continue
-            hit = min(hits.get(number, 0) * self._block_tokens, tokens - 1)
-            key = (replica.seconds(tokens, hit), -replica.free_cells)
-            if key < best_key:
-                best, best_key, best_hit = number, key, hit
+            if seconds < best_s or replica.free_cells > free_cells:
+                best, best_s, best_hit, free_cells = number, seconds, hit, replica.free_cells
         if best < 0:
             raise EngineNotReady("no replica is there to compute this request")
         placement = Placement(request_id, best, tokens - best_hit, blocks)

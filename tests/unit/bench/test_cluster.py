@@ -64,20 +64,20 @@ def test_the_cache_serves_prefixes_and_forgets_the_ends_of_prompts_first() -> No
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("gateways", [1, 3])
 def test_every_policy_ends_every_request_although_replicas_die(policy: str, gateways: int) -> None:
-    trace = load_trace(compress=5, count=400)
+    trace = load_trace(compress=0.5, count=120)
     result = Simulation(Setup(policy, 6, gateways=gateways, kills=4), trace).run()
-    assert result.lost == 0 and len(result.first_s) == 400 and min(result.first_s) > 0
+    assert result.lost == 0 and len(result.first_s) == 120 and min(result.first_s) > 0
     assert result.moved > 0
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    trace = load_trace(compress=5, count=300)
+    trace = load_trace(compress=0.5, count=150)
     one, other = (Simulation(Setup("cllm", 5, gateways=2), trace).run() for _ in range(2))
     assert one.first_s == other.first_s and one.reused == other.reused
 
 
 def test_the_placer_is_better_than_counting_requests() -> None:
-    trace = load_trace(compress=5, count=1500)
-    results = {name: Simulation(Setup(name, 12), trace).run() for name in ("least requests", "cllm")}
+    trace = load_trace(compress=0.4, count=600)
+    results = {name: Simulation(Setup(name, 8), trace).run() for name in ("least requests", "cllm")}
     assert results["cllm"].percentile(0.95) < 0.8 * results["least requests"].percentile(0.95)
     assert results["cllm"].reused > results["least requests"].reused
