@@ -1,94 +1,101 @@
-"""`cllm ps`, `cllm load` and `cllm unload`: the models of a running server."""
+"""Served models: from the arguments of `cllm serve` and its TOML file to the models of a server."""
 
 from __future__ import annotations
 
-import json
-import time
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import typer
+import msgspec
 
-from cllm.cli.client import ServerClient, Url
-from cllm.cli.columns import print_columns
-from cllm.cli.options import fail
-from cllm.errors import CllmError, Forbidden, NotFound
-from cllm.models.files import format_size
+from cllm.config import Config, EngineConfig, ModelConfig, make_config
+from cllm.errors import ConfigError, InvalidRequest
+from cllm.fields import check_finite, describe_unknown
+from cllm.server.app import check_defaults
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a model that the server has.")]
+_replace = msgspec.structs.replace
 
 
-def ps_command(
-    url: Url = "", as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
-) -> None:
-    """List the models of a running server: which are loaded, and what they take."""
-    try:
-        with ServerClient(url) as client:
-            models = list_served(client)
-    except CllmError as error:
-        raise fail(error) from None
-    if as_json:
-        typer.echo(json.dumps(models, indent=2))
-        return
-    rows = [
-        (
-            model["name"],
-            model.get("state", ""),
-            format_size(model.get("size_bytes") or 0),
-            format_size(memory) if (memory := sum((model.get("memory_bytes") or {}).values())) else "",
-            str(model.get("context") or ""),
-            str(model.get("requests", "")),
-            _describe_end(model),
-        )
-        for model in models
+class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `[models.NAME]` beside those of the engine."""
+
+    aliases: tuple[str, ...] = ()
+    context: int = 0  # tokens of one request
+    defaults: dict[str, Any] = {}
+    keep: bool = False
+    ttl: float | None = None
+
+
+def choose_models(config: Config, given: frozenset[str], more: Sequence[str] = ()) -> list[ModelConfig]:
+    """The models that are asked for: by arguments, else by the file's sections, else the embedded one.
+
+    An argument may be the name or an alias of a section. Raises ConfigError.
+    """
+    sections = [_read_section(name, table, config, given) for name, table in config.models.items()]
+    references = [*more, config.engine.model] if config.engine.model else [*more]
+    common = make_common(config, given)
+    if not references and (sections or config.server.all):
+        return sections
+    found = [_find_section(reference, sections) or reference for reference in references or [""]]
+    return [
+        _replace(common, engine=_replace(config.engine, model=each)) if isinstance(each, str) else each
+        for each in found
     ]
-    print_columns(("name", "state", "size", "takes", "context", "requests", "until"), rows)
 
 
-def list_served(client: ServerClient) -> list[dict[str, Any]]:
-    """The models as `/admin/models` tells them; for a key that is no operator's, as `/v1/models` does."""
+def make_common(config: Config, given: frozenset[str]) -> ModelConfig:
+    """The settings of a model that has none of its own."""
+    engine = _replace(config.engine, model="")
+    return ModelConfig(name="", engine=engine, given=given, ttl=config.server.sleep_idle_s)
+
+
+def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
+    """Whether the server chooses a model by its name. A folder may hold several."""
+    if config.server.all or len(models) != 1:
+        return True
+    reference = models[0].engine.model
+    if models[0].name or not reference or not Path(reference).expanduser().is_dir():
+        return False
+    from cllm.models.store import scan_folder
+
+    return len(scan_folder(Path(reference).expanduser(), deep=False)) > 1
+
+
+def _find_section(reference: str, sections: Sequence[ModelConfig]) -> ModelConfig | None:
+    wanted = reference.lower()
+    return next(
+        (each for each in sections if wanted in (name.lower() for name in (each.name, *each.aliases))), None
+    )
+
+
+def _read_section(name: str, table: Any, config: Config, given: frozenset[str]) -> ModelConfig:
+    where = f"[models.{name}]"
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} must be a table")
+    settings = {key.replace("-", "_"): value for key, value in table.items()}
+    own, engine_fields = ModelSection.__struct_fields__, EngineConfig.__struct_fields__
+    if unknown := sorted(settings.keys() - {*own, *engine_fields}):
+        raise ConfigError(f"{where}: unknown setting {describe_unknown(unknown[0], {*own, *engine_fields})}")
     try:
-        models: list[dict[str, Any]] = client.get("/admin/models")["models"]
-        return models
-    except (Forbidden, NotFound):
-        return [
-            {
-                "name": entry["id"],
-                "state": "ready" if entry.get("loaded", True) else "unloaded",
-                "size_bytes": (entry.get("meta") or {}).get("size", 0),
-                "context": entry.get("context_length", 0),
-            }
-            for entry in client.get("/v1/models")["data"]
-        ]
-
-
-def _describe_end(model: dict[str, Any]) -> str:
-    """When a model is unloaded, or why it is not loaded."""
-    if model.get("error"):
-        return str(model["error"])
-    if model.get("state") == "unloaded":
-        return ""
-    if model.get("keep"):
-        return "kept"
-    expires = model.get("expires_at")
-    return f"{max(0.0, expires - time.time()):.0f} s without a request" if expires else ""
-
-
-def load_command(model: Name, url: Url = "") -> None:
-    """Load a model of a running server, and wait until it serves."""
-    _change("load", model, url)
-
-
-def unload_command(model: Name, url: Url = "") -> None:
-    """Unload a model of a running server; the next request loads it again."""
-    _change("unload", model, url)
-
-
-def _change(verb: str, model: str, url: str) -> None:
+        check_finite({key: value for key, value in settings.items() if key != "defaults"})
+        section = msgspec.convert({key: settings[key] for key in own if key in settings}, ModelSection)
+    except (InvalidRequest, msgspec.ValidationError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    fields = {key: settings[key] for key in engine_fields if key in settings}
+    if section.context:
+        fields["max_request_tokens"] = section.context
+    engine = {**msgspec.structs.asdict(config.engine), "model": name, "alias": name, **fields}
     try:
-        with ServerClient(url) as client:
-            answer = client.post(f"/admin/models/{verb}", {"model": model.removesuffix(":latest")})
-    except CllmError as error:
-        raise fail(error) from None
-    memory = sum((answer.get("memory_bytes") or {}).values())
-    shown = f", {format_size(memory)} of memory" if memory and verb == "load" else ""
-    typer.echo(f"{answer['name']} is {answer['state']}{shown}")
+        checked = make_config(EngineConfig, engine)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    ttl = config.server.sleep_idle_s if section.ttl is None else section.ttl
+    return ModelConfig(
+        name=name,
+        engine=checked,
+        given=given | fields.keys(),
+        aliases=section.aliases,
+        defaults=check_defaults(section.defaults, f"{where} defaults"),
+        keep=section.keep,
+        ttl=max(0.0, ttl),
+    )

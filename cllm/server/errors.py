@@ -24,6 +24,8 @@ from cllm.errors import (
     EngineError,
     Forbidden,
     InvalidRequest,
+    ModelBusy,
+    ModelDoesNotFit,
     NotEnoughMemory,
     NotFound,
     NotSupported,
@@ -52,8 +54,10 @@ STATUS: dict[type[Exception], int] = {
     SlowReader: 408,
     ClientGone: 499,
     ReloadFailed: 409,
+    ModelBusy: 409,
     EngineError: 500,
     StorageFailed: 507,
+    ModelDoesNotFit: 507,
     NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
     CllmError: 500,
 }
@@ -165,6 +169,8 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
         return f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
     # Unions add the name of the branch; the field is the first part.
     field = where[0] if where else None
+    if field == "options" and len(where) > 1:  # Ollama's, an object of many
+        field = ".".join(where[:2])
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "too_long" and isinstance(first.get("input"), str):
         message = message.replace(" items after validation", " characters")  # pydantic's words in a union

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
 import ollama
 import pytest
 from pydantic import BaseModel
+from typer.testing import CliRunner
 
+from cllm.cli.main import app
 from cllm.server.keys import add_key
 from cllm.testing import call_tool, say
 from tests.driver.hub import FakeHub
-from tests.driver.server import Server, StartServer, wait_for
+from tests.driver.server import ROOT, Server, StartServer, wait_for
 from tests.e2e.golden.record import scripted_server
 from tests.tiny_models import make_dense
 
@@ -247,3 +251,19 @@ def test_pull_and_delete_are_for_operators(start: StartServer, tiny_model: Path,
                 call(f"hf:{REPO}")
             assert refused.value.status_code == 403
     assert server.client.get("/api/tags").status_code == 401
+    shown = CliRunner().invoke(app, ["ps", "--url", server.url], env={"CLLM_API_KEY": key}).output
+    assert shown.splitlines()[1].split()[:2] == ["dense", "ready"], "what any key may see"
+    refused_ps = CliRunner().invoke(app, ["ps", "--url", server.url], env={"CLLM_API_KEY": ""})
+    assert refused_ps.exit_code == 2 and "API key" in refused_ps.output
+
+
+def test_the_snippet_of_the_page_runs(scripted: Server) -> None:
+    page = (ROOT / "docs" / "ollama.md").read_text()
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = io.StringIO()
+    with redirect_stdout(shown):
+        code = snippet.replace("http://127.0.0.1:18081", scripted.url).replace(
+            "What is AI?", say("It is AI.")
+        )
+        exec(code, {})
+    assert shown.getvalue() == "It is AI."

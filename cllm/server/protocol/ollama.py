@@ -23,6 +23,7 @@ from cllm.chat.conversation import (
     refuse_media,
 )
 from cllm.errors import InvalidRequest
+from cllm.frontend.engine_registry import LATEST
 from cllm.server.protocol.base import Body, JsonObject, StopText, Text, skip_tools
 from cllm.server.protocol.chat import (
     MAX_MESSAGES,
@@ -38,7 +39,6 @@ from cllm.server.protocol.chat import (
 from cllm.server.protocol.embeddings import MAX_INPUTS, InputText
 from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 
-LATEST = ":latest"
 FOREVER = -1.0
 MODEL = "SmolLM2-135M-Instruct"
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cllm.chat.reply import ToolCall
+from cllm.frontend.engine_registry import LATEST
+from cllm.frontend.served_model import ModelStatus
 from cllm.server.protocol.chat import REASONING, ChatTokenLogprob
 from cllm.server.protocol.generate import (
     MODEL_EXAMPLE,
@@ -18,7 +20,7 @@ from cllm.server.protocol.generate import (
     get_file_type,
     make_model,
 )
-from cllm.server.protocol.ollama import LATEST, MODEL
+from cllm.server.protocol.ollama import MODEL
 from cllm.text.folding import parse_object
 from cllm.types import Limits, ModelInfo
 
@@ -220,15 +222,19 @@ def make_listed(info: ModelInfo, created: int) -> ListedModel:
     return ListedModel(**_make_entry(info, created))
 
 
-def make_running(info: ModelInfo, context: int, created: int, keep_s: float) -> RunningModel:
-    """A loaded model that is unloaded after `keep_s` without a request; 0: never."""
-    expires = datetime.now(UTC) + (timedelta(seconds=keep_s) if keep_s else NEVER)
+def make_running(info: ModelInfo, created: int, status: ModelStatus) -> RunningModel:
+    """A loaded model, with the time when it is unloaded."""
+    expires = status.expires_at or (datetime.now(UTC) + NEVER).timestamp()
+    gpus = sum(size for device, size in status.memory_bytes.items() if device != "host")
     return RunningModel(
-        **_make_entry(info, created), expires_at=format_time(expires.timestamp()), context_length=context
+        **_make_entry(info, created),
+        expires_at=format_time(expires),
+        size_vram=gpus,
+        context_length=status.context,
     )
 
 
-def make_shown(info: ModelInfo, limits: Limits, created: int) -> ShowAnswer:
+def make_shown(info: ModelInfo, limits: Limits | None, created: int) -> ShowAnswer:
     model = make_model(info, limits, created)
     named = {"chat": "", "reasoning": "thinking", "embeddings": "embedding"}
     family = info.architecture

@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from cllm import __version__
 from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockEvent, BlockKind, ParsedOutput, ReplyBuilder
 from cllm.chat.session import open_chat
-from cllm.errors import InvalidRequest
+from cllm.errors import EngineNotReady, Forbidden, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
@@ -27,7 +27,7 @@ from cllm.server.protocol.base import NDJSON, LargeJsonRoute, StructResponse, do
 from cllm.server.protocol.chat import make_logprobs
 from cllm.server.routes.embeddings import embed, embedding_length, encode_entries
 from cllm.server.sse import GONE, EventStream, collect
-from cllm.server.submit import check_model, get_registry, make_request
+from cllm.server.submit import find_model, get_registry, make_request, use_engine
 from cllm.text.embeddings import RAW, to_vector
 from cllm.text.output_parser import ContentText
 from cllm.text.prompt import Gap
@@ -41,6 +41,7 @@ from cllm.workers.messages import (
     Tokens,
 )
 
+MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
 router = APIRouter(tags=["Ollama"], route_class=LargeJsonRoute)
 _encoder = msgspec.json.Encoder()
 
@@ -104,10 +105,6 @@ class AnswerRenderer:
             **self._end(reply, stream, prompt_tokens),
         )
 
-    def only_loaded(self, *, unloaded: bool) -> answers.AnswerPart:
-        """The answer to a body without a question."""
-        return self.make(done=True, done_reason="unload" if unloaded else "load")
-
     def _render(self, change: BlockEvent) -> answers.AnswerPart | None:
         kind = change.block.kind
         if kind is BlockKind.TOOL_CALL:
@@ -158,10 +155,33 @@ class GenerateRenderer(AnswerRenderer):
         return answers.GenerateAnswer(**self._head, response=text, thinking=thinking or UNSET, **more)
 
 
-def choose_engine(http: HttpRequest, name: str) -> EngineClient:
-    """The engine of a model. Raises ModelNotFound."""
-    check_model(api.strip_tag(name))
-    return get_registry(http).current
+def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
+    """Have a model unloaded after so long without a request; None: as it is configured.
+
+    Only operators may say so. A model that is kept stays.
+    """
+    model = find_model(http, name)
+    if model.can_load and not model.config.keep and http.scope["state"]["tenant"].admin:
+        never_or_soon = 0.0 if seconds is not None and seconds < 0 else max(seconds or 0.0, MIN_TTL_S)
+        model.ttl_s = model.config.ttl if seconds is None else never_or_soon
+
+
+async def use_model(http: HttpRequest, body: api.AnswerBody) -> EngineClient:
+    """The engine of a body's model, which is loaded if need be. Raises what `use_engine` does."""
+    keep_alive(http, body.model, body.keep_alive)
+    return await use_engine(http, body.model, timeout_s=body.options.timeout)
+
+
+async def _only_load(http: HttpRequest, body: api.AnswerBody, renderer: AnswerRenderer) -> Response:
+    """A body without a question loads the model, or unloads it where it stays for 0 seconds."""
+    unloads = body.keep_alive == 0
+    if unloads and not http.scope["state"]["tenant"].admin:
+        raise Forbidden("keep_alive: unloading a model needs an admin's API key")
+    if unloads:
+        await get_registry(http).unload(find_model(http, body.model))
+    else:
+        await use_model(http, body)
+    return StructResponse(renderer.make(done=True, done_reason="unload" if unloads else "load"))
 
 
 async def _make_request(
@@ -244,27 +264,29 @@ async def version() -> Response:
 @router.get("/api/tags", **documented(answers.ModelsAnswer([answers.LISTED_EXAMPLE])))
 async def tags(http: HttpRequest) -> Response:
     """List the models."""
-    info, _ = loaded(get_registry(http).current)
-    return StructResponse(answers.ModelsAnswer([answers.make_listed(info, http.app.state.created)]))
+    served = get_registry(http).served
+    listed = [answers.make_listed(model.info, model.created) for model in served if model.info is not None]
+    return StructResponse(answers.ModelsAnswer(listed))
 
 
 @router.get("/api/ps", **documented(answers.RunningAnswer([answers.RUNNING_EXAMPLE])))
 async def ps(http: HttpRequest) -> Response:
     """List the models that are loaded."""
-    registry = get_registry(http)
-    if registry.asleep:
-        return StructResponse(answers.RunningAnswer([]))
-    info, limits = loaded(registry.current)
-    context = limits.request_tokens if info.generates else limits.embed.tokens
-    running = answers.make_running(info, context, http.app.state.created, registry.sleep_idle_s)
-    return StructResponse(answers.RunningAnswer([running]))
+    running = [
+        answers.make_running(model.info, model.created, model.describe(default=False))
+        for model in get_registry(http).served
+        if model.loaded and model.info is not None
+    ]
+    return StructResponse(answers.RunningAnswer(running))
 
 
 @router.post("/api/show", **documented(answers.SHOW_EXAMPLE))
 async def show(body: api.ShowBody, http: HttpRequest) -> Response:
     """Describe a model."""
-    info, limits = loaded(choose_engine(http, body.model))
-    return StructResponse(answers.make_shown(info, limits, http.app.state.created))
+    model = find_model(http, body.model)
+    if model.info is None:
+        raise EngineNotReady("the model is still loading")
+    return StructResponse(answers.make_shown(model.info, model.limits, model.created))
 
 
 @router.post(
@@ -273,9 +295,9 @@ async def show(body: api.ShowBody, http: HttpRequest) -> Response:
 async def chat(body: api.OllamaChatBody, http: HttpRequest) -> Response:
     """Answer a conversation; unless `stream` is false, as lines of JSON."""
     renderer = ChatRenderer(body, time.perf_counter())
-    engine = choose_engine(http, body.model)
     if not body.messages:
-        return StructResponse(renderer.only_loaded(unloaded=body.keep_alive == 0))
+        return await _only_load(http, body, renderer)
+    engine = await use_model(http, body)
     return await _answer_chat(engine, http, body, renderer)
 
 
@@ -286,10 +308,10 @@ async def chat(body: api.OllamaChatBody, http: HttpRequest) -> Response:
 async def generate(body: api.OllamaGenerateBody, http: HttpRequest) -> Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
     renderer = GenerateRenderer(body, time.perf_counter())
-    engine = choose_engine(http, body.model)
     body.check()
     if not body.prompt and not body.suffix:
-        return StructResponse(renderer.only_loaded(unloaded=body.keep_alive == 0))
+        return await _only_load(http, body, renderer)
+    engine = await use_model(http, body)
     if body.raw or body.suffix:
         return await _answer_text(engine, http, body, renderer)
     return await _answer_chat(engine, http, body, renderer)
@@ -327,7 +349,8 @@ async def _embed(
 async def embed_texts(body: api.OllamaEmbedBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
-    engine = choose_engine(http, body.model)
+    keep_alive(http, body.model, body.keep_alive)
+    engine = await use_engine(http, body.model)
     length = embedding_length(engine)
     if body.dimensions is not None and body.dimensions > length:
         message = f"dimensions is {body.dimensions}, but this model's embeddings have {length}"
@@ -350,7 +373,8 @@ async def embed_texts(body: api.OllamaEmbedBody, http: HttpRequest) -> Response:
 @router.post("/api/embeddings", **documented(answers.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True))
 async def embed_text(body: api.OllamaEmbeddingsBody, http: HttpRequest) -> Response:
     """Turn a text into an embedding, which is not scaled."""
-    engine = choose_engine(http, body.model)
+    keep_alive(http, body.model, body.keep_alive)
+    engine = await use_engine(http, body.model)
     if not body.prompt:
         return StructResponse(answers.OldEmbedAnswer([]))
     found = await _embed(engine, [body.prompt], "prompt", http, truncate=True)
