@@ -73,6 +73,24 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class Stopwatch:
+    """Seconds since it was made, less what the main threads of some processes waited for a core meanwhile.
+
+    How busy the machine is otherwise does not count, then; that one of them sleeps or computes does.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+        self._began = 0.0
+        self._began = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        schedules = (Path(f"/proc/{pid}/schedstat").read_text().split() for pid in self._pids)
+        waited_ns = sum(int(waited) for _, waited, _ in schedules)
+        return time.monotonic() - waited_ns / 1e9 - self._began
+
+
 def get_children(pid: int) -> dict[int, str]:
     """The living child processes and their command lines."""
     found: dict[int, str] = {}

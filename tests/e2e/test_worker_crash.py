@@ -7,7 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from tests.driver.server import Server, StartServer, alive, get_children, wait_for
+from tests.driver.server import SERVE, Server, StartServer, alive, get_children, wait_for
 
 LONG = 4000
 
@@ -48,7 +48,9 @@ def test_a_tokenizer_worker_that_cannot_start_is_tried_again(
 ) -> None:
     """While its file is away, requests fail with a reason; once it is back they are answered again."""
     model = Path(shutil.copy(tiny_model, tmp_path / "mine.gguf"))
-    server = start(str(model), "--parallel", "2", "--threads", "1")
+    few = "from cllm.workers.supervisor import Backoff; Backoff.MAX_IN_A_ROW = 1; "  # starts before it fails
+    program = (few + SERVE[0], *SERVE[1:])
+    server = start(str(model), "--parallel", "2", "--threads", "1", program=program)
     away = model.rename(tmp_path / "away.gguf")
     os.kill(server.child("tokenizer"), signal.SIGKILL)
     body = {"prompt": "x", "max_tokens": 4, "temperature": 0}
