@@ -48,22 +48,21 @@ def make_model(family: Family, path: Path) -> Path:
     return make_dense(path, controls=controls, templates={"default": family.source}, context=CONTEXT)
 
 
-def check_forced(
-    path: Path, seeds: range, max_tokens: int = 400, together: int = 1
-) -> tuple[int, int, list[str]]:
-    """How many answers were complete, how many were cut, and what was wrong. `together` are one batch."""
+def check_forced(path: Path, seeds: range, max_tokens: int = 400) -> tuple[int, int, list[str]]:
+    """How many answers were complete, how many were cut, and what was wrong.
+
+    One thread: a step of this model is so short that two spend it waiting for each other.
+    """
     complete, cut, wrong = 0, 0, list[str]()
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "none"}
-    with LLM(path, parallel=together, ctx_size=CONTEXT * together) as llm:
-        for first in seeds[::together]:
-            numbers = seeds[seeds.index(first) :][:together]
-            question = [{"role": "user", "content": f"How is it, {first}?"}]
-            sampling = SamplingParams(seed=first, temperature=1.2)  # the seeds of the others follow it
-            reply = llm.chat(question, sampling, max_tokens=max_tokens, n=len(numbers), **options)
-            for number, choice in zip(numbers, reply.choices, strict=True):
-                ended = choice.finish_reason != "length"
-                complete, cut = complete + ended, cut + (not ended)
-                wrong += [f"{number}: {fault}" for fault in find_faults(choice)]
+    with LLM(path, parallel=1, ctx_size=CONTEXT, threads=1) as llm:
+        for seed in seeds:
+            question = [{"role": "user", "content": f"How is it, {seed}?"}]
+            sampling = SamplingParams(seed=seed, temperature=1.2)
+            reply = llm.chat(question, sampling, max_tokens=max_tokens, **options)
+            ended = reply.finish_reason != "length"
+            complete, cut = complete + ended, cut + (not ended)
+            wrong += [f"{seed}: {fault}" for fault in find_faults(reply)]
     return complete, cut, wrong
 
 

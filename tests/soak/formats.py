@@ -3,7 +3,7 @@
 First, the last turn of many generated conversations, written by the template, must be read back: the same
 calls, text and reasoning, in random pieces down to single characters. Then answers of calls are drawn from
 the grammar (`drawn_calls`): all must be read, and validate. Last, calls are forced on a tiny model with
-random weights and the family's special tokens, some answers in a batch: what was not cut must validate.
+random weights and the family's special tokens: what was not cut must validate.
 
 Each template's result is kept in a file at once. A run that was ended goes on there with --resume.
 """
@@ -27,7 +27,6 @@ from tests.soak.drawn_calls import CallDrawer
 
 SHOWN_FAULTS = 5  # of each kind
 MAX_TOKENS = 2000  # of an answer on the tiny model, whose tokens are bytes
-TOGETHER = 8  # answers of a batch there
 
 
 def check_template(family: Family, options: Any) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def check_template(family: Family, options: Any) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(family, Path(folder, "tiny.gguf"))
             seeds = range(options.seed, options.seed + options.forced)
-            complete, cut, broken = check_forced(model, seeds, MAX_TOKENS, TOGETHER)
+            complete, cut, broken = check_forced(model, seeds, MAX_TOKENS)
             faults += broken[:SHOWN_FAULTS]
     return {
         "style": str(family.format.calls.style),
