@@ -62,6 +62,7 @@ def build_library(arguments: list[str]) -> Path:
 
 def make_wheel(project: Path, target: Path, **environment: str) -> Path:
     """Build the wheel of a project into a folder, and remove older ones of it."""
+    shutil.rmtree(project / "build" / "lib", ignore_errors=True)  # or modules that are gone would come along
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-q"]
         subprocess.run([*command, "-w", scratch, str(project)], check=True, env={**os.environ, **environment})
