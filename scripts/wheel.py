@@ -22,8 +22,9 @@ sys.path.insert(0, str(ROOT))
 from cllm.build.toolchain import source_directory  # noqa: E402
 
 MAX_BYTES = 40 << 20
-# The parts of glibc; each system has them. Anything else has to be in the wheel.
-SYSTEM_LIBRARIES = re.compile(r"lib(c|m|dl|pthread|rt)\.so|ld-linux")
+# The parts of glibc, and GCC's, which manylinux admits. Anything else has to be in the wheel.
+SYSTEM_LIBRARIES = re.compile(r"lib(c|m|dl|pthread|rt|gcc_s)\.so|ld-linux")
+MAX_GCC = (4, 3)  # of manylinux2014
 
 
 def read_elf(file: Path) -> tuple[set[str], set[str]]:
@@ -45,9 +46,11 @@ def platform_tag(files: list[Path]) -> str:
                 sys.exit(f"{file.name} needs {library}, which is not in the wheel")
         for version in versions:
             name, _, number = version.partition("_")
-            if name != "GLIBC":
+            parts = tuple(map(int, number.split(".")[:2]))
+            if name == "GLIBC":
+                newest = max(newest, parts)
+            elif name != "GCC" or parts > MAX_GCC:
                 sys.exit(f"{file.name} needs {version}, which is not glibc's")
-            newest = max(newest, tuple(map(int, number.split(".")[:2])))
     return f"manylinux_{newest[0]}_{newest[1]}_{platform.machine()}"
 
 

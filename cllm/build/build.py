@@ -99,6 +99,8 @@ def _candidates(arguments: Namespace, tools: Path, failures: list[str]) -> Itera
     """Build options to try: native, portable, another compiler. Each is made when its turn comes."""
     compiler = toolchain.find_compiler(tools, arguments.compiler)
     if arguments.variants:
+        if not compiler.identity.startswith("gcc"):
+            raise BuildError(f"--variants needs gcc, not {compiler.identity} (Debian: apt install g++)")
         yield BuildOptions(compiler, variants=True)
         return
     if not arguments.portable:

@@ -36,19 +36,28 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_ALL_WARNINGS=OFF",
 )
-# For every CPU of this architecture, one backend for each kind, chosen when the library is loaded. Its C++
-# runtime is inside and hidden: that of the machine may be older, and another one may be in the same process.
+# For every CPU of this architecture, one backend for each kind, chosen when the library is loaded.
 _VARIANTS = (
     "-DGGML_BACKEND_DL=ON",
     "-DGGML_CPU_ALL_VARIANTS=ON",
     "-DGGML_NATIVE=OFF",
     *(f"-DCMAKE_{language}_VISIBILITY_PRESET=hidden" for language in ("C", "CXX")),
     "-DCMAKE_VISIBILITY_INLINES_HIDDEN=ON",
-    *(
-        f"-DCMAKE_{kind}_LINKER_FLAGS=-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--strip-all"
-        for kind in ("SHARED", "MODULE")
-    ),
 )
+# Its C++ runtime is inside and hidden: that of the machine may be older, and in the same process another one.
+_VARIANT_LINKING = "-static-libstdc++ -Wl,--exclude-libs,ALL,--gc-sections,--strip-all"
+_HIDDEN = "{ local: _Z*St*; _Z*9__gnu_cxx*; };\n"  # instances of the C++ library's templates
+# The C++ library of GCC 12 asks glibc 2.36 for random numbers; older ones have this.
+_RANDOM = """\
+#include <stdint.h>
+#include <sys/random.h>
+__attribute__((visibility("hidden"))) uint32_t arc4random(void) {
+    uint32_t value = 0;
+    while (getrandom(&value, sizeof value, 0) != (ssize_t)sizeof value) {
+    }
+    return value;
+}
+"""
 LEFT_OUT_VARIANTS = (
     "armv9.2_1",
     "armv9.2_2",
@@ -78,7 +87,8 @@ class BuildOptions:
     def key(self) -> str:
         """The name of the build's folder: equal options on equal CPUs have equal keys."""
         if self.variants:
-            info = [self.compiler.identity, *self.flags, revision(), *_VARIANTS, *LEFT_OUT_VARIANTS]
+            more = (*_VARIANTS, _VARIANT_LINKING, _HIDDEN, _RANDOM, *LEFT_OUT_VARIANTS)
+            info = [self.compiler.identity, *self.flags, revision(), *more]
             return f"{BINDINGS_VERSION}-{machine()}-variants-{digest(info)}"
         info = [self.compiler.identity, str(self.portable), *self.flags, revision(), *features()]
         return f"{BINDINGS_VERSION}-{machine()}-{digest(info)}"
@@ -95,6 +105,8 @@ class BuildOptions:
         for part in ("COMMON", "TOOLS", "SERVER"):
             arguments.append(f"-DLLAMA_BUILD_{part}={_switch(with_server)}")
         if self.variants:
+            linking = f"{_VARIANT_LINKING} -Wl,--version-script={work / 'hidden.map'}"
+            arguments += (f"-DCMAKE_{kind}_LINKER_FLAGS={linking}" for kind in ("SHARED", "MODULE"))
             return [*arguments, *_VARIANTS]
         arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
         if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
@@ -103,7 +115,10 @@ class BuildOptions:
         return arguments
 
     def _variant_lines(self, work: Path) -> Iterator[str]:
-        """What CMake has to change of the variants."""
+        """What CMake has to change of the variants. Writes the files that it needs into `work`."""
+        (work / "hidden.map").write_text(_HIDDEN, encoding="utf-8")
+        (work / "random.c").write_text(_RANDOM, encoding="utf-8")
+        yield f"target_sources llama PRIVATE {work / 'random.c'}"
         if machine() == "linux-aarch64":
             empty = work / "empty.c"
             empty.touch()

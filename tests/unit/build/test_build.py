@@ -129,6 +129,11 @@ def test_variants_are_for_every_cpu(cache: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(options, "machine", lambda: "linux-aarch64")
     variants.cmake_arguments(tmp_path, with_server=False)
     assert "ggml-cpu-armv9.2_2 PROPERTY SOURCES" in (tmp_path / "optimisation.cmake").read_text()
+    written = [tmp_path / name for name in ("hidden.map", "random.c", "empty.c")]
+    assert all(file.exists() for file in written), "what CMake and the linker are pointed at"
+    zig = Compiler(("zig",), ("zig",), "zig 0.13")
+    monkeypatch.setattr(toolchain, "find_compiler", lambda *_: zig)
+    assert build.main(["--variants"]) == 2, "it has another C++ library"
 
 
 def test_a_library_for_every_cpu_is_not_taken_for_the_build_for_this_one(cache: Path) -> None:
