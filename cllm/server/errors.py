@@ -24,6 +24,8 @@ from cllm.errors import (
     EngineError,
     Forbidden,
     InvalidRequest,
+    ModelBusy,
+    ModelDoesNotFit,
     NotEnoughMemory,
     NotFound,
     NotSupported,
@@ -52,8 +54,10 @@ STATUS: dict[type[Exception], int] = {
     SlowReader: 408,
     ClientGone: 499,
     ReloadFailed: 409,
+    ModelBusy: 409,
     EngineError: 500,
     StorageFailed: 507,
+    ModelDoesNotFit: 507,
     NotEnoughMemory: 503,  # of embeddings, whose memory is allocated by the first call
     CllmError: 500,
 }

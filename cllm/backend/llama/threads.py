@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.config import EngineConfig
+from cllm.workers.compute_turns import get_turns
 
 log = logging.getLogger(__name__)
 
 
 class CpuTimes(NamedTuple):
-    """Seconds: by the clock, of work on our cores, and of that the part of this process."""
+    """Seconds: by the clock, of work on our cores, and of that the part of this server's engines."""
 
     now: float
     busy: float
@@ -69,7 +70,9 @@ def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
                 ticks += user + nice + system + sum(interrupts_and_steal)
     except (OSError, ValueError):
         return None
-    return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+    turns = get_turns()  # the other engines of this server do not compute at the same time
+    own = turns.cpu_s if turns is not None else time.process_time()
+    return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own)
 
 
 class ThreadGovernor:

@@ -59,7 +59,7 @@ class LargeJsonRoute(APIRoute):
         async def decode_first(request: Request) -> Response:
             if int(request.headers.get("content-length", LARGE_BODY)) >= LARGE_BODY:
                 request = _LargeJsonRequest(request.scope, request.receive)
-            elif request.app.state.defaults:
+            elif request.app.state.add_defaults:
                 request = _JsonRequest(request.scope, request.receive)
             return await handle(request)
 
@@ -149,6 +149,13 @@ JsonValue = Annotated[
 """Any JSON value that can be written as text."""
 
 
+ModelName = Annotated[
+    Annotated[str, Field(max_length=256)] | None,
+    Field(
+        description="Name or alias of a served model; of a server with one model: any plain name",
+        examples=["SmolLM2-135M-Instruct"],
+    ),
+]
 TokenId = Annotated[int, Field(ge=0)]
 # Checking stops at the first wrong id: a million errors would cost seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
