@@ -210,6 +210,10 @@ class NotEnoughMemory(SetupError):
     code = "not_enough_memory"  # model + KV do not fit
 
 
+class ServerUnreachable(SetupError):
+    code = "server_unreachable"  # no cllm server answers at the address
+
+
 class ModelDoesNotFit(NotEnoughMemory):
     code = "model_does_not_fit"  # not even alone beside the models that are kept
 

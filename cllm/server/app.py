@@ -28,7 +28,18 @@ from cllm.server.middleware import (
     split_list,
 )
 from cllm.server.protocol.sampling import SamplingBody
-from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import (
+    admin,
+    chat,
+    embeddings,
+    generate,
+    llama,
+    messages,
+    ollama,
+    ollama_store,
+    openai,
+    responses,
+)
 
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -64,7 +75,18 @@ def create_app(
     openapi.install(app, closed=keys.closed)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for module in (generate, openai, chat, responses, messages, embeddings, llama, admin):
+    for module in (
+        generate,
+        openai,
+        chat,
+        responses,
+        messages,
+        embeddings,
+        llama,
+        ollama,
+        ollama_store,
+        admin,
+    ):
         app.router.routes.extend(module.router.routes)
     _add_middleware(app, registry, config, keys)
     return app

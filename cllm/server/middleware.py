@@ -19,7 +19,7 @@ from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
 
 OPEN = ("/health", "/v1/health")  # the paths that never need a key
-ADMIN = ("/debug", "/admin", "/metrics", "/slots")
+ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/api/pull", "/api/delete")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 _KEYLESS = TenantLimits(role="admin")  # every request of a server without keys
 
