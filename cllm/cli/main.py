@@ -32,6 +32,7 @@ COMMANDS = {  # name: module and function
     "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
+    "service": ("cllm.cli.service", "service_app"),
     "keys": (__name__, "keys_app"),
     "bench": (__name__, "bench_command"),
 }

@@ -30,7 +30,11 @@ NOT_RUN = {
     "cllm launch": "runs other programs; test_launch",
     "cllm load": "needs a server of several models; test_launch",
     "cllm unload": "the same",
-    "docker ": "needs a daemon",
+    "docker ": "needs a daemon; tests/unit/test_wheel.py reads the Dockerfile",
+    "pip install ": "`make wheel-test`",
+    "cllm service install model.gguf": "needs the systemd of a user; tests/unit/cli/test_service.py",
+    "cllm service status": "likewise",
+    "cllm service remove": "likewise",
     "OPENAI_API_BASE_URL=": "another program; test_clients_open_webui",
     "CLLM_API_KEY=cllm-": "an address for containers; test_clients_open_webui",
 }

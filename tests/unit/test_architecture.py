@@ -55,7 +55,7 @@ LAYERS = {
 }
 # The HTTP process: nothing native to inference, so that no input can crash it.
 HTTP_PACKAGES = ("cllm.server", "cllm.chat", "cllm.frontend")
-NOT_IN_HTTP = ("cllm.core", "cllm.backend.llama", "llguidance", "llama_cpp")
+NOT_IN_HTTP = ("cllm.core", "cllm.backend.llama", "llguidance")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
