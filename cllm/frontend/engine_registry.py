@@ -30,7 +30,7 @@ from cllm.errors import (
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
-from cllm.frontend.request_queue import RequestState
+from cllm.frontend.request_state import RequestState
 from cllm.frontend.served_model import Memory, ModelStatus, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.models.resolve import match_name

@@ -11,7 +11,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cllm.deprecated import METRICS
-from cllm.frontend.request_queue import RequestQueue, RequestState
+from cllm.frontend.request_queue import RequestQueue
+from cllm.frontend.request_state import RequestState
 from cllm.types import Limits, RequestOutput, Usage
 from cllm.workers.messages import StepStats
 

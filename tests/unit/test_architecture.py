@@ -33,6 +33,7 @@ LAYERS = {
     "cllm.workers.executor": 2,
     "cllm.workers.tokenizer_queue": 2,
     "cllm.build": 2,
+    "cllm.cluster": 2,  # pure: the router, the simulation and the tests use it
     "cllm.backend.llama.gguf": 1,
     "cllm.models": 2,
     "cllm.models.catalog": 4,
