@@ -54,6 +54,13 @@ class EngineRegistry:
         """The requests of all engines."""
         return tuple(state for engine in self._engines for state in engine.requests)
 
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if there is none of this id."""
+        found = any(state.request.id == request_id for state in self.requests)
+        for engine in tuple(self._engines):
+            engine.cancel(request_id)
+        return found
+
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         self._tenants = limits
         for engine in tuple(self._engines):

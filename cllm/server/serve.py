@@ -125,8 +125,9 @@ async def serve(
     first.start()
     try:
         await asyncio.wrap_future(first.loaded)
+        app = create_app({"default": registry}, config, keys)
         settings = uvicorn.Config(
-            create_app({"default": registry}, config, keys),
+            app,
             log_config=None,
             log_level=logging.ERROR,  # its warnings are one line for each mistake of a client
             access_log=False,
@@ -145,9 +146,10 @@ async def serve(
         host, port = listeners[0].getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        sleeping = loop.create_task(registry.sleep_when_idle())
+        beside = [loop.create_task(registry.sleep_when_idle()), loop.create_task(app.state.live.run())]
         await server.serve(sockets=listeners)
-        sleeping.cancel()
+        for task in beside:
+            task.cancel()
     finally:
         await loop.run_in_executor(None, registry.stop)
 
