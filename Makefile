@@ -108,6 +108,12 @@ clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
 
+page-test: .venv/ready-test ## the page in Chromium for minutes: KV map, figures, cost, on the embedded model too; ARGS="-k cost"
+	.venv/bin/python -m pytest -n 0 tests/soak/page.py $(ARGS)
+
+screenshots: .venv/ready-test ## the images of the page in docs/images, by Chromium
+	.venv/bin/python scripts/screenshots.py $(ARGS)
+
 gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
 	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
 
@@ -140,4 +146,4 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server pull agents clients
+.PHONY: page-test screenshots gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server pull agents clients

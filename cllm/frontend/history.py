@@ -56,10 +56,13 @@ class History:
     def __init__(self) -> None:
         self.rows: deque[bytes] = deque(maxlen=self.LENGTH)
         self.totals: dict[str, float] = {}  # by metric, as of the last row
+        self._at = time.monotonic()  # when the last row was taken
         self._buckets: deque[dict[str, list[float]]] = deque(maxlen=self.WINDOW + 1)
 
     def sample(self, metrics: EngineMetrics) -> bytes:
-        """Take a row: what has happened since the last one."""
+        """Take a row: what has happened a second since the last one."""
+        now = time.monotonic()
+        passed_s, self._at = max(now - self._at, 0.001), now
         last, totals = self.totals, metrics.read((*RATES.values(), *GAUGES.values()))
         buckets = {name: metrics.read_buckets(name) for name in QUANTILES.values()}
         if any(totals[name] < last.get(name, 0.0) for name in RATES.values()):
@@ -68,7 +71,7 @@ class History:
         self.totals = totals
         self._buckets.append(buckets)
         row: list[float | None] = [round(time.time(), 2)]
-        row += [round(totals[name] - last.get(name, totals[name]), 4) for name in RATES.values()]
+        row += [_round((totals[name] - last.get(name, totals[name])) / passed_s) for name in RATES.values()]
         row += [totals[name] for name in GAUGES.values()]
         for name in QUANTILES.values():
             then = self._buckets[0][name]
@@ -77,6 +80,11 @@ class History:
         encoded = _encoder.encode([int(x) if x is not None and x == int(x) else x for x in row])
         self.rows.append(encoded)
         return encoded
+
+
+def _round(rate: float) -> float:
+    """Four digits of small ones: a period is never quite a second."""
+    return round(rate, 4) if rate < 10 else float(round(rate))
 
 
 def quantile_ms(bounds: Sequence[float], cumulative: Sequence[float], part: float) -> float | None:

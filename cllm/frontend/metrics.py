@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -109,6 +109,7 @@ class EngineMetrics:
         names = [name for _, name, _ in (*_STEP_COUNTERS, *_STEP_GAUGES)]
         metrics = dict(zip(names, [metric for _, metric in (*self._counters, *self._gauges)], strict=True))
         DeprecatedMetrics(metrics, self.registry)
+        self.registry.register(TenantMetrics(self))
         self._llama = LlamaMetrics(
             {
                 "n_decode_total": metrics["steps"],
@@ -208,6 +209,22 @@ def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
         f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
         f"first token {first}, total {now - state.arrived:.3f} s"
     )
+
+
+class TenantMetrics(Collector):
+    """What each tenant has had, and what it has here now: read when metrics are scraped."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        tokens = CounterMetricFamily("cllm_tenant_tokens", "Tokens, prompt and generated", labels=["tenant"])
+        held = GaugeMetricFamily("cllm_tenant_requests", "Requests now", labels=["tenant", "place"])
+        for tenant in self._metrics.tenants:
+            tokens.add_metric([tenant.name], tenant.tokens)
+            held.add_metric([tenant.name, "waiting"], tenant.waiting)
+            held.add_metric([tenant.name, "engine"], tenant.running)
+        return tokens, held
 
 
 class DeprecatedMetrics(Collector):

@@ -14,8 +14,10 @@ from cllm.testing import call_tool, say
 from tests.driver.browser import Visitor, open_browser, visiting
 from tests.driver.server import Server, wait_for
 from tests.e2e.golden.record import scripted_server
+from tests.e2e.xss import PAYLOADS
 
-LONG = "A sentence that takes a while. " * 100
+FAST = ("--step-ms", "4", "--draft-tokens", "16")  # an answer is in its prompt: drafts are right
+LONG = "A sentence that takes a while. " * 200
 MARKDOWN = """# Title
 
 Some **bold** text and `code`.
@@ -35,14 +37,14 @@ Visit = Callable[..., Visitor]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("page") / "log"
-    with scripted_server(log, "--step-ms", "1", "--parallel", "4", "--ctx-size", "32768") as server:
+    with scripted_server(log, *FAST, "--parallel", "4", "--ctx-size", "65536") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("keyed") / "log"
-    with scripted_server(log, "--step-ms", "1", "--parallel", "2", "--api-key", "open sesame") as server:
+    with scripted_server(log, *FAST, "--parallel", "2", "--api-key", "open sesame") as server:
         server.client.headers["authorization"] = "Bearer open sesame"
         yield server
 
@@ -158,10 +160,56 @@ def test_system_prompt_sampling_and_schema_are_sent(visit: Visit) -> None:
     assert body["response_format"]["json_schema"]["schema"] == SCHEMA
 
 
+INERT = """root => [...root.querySelectorAll("*")].flatMap(node => [
+  ...(ALLOWED.includes(node.localName) ? [] : [node.localName]),
+  ...[...node.attributes].filter(({ name, value }) => /^(on.*|style|src)$/.test(name)
+    || (name === "href" && !/^(https?:|mailto:)/.test(value))).map(each => each.name + "=" + each.value)])"""
+ALLOWED = (
+    "a blockquote br button code del div em figcaption figure h1 h2 h3 h4 h5 h6 hr input li ol p path pre span "
+    "strong svg table tbody td th thead tr ul"
+)
+
+
+def test_a_hundred_scripts_in_an_answer_are_inert(visit: Visit) -> None:
+    assert len(set(PAYLOADS)) >= 100
+    visitor = visit()
+    page = visitor.page
+    inert = INERT.replace("ALLOWED", json.dumps(ALLOWED.split()))
+    for begin in range(0, len(PAYLOADS), 30):
+        visitor.ask(say("\n\n".join(PAYLOADS[begin : begin + 30])))
+        assert page.locator(".markdown").last.evaluate(inert) == []
+    assert page.evaluate("window.violations") == []
+    # The sanitizer alone, as if `marked` let everything through. What it parses meets the policy already.
+    sanitize = f"""async payloads => {{
+      const {{ sanitize }} = await import(new URL("page/markdown.js", document.baseURI));
+      const box = document.body.appendChild(document.createElement("div"));
+      const put = html => box.replaceChildren(sanitize(html));
+      const found = payloads.flatMap(html => {{ put(html); return ({inert})(box); }});
+      await new Promise(done => setTimeout(done, 100));
+      return found; }}"""
+    assert page.evaluate(sanitize, list(PAYLOADS)) == []
+    page.evaluate("window.violations.splice(0)")
+    visitor.errors[:] = [each for each in visitor.errors if "Content Security Policy" not in each]
+
+
+def test_scripts_elsewhere_are_inert(visit: Visit) -> None:
+    """In a question, its title, reasoning, the name and arguments of a call, and an error."""
+    visitor = visit()
+    script = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+    visitor.ask(script + say(f"<think>\n{script}\n</think>\n\n" + script))
+    visitor.page.locator("#new-chat").click()
+    visitor.page.locator("#show-settings").click()
+    visitor.page.fill("#set-tools", json.dumps([{"type": "function", "function": {"name": "f"}}]))
+    visitor.ask(script + say(call_tool("f", {script: script})))
+    visitor.open()
+    assert visitor.page.locator("#chat img, #chat script").count() == 0
+
+
 def test_an_error_is_said_and_the_next_try_works(visit: Visit) -> None:
     visitor = visit()
-    visitor.ask(say("Half an ans", fails=True))
-    assert visitor.page.locator(".status.wrong").is_visible()
+    visitor.ask("too long " * 3000)
+    assert "too long" in visitor.page.locator(".status.wrong").inner_text()
+    visitor.page.click("#new-chat")
     visitor.ask(say("Whole."))
     assert visitor.answer == "Whole."
 

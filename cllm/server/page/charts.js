@@ -4,6 +4,7 @@ import { digits, duration } from "./language.js";
 
 const { uPlot } = window;
 export const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+const SECONDS = [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800];
 const SPACE = "http://www.w3.org/2000/svg";
 let colours = new Map();
 
@@ -46,18 +47,18 @@ export class Chart {
       make("span", {}, swatch(each.colour, each.dash || [], stacked), each.label, " ", this.values[index])));
     this.plot = make("div", { className: "plot" });
     this.node = make("div", { className: "chart" }, this.legend, this.plot);
-    const line = (each, index) => ({
+    const line = each => ({
       label: each.label, scale: "y", width: each.thin ? 1 : 1.75, dash: stacked ? [] : each.dash, spanGaps: false,
       stroke: () => colour(each.colour), fill: stacked ? () => colour(each.colour) : undefined, points: { show: (u, i) => !stacked && u.data[0].length < 3 },
-      show: true, ...(stacked ? { paths: uPlot.paths.linear() } : {}), ...(index < 0 ? {} : {}),
     });
-    const axis = { stroke: () => colour("dim"), font: "11px system-ui, sans-serif", ticks: { show: false }, gap: 6 };
+    const font = "11px " + getComputedStyle(document.body).fontFamily;
+    const axis = { stroke: () => colour("dim"), font, ticks: { show: false }, gap: 6 };
     this.u = new uPlot({
-      width: 300, height, legend: { show: false }, padding: [8, 8, 0, 0], pxAlign: 0,
+      width: 300, height, legend: { show: false }, padding: [8, 22, 0, 0], pxAlign: 0,
       scales: { x: { time }, y: { range: (u, low, high) => [0, max || nice(high)] } },
       cursor: { y: false, drag: { x: false, y: false }, points: { show: !stacked, size: 5 } },
       axes: [
-        { ...axis, size: 26, space: 70, grid: { show: false }, values: time ? (u, splits) => splits.map(clock) : undefined },
+        { ...axis, size: 26, space: 70, grid: { show: false }, incrs: time ? SECONDS : undefined, values: time ? (u, splits, axis, space, step) => splits.map(at => clock(at, step)) : undefined },
         { ...axis, size: 48, space: 34, grid: { stroke: () => colour("line"), width: 1 }, values: (u, splits) => splits.map(format) },
       ],
       series: [{}, ...series.map(line)],
@@ -96,7 +97,7 @@ function stack([x, ...columns]) {
   return [x, ...sums];
 }
 
-const clock = seconds => new Date(seconds * 1000).toTimeString().slice(0, 5);
+const clock = (seconds, step) => new Date(seconds * 1000).toTimeString().slice(0, step < 60 ? 8 : 5);
 
 function nice(value) {
   if (!(value > 0)) return 1;

@@ -4,7 +4,7 @@ import { count, duration, t } from "./language.js";
 import { colour } from "./charts.js";
 import { ask } from "./server.js";
 
-const LANE = 14, GAP = 5, LABEL = 30;
+const LANE = 14, GAP = 5, LABEL = 26;
 const KINDS = ["prompt", "cache", "answer", "idle", "preempted"];
 
 export class KVMap {
@@ -55,7 +55,7 @@ export class KVMap {
     const pen = this.canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
-    pen.font = "11px system-ui, sans-serif";
+    pen.font = "11px " + getComputedStyle(document.body).fontFamily;
     pen.textBaseline = "middle";
     const span = width - LABEL - 2;
     for (const each of this.lanes) {

@@ -7,6 +7,7 @@ import { KVMap } from "./kvmap.js";
 import { askForKey } from "./server.js";
 
 const WINDOWS = [[300, () => t("minutes", { count: 5 })], [900, () => t("minutes", { count: 15 })], [3600, () => t("hour")]];
+const SMOOTHED = 10;
 let feed, panels, view, seconds = 300;
 
 const line = (label, colour, dash = 0, thin = false) => ({ label: t(label), colour, dash: DASHES[dash], thin });
@@ -49,11 +50,22 @@ function makeFigures() {
 
 // Charts -------------------------------------------------------------------------------------------
 
-// The columns of the time window, the time first. What lies between two samples that are apart is left out.
+// The columns of the time window, the time first.
 function columns(...names) {
   const rows = feed.rows.slice(-seconds);
-  return ["t", ...names].map(name => typeof name === "function" ? rows.map(name) : rows.map(row => row[feed.columns[name]]));
+  const found = ["t", ...names].map(name => typeof name === "function" ? rows.map(name) : rows.map(row => row[feed.columns[name]]));
+  for (let at = 1; at < rows.length; at++)  // no line across a time that was not sampled
+    if (found[0][at] - found[0][at - 1] > 3) for (const column of found.slice(1)) column[at] = null;
+  return found;
 }
+
+// A column as the mean of the last seconds: what a request counts at its end is otherwise a single peak.
+const smooth = name => (row, index, rows) => {
+  let sum = 0;
+  const begin = Math.max(0, index - SMOOTHED + 1);
+  for (let at = begin; at <= index; at++) sum += rows[at][feed.columns[name]];
+  return sum / (index - begin + 1);
+};
 
 function makeNumbers() {
   const format = milliseconds;
@@ -83,7 +95,7 @@ function drift(values, total) {
 
 function makeChart(id, title, unit, series, names, options = {}) {
   const chart = new Chart(series, options);
-  const node = panel(id, title, make("span", { className: "dim" }, t(unit)), chart.node);
+  const node = panel(id, title, unit ? make("span", { className: "dim" }, t(unit)) : null, chart.node);
   return { node, update() { chart.set(columns(...names)); } };
 }
 
@@ -94,11 +106,11 @@ function makeCharts() {
   return {
     throughput: makeChart("throughput", "panel_throughput", "unit_tokens",
       [line("s_generated", "s1"), line("s_prompt", "s2", 1), line("s_cached", "s3", 2), line("s_drafted", "s4", 3)],
-      ["generated", "prompt", "cached", "drafted"]),
+      ["generated", "prompt", "cached", "drafted"].map(smooth)),
     latency: makeChart("latency", "panel_latency", "unit_ms",
       [line("s_first50", "s1"), line("s_first99", "s1", 1, true), line("s_gap50", "s3"), line("s_gap99", "s3", 1, true), line("s_queue99", "s4", 2)],
       ["first_p50", "first_p99", "gap_p50", "gap_p99", "queue_p99"], { format: milliseconds }),
-    load: makeChart("load", "panel_load", "panel_load",
+    load: makeChart("load", "panel_load", "",
       [line("s_running", "s1"), line("s_waiting", "s2", 1), line("s_preempted", "s3", 2), line("s_refused", "s4", 3)],
       ["running", "waiting", "preempted", "refused"]),
     step: makeChart("step", "panel_step", "unit_share",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ def read(row: bytes) -> dict[str, Any]:
     return dict(zip(COLUMNS, msgspec.json.decode(row), strict=True))
 
 
-def test_a_row_is_what_has_happened_since_the_last() -> None:
+def test_a_row_is_what_has_happened_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(100.0, 2.0)
+    monkeypatch.setattr("cllm.frontend.history.time.monotonic", lambda: next(clock))
     metrics, history = EngineMetrics(), History()
     metrics.generated_tokens.inc(100)
     metrics.refused.labels("queue_full").inc(2)
@@ -28,8 +31,8 @@ def test_a_row_is_what_has_happened_since_the_last() -> None:
     metrics.step(StepStats(steps=2, step_s=0.5, compute_s=0.25, running=3, cells_used=40, preemptions=1))
     metrics.cached_tokens.labels("ram").inc(5)
     second = read(history.sample(metrics))
-    expected: dict[str, float | None] = {"generated": 7, "refused": 4, "steps": 2, "step_s": 0.5, "compute_s": 0.25}
-    expected |= {"running": 3, "cells_used": 40, "preempted": 1, "cached": 5, "first_p50": None}
+    expected: dict[str, float | None] = {"generated": 3.5, "refused": 2, "steps": 1, "step_s": 0.25}
+    expected |= {"running": 3, "cells_used": 40, "preempted": 0.5, "cached": 2.5, "first_p50": None}
     assert {name: second[name] for name in expected} == expected
     assert history.totals["generated_tokens"] == 107 and history.totals["requests_refused"] == 6
 

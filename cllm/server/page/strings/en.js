@@ -33,7 +33,7 @@ export default {
   window: "Time window", minutes: "{count} min", hour: "1 h",
   running: "Running", waiting_requests: "Waiting", preempted: "Preempted", refused: "Refused/s",
   generated: "Generated", generated_rate: "Tokens/s", hit_rate: "Cache hit rate", kv_used: "KV in use",
-  first_p50: "First token p50", gap_p50: "Between tokens p50", finished: "Requests finished",
+  first_p50: "First token p50", gap_p50: "Per token p50", finished: "Finished",
   panel_number: "Latency by request number", panel_number_note: "Every request since the start. Flat is the promise.",
   number_first: "Time to first token", number_gap: "Time per token", mean: "mean", maximum: "maximum",
   drift: "last quarter against first: {value}", drift_none: "after {count} requests: too few to compare",
