@@ -165,8 +165,8 @@ INERT = """root => [...root.querySelectorAll("*")].flatMap(node => [
   ...[...node.attributes].filter(({ name, value }) => /^(on.*|style|src)$/.test(name)
     || (name === "href" && !/^(https?:|mailto:)/.test(value))).map(each => each.name + "=" + each.value)])"""
 ALLOWED = (
-    "a blockquote br button code del div em figcaption figure h1 h2 h3 h4 h5 h6 hr input li ol p path pre span "
-    "strong svg table tbody td th thead tr ul"
+    "a blockquote br button code del div em figcaption figure h1 h2 h3 h4 h5 h6 hr input li ol p path pre "
+    "span strong svg table tbody td th thead tr ul"
 )
 
 

@@ -7,7 +7,8 @@ import { fields, fillSettings, system } from "./settings.js";
 import { ask, readEvents } from "./server.js";
 import * as storage from "./storage.js";
 
-const SHOWN_MS = 100;  // between two updates of an answer that streams
+// Between two updates of an answer that streams: at least, at most, and by what the last one took.
+const MIN_MS = 100, MAX_MS = 1500, RESTED = 40;
 const KEPT_MODEL = "cllm.model", KEPT_OPEN = "cllm.open";
 let conversations = [], current = new Conversation(), views = new Map(), running = null;
 
@@ -47,8 +48,13 @@ async function answer(parent) {
   const view = views.get(node.id);
   view.fillFoot(true);
   view.update(t("waiting"));
-  let due = null;
-  const update = () => { due = null; stick(() => view.update(t("waiting"))); };
+  let due = null, rest_ms = MIN_MS;
+  const update = () => {
+    const began = performance.now();
+    stick(() => view.update(t("waiting")));
+    rest_ms = Math.min(MAX_MS, Math.max(MIN_MS, RESTED * (performance.now() - began)));
+    due = null;
+  };
   try {
     const response = await ask("v1/chat/completions", { method: "POST", body, signal: abort.signal });
     const position = Number(response.headers.get("X-Queue-Position"));
@@ -56,7 +62,7 @@ async function answer(parent) {
     for await (const { data } of readEvents(response)) {
       if (data === "[DONE]") break;
       take(node, JSON.parse(data));
-      due ??= setTimeout(update, SHOWN_MS);
+      due ??= setTimeout(update, rest_ms);
     }
     if (!node.end) throw new Error(t("lost"));
   } catch (error) {

@@ -60,14 +60,18 @@ export class MarkdownView {
     this.blocks = [];
   }
 
-  set(text) {
-    const tokens = marked.lexer(text);
-    let same = 0;
+  // A text that grows is read from its last block on; one that has ended is read `whole` once more.
+  set(text, whole) {
+    text = text.replace(/\r\n?/g, "\n");
+    const kept = whole ? 0 : Math.max(0, this.blocks.length - 1);
+    const begin = this.blocks.slice(0, kept).reduce((sum, block) => sum + block.raw.length, 0);
+    const tail = marked.lexer(text.slice(begin)), tokens = [...this.blocks.slice(0, kept), ...tail];
+    let same = kept;
     while (same < tokens.length && same < this.blocks.length && this.blocks[same].raw === tokens[same].raw) same++;
     for (const block of this.blocks.splice(same)) block.nodes.forEach(node => node.remove());
     for (const token of tokens.slice(same)) {
       const part = [token];
-      part.links = tokens.links;
+      part.links = tail.links;
       const nodes = [...decorate(sanitize(marked.parser(part))).childNodes];
       this.node.append(...nodes);
       this.blocks.push({ raw: token.raw, nodes });

@@ -46,7 +46,7 @@ export class MessageView {
     this.update();
   }
 
-  // Shows what the message holds now; `waiting` is the text while there is nothing.
+  // Shows what the message holds now; `waiting` is the text while there is nothing, and the answer has not ended.
   update(waiting = "") {
     const { content = "", reasoning = "", calls = [], error } = this.message;
     this.reasoning.hidden = !reasoning;
@@ -54,7 +54,7 @@ export class MessageView {
       this.summary.textContent = t("reasoning_for", { count: count(reasoning.length) });
       if (this.thoughts.textContent !== reasoning) this.thoughts.textContent = reasoning;
     }
-    this.markdown.set(content);
+    this.markdown.set(content, !waiting);
     calls.forEach((call, index) => {
       const shown = this.calls.children[index] || this.calls.appendChild(make("details", { className: "call", open: true },
         make("summary", {}), make("pre", {})));
