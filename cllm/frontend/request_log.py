@@ -7,7 +7,7 @@ from collections import deque
 
 import msgspec
 
-from cllm.frontend.request_queue import RequestState
+from cllm.frontend.request_state import RequestState
 from cllm.types import RequestOutput
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from cllm.errors import CllmError, ShuttingDown, TooManyListeners
-from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.history import COLUMNS, History
+from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.request_log import RequestLog
 from cllm.server.sse import encode
 from cllm.types import Health, SlotInfo, Snapshot
@@ -60,8 +60,9 @@ class LiveFeed:
         self._closed = False
 
     @property
-    def _engine(self) -> EngineClient:
-        return self._registry.current
+    def _metrics(self) -> EngineMetrics:
+        """Of the default model."""
+        return self._registry.default.metrics
 
     # The feed --------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class LiveFeed:
                 log.exception("the live feed has missed a second")
 
     async def _tick(self) -> None:
-        row = self._history.sample(self._engine.metrics)
+        row = self._history.sample(self._metrics)
         if self._registry.health in _ENDED:
             self.close()
         if self._listeners:
@@ -88,7 +89,7 @@ class LiveFeed:
         """The engine between two steps; None if it does not answer now."""
         with suppress(TimeoutError, CllmError):
             async with asyncio.timeout(SNAPSHOT_S):
-                snapshot = await asyncio.wrap_future(self._engine.inspect())
+                snapshot = await asyncio.wrap_future(self._registry.current.inspect())
             self.snapshots.append(snapshot)
             return snapshot
         return None
@@ -173,7 +174,7 @@ class LiveFeed:
 
     @property
     def _requests(self) -> RequestLog:
-        return self._engine.metrics.request_log
+        return self._metrics.request_log
 
     def _make_curve(self, begin: int, end: int) -> dict[str, Any]:
         curve = self._requests.curve
@@ -182,7 +183,7 @@ class LiveFeed:
 
     def _make_state(self) -> dict[str, Any]:
         """Totals as `/metrics` has them, in the order of the columns; tenants, and memory by part."""
-        metrics = self._engine.metrics
+        metrics = self._metrics
         tenants = sorted(metrics.tenants, key=lambda each: each.tokens, reverse=True)[:MAX_TENANTS]
         return {
             "health": self._registry.health.value,
@@ -194,7 +195,8 @@ class LiveFeed:
 
     def _make_kv(self, snapshot: Snapshot) -> dict[str, Any]:
         """The lanes of the KV map. A request's id comes once, when its lane becomes its own."""
-        slot_tokens = self._engine.limits.sequence_cells if self._engine.limits is not None else 0
+        limits = self._registry.current.limits
+        slot_tokens = limits.sequence_cells if limits is not None else 0
         lanes = {info.seq_id: _make_lane(info) for info in snapshot.leases}
         lanes.update((slot, [slot, tokens]) for slot, tokens in snapshot.cached.items())
         shown = {slot: lanes[slot] for slot in sorted(lanes)[:MAX_LANES]}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from cllm import __version__
 from cllm.errors import NotFound
 from cllm.server.middleware import PAGE_FILES
 
@@ -43,7 +44,7 @@ class StaticFile:
             "Content-Security-Policy": POLICY,
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
-            "Vary": "Accept-Encoding",
+            "Vary": "Accept, Accept-Encoding",
         }
 
     @property
@@ -74,8 +75,14 @@ def install(app: FastAPI) -> None:
     files = read_files()
 
     @app.get("/", include_in_schema=False)
+    async def root(http: Request) -> Response:
+        """A browser gets the page, any other client a line: some look for Ollama this way."""
+        if "text/html" in http.headers.get("accept", ""):
+            return files[INDEX].respond(http)
+        return PlainTextResponse(f"cllm {__version__} is running", headers={"Vary": "Accept"})
+
     @app.get("/docs", include_in_schema=False)
-    async def page(http: Request) -> Response:
+    async def docs(http: Request) -> Response:
         return files[INDEX].respond(http)
 
     @app.get(PAGE_FILES + "{name:path}", include_in_schema=False)

@@ -38,6 +38,8 @@ class FakeRegistry:
     def current(self) -> FakeRegistry:
         return self
 
+    default = current
+
     def inspect(self) -> Future[Snapshot]:
         self.asked += 1
         future: Future[Snapshot] = Future()

@@ -22,6 +22,7 @@ from cllm.workers.engine_worker import ThreadExecutor
 MANIFEST: dict[str, Any] = json.loads((FOLDER / "vendor" / "manifest.json").read_text())
 SCRIPTS = sorted(FOLDER.glob("*.js"))
 MAX_FIRST_LOAD = 120 << 10
+HTML = {"Accept": "text/html,*/*;q=0.8"}  # as browsers say
 
 
 def get(path: str, api_key: str = "", **headers: str) -> httpx.Response:
@@ -101,19 +102,23 @@ def test_every_text_that_is_named_exists() -> None:
 
 
 def test_a_file_is_compressed_and_asked_for_again_only_when_it_has_changed() -> None:
-    whole = get("/", **{"Accept-Encoding": "identity"})
+    whole = get("/", **HTML, **{"Accept-Encoding": "identity"})
     assert whole.status_code == 200 and whole.headers["content-type"] == "text/html; charset=utf-8"
     assert whole.headers["content-security-policy"] == POLICY
     assert (
         whole.headers["cache-control"] == "no-cache" and whole.headers["x-content-type-options"] == "nosniff"
     )
     packed = get("/page/style.css", **{"Accept-Encoding": "gzip"})
-    assert packed.headers["content-encoding"] == "gzip" and packed.headers["vary"] == "Accept-Encoding"
+    assert packed.headers["content-encoding"] == "gzip" and "Accept-Encoding" in packed.headers["vary"]
     assert packed.content == (FOLDER / "style.css").read_bytes()
     assert int(packed.headers["content-length"]) == len(gzip.compress(packed.content, 9, mtime=0))
-    again = get("/", **{"If-None-Match": whole.headers["etag"]})
+    again = get("/", **HTML, **{"If-None-Match": whole.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
-    assert get("/", **{"If-None-Match": '"other"'}).status_code == 200
+    assert get("/", **HTML, **{"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_other_clients_get_a_line() -> None:
+    assert re.fullmatch(r"cllm [\w.]+ is running", get("/").text)
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "../app.py", "..%2Fapp.py", "%2e%2e/app.py", "vendor", ""])
@@ -122,7 +127,7 @@ def test_nothing_else_is_served(name: str) -> None:
 
 
 def test_the_page_needs_no_key_and_what_it_asks_does() -> None:
-    assert get("/", "secret").status_code == 200
+    assert get("/", "secret", **HTML).status_code == get("/", "secret").status_code == 200
     assert get("/page/main.js", "secret").status_code == 200
     for path in ("/docs", "/live", "/v1/models", "/page", "/pages/x"):
         assert get(path, "secret").status_code == 401, path
