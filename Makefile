@@ -117,6 +117,12 @@ clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
 
+page-test: .venv/ready-test ## the page in Chromium for minutes: KV map, figures, cost, on the embedded model too; ARGS="-k cost"
+	.venv/bin/python -m pytest -n 0 tests/soak/page.py $(ARGS)
+
+screenshots: .venv/ready-test ## the images of the page in docs/images, by Chromium
+	.venv/bin/python scripts/screenshots.py $(ARGS)
+
 gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
 	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
 

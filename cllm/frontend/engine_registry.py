@@ -341,6 +341,13 @@ class EngineRegistry:
 
     # The server ----------------------------------------------------------------------------------------
 
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if there is none of this id."""
+        found = any(state.request.id == request_id for state in self.requests)
+        for engine in [engine for model in self.served for engine in model.engines]:
+            engine.cancel(request_id)
+        return found
+
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         """The limits of each tenant, over all models."""
         self._tenants.register(limits)
