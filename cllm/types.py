@@ -193,6 +193,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     prompt: tuple[int, ...]
+    generated_prefix: tuple[int, ...] = ()  # of the answer: delivered before by an engine that died
     max_tokens: int  # 0: only the prompt is computed
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
@@ -275,6 +276,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt, once; its first token has none: 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # set on the last
+    usage_so_far: Usage | None = None  # on the first and after drafts: lost otherwise if the engine dies
     error: Failure | None = None  # set when finish_reason is error
     stop: str | None = None  # the stop string that ended it, if one did
     embeddings: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -33,7 +33,9 @@ from cllm.errors import (
 )
 from cllm.frontend.metrics import EngineMetrics, describe_end
 from cllm.frontend.output_stream import OutputStream
-from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
+from cllm.frontend.request_queue import RequestQueue
+from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend.tenants import Tenants
 from cllm.frontend.timers import Timers
 from cllm.text.chat_format import ChatFormat
 from cllm.types import (
@@ -45,7 +47,6 @@ from cllm.types import (
     Request,
     RequestOutput,
     Snapshot,
-    TenantLimits,
     Usage,
 )
 from cllm.workers.executor import Executor, TokenizerClient, settle
@@ -87,6 +88,7 @@ class EngineClient:
         queue_size: int = 1024,
         queue_tokens: int = 0,
         max_timeout_s: float = 0.0,
+        tenants: Tenants | None = None,
         deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments),
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
@@ -97,7 +99,8 @@ class EngineClient:
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._executor = executor
         self._on_loading = on_loading
-        self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s)
+        self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s, tenants)
+        self.tenants = self._queue.tenants  # their accounts; the engines of a server share them
         # By request: its deadline. By None: the next look at the queue.
         self._timers: Timers[str | None] = Timers(lambda key: self.deliver(self._timer_fired, key))
         self._lock = threading.RLock()
@@ -125,11 +128,12 @@ class EngineClient:
         """Block until the model is loaded; raises what kept it from loading."""
         self.loaded.result(timeout)
 
-    def replace(self, old: EngineClient) -> None:
-        """Take the place of another engine: clients see one set of metrics across both."""
-        old.metrics.take_over(self.metrics)
-        self.metrics = old.metrics
-        self.metrics.watch(self._queue)
+    def use_metrics(self, metrics: EngineMetrics) -> None:
+        """Go on with the metrics of the model's last engine: clients see one set across both."""
+        if metrics is not self.metrics:
+            metrics.take_over(self.metrics)
+            self.metrics = metrics
+            self.metrics.watch(self._queue)
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
@@ -220,11 +224,6 @@ class EngineClient:
             else:
                 self._executor.send(Cancel(request_id))
 
-    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
-        """The limits of each `Request.tenant`; replaces what was set. Other tenants have none."""
-        with self._lock:
-            self._queue.tenants.register(limits)
-
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""
         return self._call(Inspect)
@@ -283,7 +282,7 @@ class EngineClient:
 
     def _send(self, state: RequestState) -> bool:
         try:
-            self._executor.send(Submit(state.request))
+            self._executor.send(Submit(state.submission))
         except CllmError as error:
             self._fail(state, error)
         except Exception:
@@ -345,7 +344,7 @@ class EngineClient:
 
     def _process_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         now = time.monotonic()
-        ended = completed = False
+        changed = completed = False  # changed: others may go to the engine
         generated = 0
         for output in outputs:
             state = self._queue.states.get(output.request_id)
@@ -356,29 +355,28 @@ class EngineClient:
                     self.metrics.time_to_first_token.observe(now - state.arrived)
                 else:
                     self.metrics.inter_token.observe(now - state.last_token)
-                state.first_token = state.first_token or now
-                state.last_token = now
-                state.generated += count
+                state.add(output, now)
+                changed |= state.crashes > 0 and state.clear_by_progress()
                 state.tenant.charge(count, now)
                 generated += count
             if output.finish_reason is not None:
-                ended = True
+                changed = True
                 completed |= output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self._end(state, output)
                 continue
             state.stream.push(output)
             if state.stream.overfull:  # the client does not read: its output must not fill the memory
-                ended = True
+                changed = True
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
         if completed:
             self._backoff.progress()
-        if ended:
+        if changed:
             self._dispatch()
 
     def _on_crash(self, error: CllmError) -> None:
-        """Survive native death: requests with output get an error, others are replayed, a new run starts."""
+        """Survive native death: a new run starts, and requests go on there with what they have said."""
         self.metrics.crashed()
         self._computing = False
         self._fail_calls(error)
@@ -387,13 +385,11 @@ class EngineClient:
             self.loaded.set_exception(error)
             return
         lost, kept = self._queue.requeue_after_crash()
-        log.error("the engine died: %s (%d requests lost, %d replayed)", error, len(lost), len(kept))
+        log.error("the engine died: %s (%d requests lost, %d go on)", error, len(lost), len(kept))
         for state in lost:
             if state.cancelled:
                 reason = FinishReason.CANCELLED
                 self._end(state, RequestOutput(request_id=state.request.id, finish_reason=reason))
-            elif state.begun:
-                self._fail(state, EngineDied("the engine process ended while this answer was computed"))
             else:
                 self._backoff.progress()
                 self._fail(state, PoisonRequest("the engine died each time it computed this request"))
@@ -438,9 +434,9 @@ class EngineClient:
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """The one place where a request leaves the table, with its one terminal output."""
         now = time.monotonic()
-        if output.usage is None:  # made here, where the whole cost is not known
+        if (usage := output.usage) is None:  # made here, where the whole cost is not known
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
-            output = msgspec.structs.replace(output, usage=usage)
+        output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
         self._queue.close(state)
         self._timers.cancel(output.request_id)
         self.metrics.ended(state, output, now)

@@ -10,48 +10,15 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from itertools import islice
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, Tenants
 from cllm.types import Limits, Request
-from cllm.workers.supervisor import Attempt
 
 MAX_EMBEDDING_REQUESTS = 16  # in the engine at a time
-
-
-class Stage(Enum):
-    QUEUED = "queued"
-    ENGINE = "engine"
-    DONE = "done"
-
-
-class RequestState(Attempt):
-    """An accepted request: its stage, its stream, its times (monotonic)."""
-
-    def __init__(self, request: Request, stream: OutputStream, tenant: Tenant, queue: FairQueue) -> None:
-        self.request = request
-        self.stream = stream
-        self.tenant = tenant
-        self.queue = queue  # where it waits
-        self.number = 0  # in the order of arrival, in its queue
-        self.stage = Stage.QUEUED
-        self.cancelled = False
-        self.charged = False  # its prompt counts for its tenant; a replay is not charged again
-        self.input_tokens = request.input_tokens
-        self.arrived = time.monotonic()
-        self.timeout_s: float | None = None  # from arrival to the last token
-        self.dispatched: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.generated = 0
-
-    @property
-    def begun(self) -> bool:
-        """The client may have seen output: it cannot be replayed."""
-        return self.first_token is not None
 
 
 class RequestQueue:
@@ -69,12 +36,20 @@ class RequestQueue:
     it has run, nothing else goes, generation or embedding: so it waits only for what is in the engine.
     """
 
-    def __init__(self, queue_size: int, queue_tokens: int = 0, max_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        queue_size: int,
+        queue_tokens: int = 0,
+        max_timeout_s: float = 0.0,
+        tenants: Tenants | None = None,
+    ) -> None:
+        """`tenants` are shared with the queues of other engines, all on one thread."""
         self.queue_size = queue_size
         self.queue_tokens = queue_tokens  # 0: no limit
         self.max_timeout_s = max_timeout_s  # 0: no limit
         self.drain_rate = DrainRate()
-        self.tenants = Tenants()
+        self.tenants = tenants or Tenants()
+        self.tenants.queues += 1
         self._generation = FairQueue(self.tenants)
         self._embedding = FairQueue(self.tenants)  # these hold no slot: they have a limit of their own
         self.states: dict[str, RequestState] = {}  # every accepted request, by id
@@ -135,7 +110,7 @@ class RequestQueue:
         for queue in (self._generation, self._embedding):
             while queue.count and (state := self._pop(queue, limits, now)) is not None:
                 state.stage = Stage.ENGINE
-                state.dispatched = now
+                state.dispatched = state.dispatched or now
                 self._engine[state.request.id] = state
                 queue.running += 1
                 self.tenants.entered(state.tenant)
@@ -199,17 +174,16 @@ class RequestQueue:
     def requeue_after_crash(self) -> tuple[list[RequestState], list[RequestState]]:
         """Sort the requests that were in the engine: (lost, kept). The kept are back at the queue's head.
 
-        Lost: begun, cancelled, or to blame for the crash. The lost are still to be closed by the caller.
+        Lost: cancelled, or to blame for the crash. The lost are still to be closed by the caller.
         """
         lost: list[RequestState] = []
         kept: list[RequestState] = []
         for state in list(self._engine.values()):
             to_blame = state.blame()
-            (lost if state.begun or state.cancelled or to_blame else kept).append(state)
+            (lost if state.cancelled or to_blame else kept).append(state)
         for state in reversed(kept):
             self._leave_engine(state)
-            state.stage = Stage.QUEUED
-            state.dispatched = None
+            state.requeue()
             self.tenants.queued(state.tenant)
             state.queue.push(state)
         return lost, kept
@@ -373,7 +347,7 @@ class FairQueue:
             line = self._next_allowed(each, free, kept or {})
             if line is not None:
                 state = line.head
-                state.tenant.virtual = self._tenants.virtual_time = self._tenants.start_tag(state.tenant)
+                self._tenants.let_in(state.tenant)
                 each.served = now
                 self.remove(state)
                 return state

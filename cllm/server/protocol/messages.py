@@ -24,13 +24,14 @@ from cllm.server.protocol.base import (
     Body,
     JsonObject,
     JsonValue,
+    ModelName,
     StopText,
     Text,
     TokenLimit,
     ToolDescription,
     skip_tools,
 )
-from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
+from cllm.server.protocol.completions import Effort, ReasoningBudget
 from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.text.chat_format import Tool
 
@@ -261,9 +262,7 @@ class CountBody(ConstrainedBody):
 
     form = "output_config.format"
 
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
-    )
+    model: ModelName = None
     messages: list[Message] = Field(
         min_length=1,
         max_length=MAX_MESSAGES,

@@ -17,7 +17,7 @@ from cllm.server.blocks import BlockRenderer, StreamEvent, encode_events
 from cllm.server.errors import failure_body
 from cllm.server.protocol import messages as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
-from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
+from cllm.server.submit import check_constraint, make_request, model_name, use_engine
 from cllm.text.folding import parse_object
 from cllm.text.output_parser import OutputEvent
 from cllm.types import FinishReason, RequestOutput
@@ -129,8 +129,7 @@ def _make_delta(block: Block, delta: api.ContentDelta) -> api.MessageEvent:
 @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
 async def messages(body: api.MessagesBody, http: HttpRequest) -> Response:
     """Answer a conversation, possibly with tool calls."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     request = await make_request(
         engine,
         http,
@@ -147,8 +146,7 @@ async def messages(body: api.MessagesBody, http: HttpRequest) -> Response:
 @router.post(f"{ROUTE}/count_tokens", **documented(api.TokenCount(14)))
 async def count(body: api.CountBody, http: HttpRequest) -> Response:
     """Count the tokens of a conversation, as the chat template renders it."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model)
     if (constraint := body.constraint()) is not None:
         await check_constraint(engine, constraint, body.form_field)
     tokens = await count_tokens(engine, body.conversation(), constrained=constraint is not None)
