@@ -134,18 +134,40 @@ class LeaseCounters(msgspec.Struct, frozen=True):
 class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The slots and KV cells, and every lease, between two steps."""
 
+    snapshot: int  # its number, since the engine started
     sequences: SlotCounts
     cells: CellCounts
     leases: tuple[SlotInfo, ...]
+    cached: dict[int, int]  # tokens that free slots keep, by slot
+    preempted: tuple[SlotInfo, ...]  # requests that wait for room
     counters: LeaseCounters
 
 
+_LEASE = SlotInfo(
+    seq_id=0,
+    request_id="8f0c2d7e",
+    tokens=58,
+    position=57,
+    state="running",
+    age_s=0.31,
+    prompt_tokens=42,
+    cached_tokens=32,
+)
 KV_EXAMPLE = KVResponse(
+    snapshot=17,
     sequences=SlotCounts(8, 1, 7, 2),
     cells=CellCounts(32768, 57, 913),
-    leases=(SlotInfo(seq_id=0, request_id="8f0c2d7e", tokens=58, position=57, state="running", age_s=0.31),),
+    leases=(_LEASE,),
+    cached={1: 600, 2: 313},
+    preempted=(),
     counters=LeaseCounters(12, 11, 913, 0),
 )
+
+
+class CancelledResponse(msgspec.Struct, frozen=True):
+    """The request that was ended."""
+
+    cancelled: str
 
 
 class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
