@@ -207,6 +207,7 @@ def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
         terminal.wait_output(20)
         terminal.type(CTRL_C)
         terminal.expect("stopped")
+        terminal.expect(PROMPT)
         terminal.type(CTRL_D)
         assert terminal.wait_closed() == 0
 
