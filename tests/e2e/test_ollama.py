@@ -225,9 +225,8 @@ def test_operators_pull_and_delete_models(start: StartServer, tmp_path: Path) ->
         options = ("--ctx-size", "512", "--parallel", "1", "--api-keys", str(keys))
         server = start(str(served), *options, **hub.environment, **home)
         with connect(server, operator) as client:
-            statuses = [part.status for part in client.pull(f"hf:{REPO}:F32", stream=True)]
+            statuses = [part.status for part in client.pull(f"hf.co/{REPO}:F32", stream=True)]
             assert statuses[0] == "pulling manifest" and statuses[-1] == "success"
-            assert client.pull(f"hf.co/{REPO}").status == "success"
             assert client.delete(f"hf:{REPO}:F32").status == "success"
             with pytest.raises(ollama.ResponseError, match="there is no model"):
                 client.delete(f"hf:{REPO}:F32")
