@@ -71,8 +71,14 @@ pressure: .venv/ready build/tiny.gguf ## 500 requests on a quarter of the KV the
 stopped: .venv/ready ## workers are stopped under load for a minute: /health answers at once, they are replaced
 	.venv/bin/python -m tests.soak.stopped $(ARGS)
 
+resume: .venv/ready ## the engine is killed at every token position of eight answers: each is as undisturbed; ARGS="--model tiny --every 8"
+	.venv/bin/python -m tests.soak.resume $(ARGS)
+
 neighbours: .venv/ready ## a plain stream beside seven costly requests of each kind: its longest gap and its speed
 	.venv/bin/python -m tests.soak.neighbours $(ARGS)
+
+simulate: .venv/ready-bench ## ways to place requests on 100 simulated replicas, by a public trace; ARGS="--out docs", "--calibrate"
+	.venv/bin/python -m bench.cluster $(ARGS)
 
 waiting: .venv/ready ## 50,000 requests wait: what submitting and cancelling cost
 	.venv/bin/python -m tests.soak.waiting $(ARGS)
@@ -99,6 +105,9 @@ llama-server: .venv/ready ## the same requests for llama-server and for `cllm ll
 exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
 
+models: .venv/ready ## four models, memory for two, 1,000 requests: all answered, LRU, memory; prefixes after a swap; two at once; ARGS="--only turns"
+	.venv/bin/python -m tests.soak.models $(ARGS)
+
 pull: .venv/ready ## 1 GB from a hub on loopback, killed 20 times; its speed beside curl's
 	.venv/bin/python -m tests.soak.pull $(ARGS)
 
@@ -107,6 +116,12 @@ clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor
 
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
+
+page-test: .venv/ready-test ## the page in Chromium for minutes: KV map, figures, cost, on the embedded model too; ARGS="-k cost"
+	.venv/bin/python -m pytest -n 0 tests/soak/page.py $(ARGS)
+
+screenshots: .venv/ready-test ## the images of the page in docs/images, by Chromium
+	.venv/bin/python scripts/screenshots.py $(ARGS)
 
 gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
 	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
@@ -146,4 +161,5 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: wheel wheel-test gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped neighbours waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server pull agents clients
+# Every target without a slash or a dot is a command, not a file.
+.PHONY: $(shell awk -F: '/^[a-z][a-z-]*:/ {print $$1}' $(firstword $(MAKEFILE_LIST)))

@@ -193,6 +193,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     prompt: tuple[int, ...]
+    generated_prefix: tuple[int, ...] = ()  # of the answer: delivered before by an engine that died
     max_tokens: int  # 0: only the prompt is computed
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()
@@ -275,6 +276,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the whole prompt, once; its first token has none: 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # set on the last
+    usage_so_far: Usage | None = None  # on the first and after drafts: lost otherwise if the engine dies
     error: Failure | None = None  # set when finish_reason is error
     stop: str | None = None  # the stop string that ended it, if one did
     embeddings: tuple[bytes, ...] = ()  # float32, one for each input in its order; on the last
@@ -340,11 +342,14 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     position: int  # where the next token goes, read from the KV memory itself
     state: str
     age_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: not computed, but taken from the prefix cache
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine between two steps."""
 
+    number: int = 0  # of this snapshot, since the engine started
     sequences_total: int
     cells_total: int
     cells_used: int  # of running requests
@@ -352,6 +357,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     slots_cached: int  # slots that keep something
     leases: tuple[SlotInfo, ...]
     waiting: tuple[str, ...]
+    cached: dict[int, int] = {}  # tokens that free slots keep, by slot
+    preempted: tuple[SlotInfo, ...] = ()  # these hold no slot: seq_id is -1
     leased_total: int
     released_total: int
     cleared_cells_total: int

@@ -28,6 +28,9 @@ class Sampler(Protocol):
     def accept(self, tokens: Sequence[int]) -> None:
         """Add tokens to the history that penalties look back on (the prompt, usually)."""
 
+    def skip(self, token: int) -> None:
+        """Go on as if it had sampled this token: with its history, and with what was drawn for it."""
+
     def close(self) -> None:
         """Free it. Called on the owner thread; further use is a bug."""
 

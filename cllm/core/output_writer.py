@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cllm.core.sequence import Sequence
 from cllm.types import RequestOutput, TokenLogprob, Vocabulary
 
-_NOT_LAST: Mapping[str, Any] = {}
+_NO_MORE: Mapping[str, Any] = {}
 
 
 class _Output(NamedTuple):
@@ -20,7 +20,7 @@ class _Output(NamedTuple):
     text: str | None
     logprobs: Entries[TokenLogprob]
     prompt_logprobs: Entries[TokenLogprob]
-    last: Mapping[str, Any]
+    more: Mapping[str, Any]
 
 
 class OutputWriter:
@@ -36,30 +36,30 @@ class OutputWriter:
         tokens: tuple[int, ...] = (),
         text: str | None = "",
         logprobs: Entries[TokenLogprob] = (),
-        last: Mapping[str, Any] = _NOT_LAST,
+        more: Mapping[str, Any] = _NO_MORE,
     ) -> None:
-        """An output of a request; `last`: what only its last one has.
+        """An output of a request; `more`: what few of them have, such as the last.
 
         The first one after the prompt has the prompt's log-probabilities.
         """
         scored: Entries[TokenLogprob] = ()
         if sequence.prompt_logprobs and not sequence.unscored:
             scored, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        self._outputs.append(_Output(sequence, tokens, text, logprobs, scored, last))
+        self._outputs.append(_Output(sequence, tokens, text, logprobs, scored, more))
 
     def take(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
         return [self._write(output) for output in outputs]
 
     def _write(self, output: _Output) -> RequestOutput:
-        sequence, tokens, text, logprobs, prompt_logprobs, last = output
+        sequence, tokens, text, logprobs, prompt_logprobs, more = output
         return RequestOutput(
             request_id=sequence.id,
             text=sequence.detokenize(tokens, self._vocabulary) if text is None else text,
             tokens=tokens,
             logprobs=tuple(map(self._with_pieces, logprobs)),
             prompt_logprobs=tuple(map(self._with_pieces, prompt_logprobs)),
-            **last,
+            **more,
         )
 
     def _with_pieces(self, entry: TokenLogprob) -> TokenLogprob:

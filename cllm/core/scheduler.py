@@ -215,12 +215,15 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.move_to(State.RUNNING)
         self.running[lease.seq_id] = sequence
+        begins = sequence.sampler is None  # else it was preempted
         try:
             if sequence.preparing is not None:
                 preparing, sequence.preparing = sequence.preparing, None
                 sequence.constraint, sequence.sampler = preparing.result()
             if sequence.sampler is None:
                 sequence.sampler = self.runner.create_sampler(sequence.request.sampling)
+            if begins and sequence.request.generated_prefix:
+                sequence.resume(self.runner.vocabulary)
             if sequence.swapped is not None:
                 self.transfer.swap_in(sequence)
             cut = self.prefix_cache.apply_match(sequence, match) if match is not None else 0
@@ -294,7 +297,10 @@ class Scheduler:
             # With the prompt's own, that of an end token is reported, too: clients count on one a token.
             logprobs = logprobs[: len(tokens) + bool(sequence.request.prompt_logprobs)]
         if reason is None:
-            self._outputs.put(sequence, tokens, text, logprobs)
+            # Where the engine dies, the client knows what cannot be found out again.
+            tells = row.outputs > 1 or known == sequence.known
+            more = {"usage_so_far": sequence.usage()} if tells else {}
+            self._outputs.put(sequence, tokens, text, logprobs, more)
         else:
             self._finish(sequence, reason, tokens, text, logprobs)
 
@@ -408,9 +414,9 @@ class Scheduler:
         return min((one.loading.left_s for one in self._waiting if one.loading is not None), default=None)
 
     @property
-    def waiting(self) -> tuple[str, ...]:
-        """The ids of the requests that wait for a slot, oldest first."""
-        return tuple(sequence.id for sequence in self._waiting)
+    def waiting(self) -> tuple[Sequence, ...]:
+        """The requests that wait for a slot, preempted ones too, oldest first."""
+        return tuple(self._waiting)
 
     @property
     def cells_used(self) -> int:

@@ -17,6 +17,7 @@ from cllm.core.preparation import Prepared
 from cllm.core.slot_pool import SlotLease
 from cllm.core.spec_decode import DraftState, common_length
 from cllm.core.token_masks import ReasoningBudget
+from cllm.errors import EngineError
 from cllm.text.detokenizer import IncrementalDetokenizer
 from cllm.text.structured_output import Constraint
 from cllm.types import FinishReason, Request, TokenLogprob, TokenMask, Usage, Vocabulary
@@ -91,7 +92,8 @@ class Sequence:
         self.request = request
         self.id = request.id
         self.arrival = arrival  # its number: a lower one came before
-        self.tokens: list[int] = list(request.prompt)
+        self.tokens: list[int] = [*request.prompt, *request.generated_prefix]
+        self.known = len(self.tokens)  # when it came
         self.num_computed = 0
         self.segments = [CellSegment(0)]  # of its cells, in order; what it computes next is in the last
         self.state = State.WAITING
@@ -118,7 +120,7 @@ class Sequence:
         self.drafts: DraftState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []  # not yet reported
         self.unscored = 0  # tokens of the prompt that still want theirs
-        if request.prompt_logprobs:
+        if request.prompt_logprobs and not request.generated_prefix:
             self.score([TokenLogprob(request.prompt[0], 0.0)], len(request.prompt))
         self.mask_s = 0.0  # its last token mask
         self.sample_s = 0.0  # its last step beside the model: mask, sampler, log-probabilities
@@ -162,8 +164,8 @@ class Sequence:
 
     @property
     def answering(self) -> bool:
-        """Its prompt is computed: what is pending was sampled, or forced by a grammar."""
-        return self.num_computed >= len(self.request.prompt)
+        """What it came with is computed: what is pending was sampled, or forced by a grammar."""
+        return self.num_computed >= self.known
 
     @property
     def startable(self) -> bool:
@@ -232,6 +234,24 @@ class Sequence:
             self._scored(end) if self.unscored else (),
             request.prompt_logprobs,
         )
+
+    def resume(self, vocabulary: Vocabulary) -> None:
+        """Bring all that follows the answer to the end of what was delivered. Raises CllmError.
+
+        Each token is appended as if it had been sampled again, with those that are then forced.
+        """
+        request, whole = self.request, self.tokens
+        self.tokens = list(request.prompt)
+        while len(self.tokens) < len(whole):
+            token = whole[len(self.tokens)]
+            if self.sampler is not None:
+                self.sampler.skip(token)
+            if self.append((token,), vocabulary).reason is not None:
+                break
+        if self.tokens != whole:
+            raise EngineError("the answer could not be resumed after a crash of the engine")
+        if not request.stop:  # else that has been done
+            self.detokenize(request.generated_prefix, vocabulary)
 
     def append(self, sampled: Tokens[int], vocabulary: Vocabulary) -> Appended:
         """Append sampled tokens, and those that are then forced, until something ends the answer."""

@@ -33,7 +33,8 @@ from cllm.errors import (
 )
 from cllm.frontend.metrics import EngineMetrics, describe_end
 from cllm.frontend.output_stream import OutputStream
-from cllm.frontend.request_queue import RequestQueue, RequestState, Stage
+from cllm.frontend.request_queue import RequestQueue
+from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import Tenants
 from cllm.frontend.timers import Timers
 from cllm.text.chat_format import ChatFormat
@@ -281,7 +282,7 @@ class EngineClient:
 
     def _send(self, state: RequestState) -> bool:
         try:
-            self._executor.send(Submit(state.request))
+            self._executor.send(Submit(state.submission))
         except CllmError as error:
             self._fail(state, error)
         except Exception:
@@ -343,7 +344,7 @@ class EngineClient:
 
     def _process_outputs(self, outputs: tuple[RequestOutput, ...]) -> None:
         now = time.monotonic()
-        ended = completed = False
+        changed = completed = False  # changed: others may go to the engine
         generated = 0
         for output in outputs:
             state = self._queue.states.get(output.request_id)
@@ -354,29 +355,28 @@ class EngineClient:
                     self.metrics.time_to_first_token.observe(now - state.arrived)
                 else:
                     self.metrics.inter_token.observe(now - state.last_token)
-                state.first_token = state.first_token or now
-                state.last_token = now
-                state.generated += count
+                state.add(output, now)
+                changed |= state.crashes > 0 and state.clear_by_progress()
                 state.tenant.charge(count, now)
                 generated += count
             if output.finish_reason is not None:
-                ended = True
+                changed = True
                 completed |= output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self._end(state, output)
                 continue
             state.stream.push(output)
             if state.stream.overfull:  # the client does not read: its output must not fill the memory
-                ended = True
+                changed = True
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
         self.metrics.generated_tokens.inc(generated)
         if completed:
             self._backoff.progress()
-        if ended:
+        if changed:
             self._dispatch()
 
     def _on_crash(self, error: CllmError) -> None:
-        """Survive native death: requests with output get an error, others are replayed, a new run starts."""
+        """Survive native death: a new run starts, and requests go on there with what they have said."""
         self.metrics.crashed()
         self._computing = False
         self._fail_calls(error)
@@ -385,13 +385,11 @@ class EngineClient:
             self.loaded.set_exception(error)
             return
         lost, kept = self._queue.requeue_after_crash()
-        log.error("the engine died: %s (%d requests lost, %d replayed)", error, len(lost), len(kept))
+        log.error("the engine died: %s (%d requests lost, %d go on)", error, len(lost), len(kept))
         for state in lost:
             if state.cancelled:
                 reason = FinishReason.CANCELLED
                 self._end(state, RequestOutput(request_id=state.request.id, finish_reason=reason))
-            elif state.begun:
-                self._fail(state, EngineDied("the engine process ended while this answer was computed"))
             else:
                 self._backoff.progress()
                 self._fail(state, PoisonRequest("the engine died each time it computed this request"))
@@ -436,9 +434,9 @@ class EngineClient:
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """The one place where a request leaves the table, with its one terminal output."""
         now = time.monotonic()
-        if output.usage is None:  # made here, where the whole cost is not known
+        if (usage := output.usage) is None:  # made here, where the whole cost is not known
             usage = Usage(prompt_tokens=state.input_tokens, completion_tokens=state.generated)
-            output = msgspec.structs.replace(output, usage=usage)
+        output = msgspec.structs.replace(output, usage=state.whole_usage(usage))
         self._queue.close(state)
         self._timers.cancel(output.request_id)
         self.metrics.ended(state, output, now)

@@ -10,48 +10,15 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from itertools import islice
 
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from cllm.frontend.output_stream import OutputStream
+from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, Tenants
 from cllm.types import Limits, Request
-from cllm.workers.supervisor import Attempt
 
 MAX_EMBEDDING_REQUESTS = 16  # in the engine at a time
-
-
-class Stage(Enum):
-    QUEUED = "queued"
-    ENGINE = "engine"
-    DONE = "done"
-
-
-class RequestState(Attempt):
-    """An accepted request: its stage, its stream, its times (monotonic)."""
-
-    def __init__(self, request: Request, stream: OutputStream, tenant: Tenant, queue: FairQueue) -> None:
-        self.request = request
-        self.stream = stream
-        self.tenant = tenant
-        self.queue = queue  # where it waits
-        self.number = 0  # in the order of arrival, in its queue
-        self.stage = Stage.QUEUED
-        self.cancelled = False
-        self.charged = False  # its prompt counts for its tenant; a replay is not charged again
-        self.input_tokens = request.input_tokens
-        self.arrived = time.monotonic()
-        self.timeout_s: float | None = None  # from arrival to the last token
-        self.dispatched: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.generated = 0
-
-    @property
-    def begun(self) -> bool:
-        """The client may have seen output: it cannot be replayed."""
-        return self.first_token is not None
 
 
 class RequestQueue:
@@ -143,7 +110,7 @@ class RequestQueue:
         for queue in (self._generation, self._embedding):
             while queue.count and (state := self._pop(queue, limits, now)) is not None:
                 state.stage = Stage.ENGINE
-                state.dispatched = now
+                state.dispatched = state.dispatched or now
                 self._engine[state.request.id] = state
                 queue.running += 1
                 self.tenants.entered(state.tenant)
@@ -207,17 +174,16 @@ class RequestQueue:
     def requeue_after_crash(self) -> tuple[list[RequestState], list[RequestState]]:
         """Sort the requests that were in the engine: (lost, kept). The kept are back at the queue's head.
 
-        Lost: begun, cancelled, or to blame for the crash. The lost are still to be closed by the caller.
+        Lost: cancelled, or to blame for the crash. The lost are still to be closed by the caller.
         """
         lost: list[RequestState] = []
         kept: list[RequestState] = []
         for state in list(self._engine.values()):
             to_blame = state.blame()
-            (lost if state.begun or state.cancelled or to_blame else kept).append(state)
+            (lost if state.cancelled or to_blame else kept).append(state)
         for state in reversed(kept):
             self._leave_engine(state)
-            state.stage = Stage.QUEUED
-            state.dispatched = None
+            state.requeue()
             self.tenants.queued(state.tenant)
             state.queue.push(state)
         return lost, kept

@@ -19,7 +19,7 @@ from cllm.config import EngineConfig, ModelConfig, Prepared
 from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
-from cllm.frontend.request_queue import RequestState
+from cllm.frontend.request_state import RequestState
 from cllm.types import Health, Limits, ModelInfo
 
 log = logging.getLogger(__name__)

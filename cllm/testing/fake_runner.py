@@ -112,6 +112,9 @@ class FakeSampler:
     def accept(self, tokens: Sequence[int]) -> None:
         assert not self.closed
 
+    def skip(self, token: int) -> None:
+        assert not self.closed
+
     def close(self) -> None:
         assert not self.closed, "a sampler was closed twice"
         self.closed = True

@@ -219,3 +219,7 @@ class Attempt:
         self.crashes += 1
         self.alone = self.crashes > self.retries_together
         return was_alone
+
+    def clear(self) -> None:
+        """It was not the cause of the crashes so far."""
+        self.crashes, self.alone = 0, False

@@ -214,7 +214,7 @@ class StepDriver:
 
     def close_disk(self) -> None:
         """Write what is cached to disk, as at the end of the loop."""
-        self.core.disk.close(self.prefix_cache.candidates())
+        self.core.disk.close(self.prefix_cache.candidates(), within_s=60)
 
     # Answers ----------------------------------------------------------------------------------------
 
@@ -271,7 +271,8 @@ class StepDriver:
         leases = {lease.seq_id: lease.request_id for lease in self.scheduler.pool.leases}
         for seq_id, memory in enumerate(fake.memory):
             if (name := leases.get(seq_id)) is not None:
-                known = [*self.requests[name].prompt, *self.answers[name].tokens]
+                request = self.requests[name]
+                known = [*request.prompt, *request.generated_prefix, *self.answers[name].tokens]
                 assert memory == known[: len(memory)]
             elif seq_id not in self.scheduler.pool.retired | self.filled:
                 content = device.get(seq_id)

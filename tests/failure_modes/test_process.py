@@ -23,6 +23,7 @@ from tests.driver.server import (
     SERVE,
     Server,
     StartServer,
+    Stopwatch,
     alive,
     cllm,
     get_children,
@@ -31,6 +32,7 @@ from tests.driver.server import (
 )
 
 LONG = 4000
+EXACT = ("--no-flash-attention", "--cache-type-k", "f32", "--cache-type-v", "f32")
 _IMPORTS = "from cllm.workers.supervisor import Backoff, Supervisor, WorkerProcess; "
 # Workers are killed after two seconds of silence, not ten; and half a second after their input has ended.
 SHORT_SILENCE = _IMPORTS + "Supervisor.SILENCE_LIMIT_S = 2.0; WorkerProcess.END_LIMIT_S = 0.5; "
@@ -96,10 +98,10 @@ def test_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: P
     with server.open_stream("cut short", LONG) as events:
         next(events)
         children = get_children(server.process.pid)
-        signalled = time.monotonic()
+        watch = Stopwatch(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         *_, last = events
-        assert time.monotonic() - signalled < 0.3 + 2.0
+        assert watch.seconds < 0.3 + 2.0
     assert last.pop("id") and last.pop("message")
     assert last == {"error": "shutting_down", "done": True}
     server.wait_gone(children)
@@ -107,32 +109,32 @@ def test_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: P
 
 @pytest.mark.failure_mode("engine-killed")
 def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) -> None:
-    """The stream gets an error event within 2 s; requests without output are answered all the same."""
-    server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
+    """The stream goes on where it was; requests without output are answered all the same."""
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", *EXACT)
     expected = [server.generate(f"queued {number}", 8)["text"] for number in range(5)]
+    begun = server.generate("begun", 1500)
     assert ready_status(server) == 200
-    with ThreadPoolExecutor(5) as pool, server.open_stream("begun", LONG) as events:
-        next(events)
+    with ThreadPoolExecutor(5) as pool, server.open_stream("begun", 1500) as events:
+        said = [next(events)]
         queued = [pool.submit(server.generate, f"queued {number}", 8) for number in range(5)]
         wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 6)
         old = server.child("engine")
-        killed = time.monotonic()
         os.kill(old, signal.SIGKILL)
-        *_, last = events
-        assert time.monotonic() - killed < 2.0
         wait_for(lambda: ready_status(server) == 503, 5, "/ready never said 503")
-        assert last.pop("id") and last.pop("message")
-        assert last == {"error": "engine_died", "done": True}
         assert server.client.get("/health").status_code == 200
         wait_for(lambda: ready_status(server) == 200)
+        said += events
+        assert stream_text(said) == begun["text"]
+        assert said[-1]["finish_reason"] == "length"
+        assert said[-1]["usage"]["completion_tokens"] == begun["usage"]["completion_tokens"]
         assert [future.result(PATIENCE_S)["text"] for future in queued] == expected
     assert server.child("engine") != old
     assert server.generate("queued 0", 8)["text"] == expected[0]
     metrics = server.metrics()
     assert metrics["cllm_engine_restarts_total"] == 1
-    assert metrics["cllm_requests_finished_total{outcome=error}"] == 1
-    assert metrics["cllm_requests_finished_total{outcome=length}"] == 11
-    assert metrics["cllm_requests_accepted_total"] == 12
+    assert "cllm_requests_finished_total{outcome=error}" not in metrics
+    assert metrics["cllm_requests_finished_total{outcome=length}"] == 13
+    assert metrics["cllm_requests_accepted_total"] == 13
     assert server.kv_is_zero()
     server.stop()
 
@@ -174,7 +176,7 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
     expected = server.generate("stopped", 8)["text"]
     stopped = [server.child("engine"), server.child("tokenizer")]
     text = "x" * 200_000
-    with ThreadPoolExecutor(6) as pool, HealthWatch(server.url) as health:
+    with ThreadPoolExecutor(6) as pool, HealthWatch(server.url, server.process.pid) as health:
         os.kill(stopped[0], signal.SIGSTOP)
         waiting = [pool.submit(server.generate, "stopped", 8) for _ in range(2)]
         wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 2)
@@ -183,7 +185,6 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
         wait_for(lambda: ready_status(server) == 503, 30)
         assert [future.result(PATIENCE_S)["text"] for future in waiting] == [expected] * 2
         assert [len(future.result(PATIENCE_S).json()["tokens"]) for future in large] == [len(text)] * 4
-    # The median: on a machine that is busy otherwise a single answer may wait for its turn.
     assert health.median < 0.1 and max(health.took) < 1.0
     assert not any(map(alive, stopped))
     assert server.metrics()["cllm_engine_restarts_total"] == 1

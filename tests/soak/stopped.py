@@ -2,7 +2,7 @@
 
 For `--seconds` clients generate, while in turn the tokenizer and the engine get SIGSTOP; then requests come
 that are more than the buffer of a socket takes. Each worker is to be killed after its silence limit and
-replaced; the requests are answered, but for those whose answer had begun; `/health` answers at once
+replaced; all requests are answered; `/health` answers at once
 throughout. At the end both are stopped, and SIGTERM must end the server.
 """
 
@@ -81,12 +81,8 @@ def find_faults(outcome: Outcome) -> list[str]:
     faults = []
     if max(outcome.health_s) > MAX_HEALTH_S:
         faults.append(f"FAIL: /health took {max(outcome.health_s):.3f} s, allowed are {MAX_HEALTH_S} s")
-    if strange := [status for status in outcome.answers if status not in ("200", "500 engine_died")]:
+    if strange := [status for status in outcome.answers if status != "200"]:
         faults.append(f"FAIL: requests were answered with {', '.join(strange)}")
-    lost = outcome.answers["500 engine_died"]
-    stops = sum(role == "engine" for role, _ in outcome.replaced_s)
-    if lost > stops * PARALLEL:
-        faults.append(f"FAIL: {lost} answers were lost, {stops} times {PARALLEL} can have begun")
     if slow := [role for role, took in outcome.replaced_s if took > MAX_REPLACE_S]:
         faults.append(f"FAIL: not replaced within {MAX_REPLACE_S:.0f} s: {', '.join(slow)}")
     if outcome.ended_s > MAX_END_S:

@@ -33,6 +33,7 @@ LAYERS = {
     "cllm.workers.executor": 2,
     "cllm.workers.tokenizer_queue": 2,
     "cllm.build": 2,
+    "cllm.cluster": 2,  # pure: the router, the simulation and the tests use it
     "cllm.backend.llama.gguf": 1,
     "cllm.models": 2,
     "cllm.models.catalog": 4,
@@ -138,7 +139,7 @@ def test_the_http_process_imports_nothing_native_to_inference() -> None:
             if module in MODULES:
                 waiting += [(other, module) for other in get_imports(module, lazy=False)]
     assert "cllm.workers.executor" in reached
-    assert len(reached.keys() & MODULES.keys()) <= 80
+    assert len(reached.keys() & MODULES.keys()) <= 91
 
 
 @pytest.mark.parametrize("module", MODULES)

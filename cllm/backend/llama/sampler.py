@@ -50,6 +50,19 @@ class LlamaSampler:
             for token in tokens[-self._lookback :]:
                 self._accept(token)
 
+    def skip(self, token: int) -> None:
+        """The chain's last sampler draws once for each token, from however many candidates.
+
+        Not restored: what XTC has drawn and what mirostat has learned, since both depend on the logits.
+        """
+        self.accept((token,))
+        if self.chain is not None and self.params.temperature > 0 and not self.params.mirostat:
+            api, chain = self._api, self.chain.pointer
+            last = api.llama_sampler_chain_get(chain, api.llama_sampler_chain_n(chain) - 1)
+            only = api.llama_token_data(id=token, logit=0.0, p=0.0)
+            array = api.llama_token_data_array(data=ctypes.pointer(only), size=1, selected=-1, sorted=False)
+            api.llama_sampler_apply(last, ctypes.byref(array))
+
     def _accept(self, token: int) -> None:
         assert self.chain is not None
         self._api.llama_sampler_accept(self.chain.pointer, token)

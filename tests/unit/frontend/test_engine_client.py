@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
+import msgspec
 import pytest
 
 from cllm.backend.base import StepStatus
@@ -24,7 +26,7 @@ from cllm.errors import (
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
-from cllm.frontend.request_queue import Stage
+from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import Tenant
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
@@ -79,6 +81,11 @@ class ScriptedExecutor:
 
     def submitted(self) -> list[str]:
         return [command.request.id for command in self.sent if isinstance(command, Submit)]
+
+    def prefixes(self) -> dict[str, tuple[int, ...]]:
+        """What submitted requests have said before, where they have."""
+        requests = (command.request for command in self.sent if isinstance(command, Submit))
+        return {one.id: one.generated_prefix for one in requests if one.generated_prefix}
 
     def say(self, *deltas: RequestOutput) -> None:
         assert self.receive is not None
@@ -226,19 +233,85 @@ def test_a_cancel_in_the_queue_never_reaches_the_engine(
     assert Cancel("r0") in executor.sent
 
 
-def test_at_a_crash_begun_streams_fail_and_other_requests_are_replayed(
+def test_at_a_crash_begun_requests_are_resumed_and_others_replayed(
     engine: EngineClient, executor: ScriptedExecutor
 ) -> None:
     streams = [engine.submit(request(f"r{number}"), BlockingOutputStream) for number in range(6)]
-    executor.say(token("r0"))
+    executor.say(RequestOutput(request_id="r0", text="ab", tokens=(7, 8)), token("r1"))
+    executor.say(RequestOutput(request_id="r0", text="c", tokens=(9,)))
     engine.cancel("r1")
     executor.die()
-    assert read(streams[0]).error is not None and read(streams[1]).finish_reason is FinishReason.CANCELLED
-    assert executor.submitted() == ["r2", "r3", "r4", "r5"]
+    assert read(streams[1]).finish_reason is FinishReason.CANCELLED
+    assert executor.submitted() == ["r0", "r2", "r3", "r4"]
+    assert executor.prefixes() == {"r0": (7, 8, 9)}
+    executor.say(token("r0", "d"), last("r0"))
+    assert "".join(output.text for output in streams[0]) == "abcd"
     for number in range(2, 6):
         executor.say(token(f"r{number}"), last(f"r{number}"))
         assert read(streams[number]).finish_reason is FinishReason.STOP
     assert engine.requests == () and engine.health is Health.READY
+
+
+def test_the_usage_of_a_resumed_request_is_that_of_one(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    """Cached are the tokens that its first engine had; drafts are those of all engines."""
+    stream = engine.submit(request("r0"), BlockingOutputStream)
+
+    def say(**fields: Any) -> None:
+        usage = Usage(prompt_tokens=5, completion_tokens=1, **fields)
+        executor.say(msgspec.structs.replace(token("r0"), usage_so_far=usage))
+
+    say(cached_tokens=3, cached_from="ram")
+    executor.die()
+    say(cached_tokens=4, cached_from="device", drafted_tokens=5, accepted_tokens=2)
+    executor.say(token("r0"))
+    executor.die()
+    end = Usage(prompt_tokens=5, completion_tokens=4, cached_tokens=1, cached_from="device", drafted_tokens=3)
+    executor.say(RequestOutput(request_id="r0", finish_reason=FinishReason.LENGTH, usage=end))
+    usage = read(stream).usage
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (5, 4)
+    assert (usage.cached_tokens, usage.cached_from) == (3, "ram")
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (8, 2)
+
+
+def test_a_request_that_crashes_the_engine_in_mid_answer_is_isolated_and_failed(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    poison = engine.submit(request("poison"), BlockingOutputStream)
+    other = engine.submit(request("r0"), BlockingOutputStream)
+    executor.say(token("poison"), token("r0"))
+    executor.die()
+    executor.say(token("poison"))
+    executor.die()
+    assert executor.submitted() == ["poison"] and executor.prefixes() == {"poison": (1, 1)}
+    executor.die()
+    *said, end = poison
+    assert "".join(output.text for output in said) == "xx"
+    assert end.error is not None and end.error.code == "poison_request" and end.usage is not None
+    assert end.usage.completion_tokens == 2
+    executor.say(last("r0"))
+    assert read(other).finish_reason is FinishReason.STOP
+
+
+def test_a_request_that_gets_on_is_cleared_of_earlier_crashes(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    """Else a long answer that was there at two crashes would keep all others waiting to its end."""
+    engine.submit(request("long", max_tokens=500), BlockingOutputStream)
+    engine.submit(request("r0"), BlockingOutputStream)
+    executor.say(token("long"))
+    executor.die()
+    executor.die()
+    assert executor.submitted() == ["long"], "it runs alone"
+    progress = RequestState.CLEARING_TOKENS
+    executor.say(*[token("long")] * (progress - 1))
+    assert executor.submitted() == ["long"]
+    executor.say(token("long"))
+    assert executor.submitted() == ["long"], "the other one must run alone, too"
+    executor.die()
+    assert executor.submitted()[0] == "long" and len(executor.prefixes()["long"]) == 1 + progress
+    assert engine._queue.states["long"].crashes == 1
 
 
 def test_a_request_that_crashes_the_engine_is_isolated_and_failed(
@@ -332,13 +405,13 @@ def test_death_while_draining_replays_on_the_next_run(
     engine.drain()
     executor.loads = False
     executor.die()
-    assert read(streams[0]).error is not None
     engine.cancel("r5")  # it makes a place: nothing may be sent while there is no engine
     assert executor.sent == [] and {state.stage for state in engine.requests} == {Stage.QUEUED}
     assert engine.inspect().exception(0) is not None
     executor.come_back()
-    assert engine.health is Health.DRAINING and executor.submitted() == ["r1", "r2", "r3", "r4"]
-    executor.say(*(last(f"r{number}") for number in range(1, 4)))
+    assert engine.health is Health.DRAINING and executor.submitted() == ["r0", "r1", "r2", "r3"]
+    assert executor.prefixes() == {"r0": (1,)}
+    executor.say(*(last(f"r{number}") for number in range(4)))
     executor.loads = False
     executor.die()
     engine.end_all()

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cllm.errors import InvalidRequest, QueueFull, RateLimited
-from cllm.frontend import request_queue, tenants
+from cllm.frontend import request_queue, request_state, tenants
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream, OutputStream
-from cllm.frontend.request_queue import FairQueue, RequestQueue, RequestState, Stage
+from cllm.frontend.request_queue import FairQueue, RequestQueue
+from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
-from cllm.types import EmbedLimits, Limits, Request, TenantLimits
+from cllm.types import EmbedLimits, Limits, Request, RequestOutput, TenantLimits
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last
 
 
@@ -33,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (request_queue, tenants):
+    for module in (request_queue, request_state, tenants):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -89,7 +90,8 @@ class Line:
         return [each for each in self.queue.requests if each.stage is Stage.ENGINE]
 
     def generate(self, one: RequestState, tokens: int, now: float) -> None:
-        one.generated += tokens
+        if tokens:
+            one.add(RequestOutput(request_id=one.request.id, tokens=(1,) * tokens), now)
         one.tenant.charge(tokens, now)
 
     def finish(self, one: RequestState, generated: int = 0) -> None:

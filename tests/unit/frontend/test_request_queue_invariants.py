@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.errors import QueueFull, RateLimited
-from cllm.frontend import request_queue, tenants
+from cllm.frontend import request_queue, request_state, tenants
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import BlockingOutputStream
-from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, Stage, window
+from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, window
+from cllm.frontend.request_state import Stage
 from cllm.frontend.tenants import Tenant
 from cllm.types import Request, TenantLimits
 from tests.profiles import examples
@@ -148,7 +149,7 @@ class TimedQueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.patch = pytest.MonkeyPatch()
-        for module in (request_queue, tenants):
+        for module in (request_queue, request_state, tenants):
             self.patch.setattr(module, "time", self.clock)
         self.line = Line(sequences=3)
         self.line.queue.tenants.register(TENANTS)
