@@ -78,7 +78,8 @@ class Simulation:
         ]
         self._alive = {replica.number: replica for replica in self._all}
         self._gateways: list[Policy] = [
-            POLICIES[setup.policy](self._alive, setup.seed + number) for number in range(setup.gateways)
+            POLICIES[setup.policy](self._alive, setup.seed + number, number, setup.gateways)
+            for number in range(setup.gateways)
         ]
         self.jobs = [Job(request, number % setup.gateways) for number, request in enumerate(trace)]
         self._open = len(self.jobs)
