@@ -168,6 +168,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that are ready to be loaded, and the memory that they take, in bytes by device."""
+
+    config: EngineConfig
+    memory: dict[str, int] = {}
+    stamps: tuple[tuple[str, int, int], ...] = ()  # of its files: path, size, time of change
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of a server: its names and settings. `given` are the engine's that were set explicitly."""
+
+    name: str
+    engine: EngineConfig = EngineConfig()
+    given: frozenset[str] = frozenset()
+    aliases: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # other ways to write its name, as `cllm list` has it
+    defaults: dict[str, Any] = {}  # fields for requests that lack them
+    keep: bool = False  # loaded at the start, and never unloaded
+    ttl: float = 0.0  # seconds without a request after which it is unloaded; 0: never
+
+
 def target_itl_s(config: EngineConfig) -> float:
     """Seconds of inter-token latency that chunked prefill must keep."""
     return (config.target_itl_ms or TARGET_ITL_MS) / 1000
@@ -195,8 +216,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         30.0
     )
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
+    all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
+    models_memory_mb: Annotated[
+        int,
+        _option("Host memory of all loaded models together, MiB. 0: what is free at the start.", 0),
+    ] = 0
     sleep_idle_s: Annotated[
-        float, _rare("Unload the model after this time without a request, seconds. 0: never.", 0)
+        float, _rare("Unload a model after this time without a request, seconds. 0: never.", 0)
     ] = 0.0
     response_store_mb: Annotated[
         int, _rare("RAM for the responses that each key can continue by their id, MiB. 0: none.", 0)
@@ -251,6 +277,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    models: dict[str, dict[str, Any]] = {}  # `[models.NAME]` of the TOML file
 
     def with_disk_cache(self) -> Config:
         """The disk cache as it is meant by default: files tell prompts, so not where keys protect them."""

@@ -88,6 +88,10 @@ class ReloadFailed(ClientError):
     code = "reload_failed"  # the model could not be changed; the old one serves
 
 
+class ModelBusy(ClientError):
+    code = "model_busy"  # requests need the model: it is not unloaded
+
+
 class SlowReader(ClientError):
     code = "slow_reader"  # the client does not read its stream
 
@@ -204,6 +208,14 @@ class LibraryError(SetupError):
 
 class NotEnoughMemory(SetupError):
     code = "not_enough_memory"  # model + KV do not fit
+
+
+class ServerUnreachable(SetupError):
+    code = "server_unreachable"  # no cllm server answers at the address
+
+
+class ModelDoesNotFit(NotEnoughMemory):
+    code = "model_does_not_fit"  # not even alone beside the models that are kept
 
 
 class PortInUse(SetupError):

@@ -29,6 +29,7 @@ from cllm.fields import check_finite, describe_unknown
 
 _METAVARS = {int: "N", float: "N", str: "TEXT", bool: ""}
 _SHOW_ALL = "cllm.show_all"
+_MODELS = "cllm.models"  # of the TOML file
 _EPILOG = (
     "Defaults are in brackets. Each option is also a variable (--port: CLLM_PORT, --log-level: "
     "CLLM_LOG_LEVEL) and a line in the TOML file. The command line wins over variables, they over the file."
@@ -56,7 +57,7 @@ class GroupedHelp(TyperCommand):
             if show_all or not getattr(param, "hidden", False):
                 panels.setdefault(getattr(param, "rich_help_panel", None) or "other", []).append(param)
         console = Console(highlight=False)
-        console.print(Text(f"{self.get_usage(ctx).replace('[model]', '[MODEL]')}\n\n{self.help}\n"))
+        console.print(Text(f"{_get_usage(self, ctx)}\n\n{self.help}\n"))
         shown = [param for params in panels.values() for param in params]
         width = max(len(line) for param in shown for line in _spellings(param).splitlines())
         for name, params in panels.items():
@@ -67,6 +68,12 @@ class GroupedHelp(TyperCommand):
                 table.add_row(_spellings(param), _description(param))
             console.print(Panel(table, title=name.capitalize(), title_align="left", border_style="dim"))
         console.print(_EPILOG + ("" if show_all else "\n--help-all shows the rarely used options, too."))
+
+
+def _get_usage(command: Any, ctx: Any) -> str:
+    """Several models are two parameters: the last one can also be a variable or a line of the file."""
+    usage = str(command.get_usage(ctx))
+    return usage.replace("[more]... [model]", "[MODEL]...").replace("[model]", "[MODEL]")
 
 
 def _spellings(param: Any) -> str:
@@ -95,6 +102,10 @@ def _load_file(context: typer.Context, value: Path | None) -> Path | None:
         document = tomllib.loads(value.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise typer.BadParameter(f"{value}: {error}") from None
+    models = document.pop("models", {})
+    if not isinstance(models, dict):
+        raise typer.BadParameter(f"{value}: models must be tables: [models.NAME]")
+    context.meta[_MODELS] = models
     flat: dict[str, Any] = {}
     for key, item in document.items():
         flat.update(item if isinstance(item, dict) else {key: item})
@@ -186,7 +197,8 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
             settings = {name: values.pop(name) for name in names}
             try:  # each part takes its own fields
                 engine = make_config(EngineConfig, settings, strict=False)
-                config = Config(engine=engine, server=make_config(ServerConfig, settings, strict=False))
+                server = make_config(ServerConfig, settings, strict=False)
+                config = Config(engine=engine, server=server, models=context.meta.get(_MODELS, {}))
             except ConfigError as error:
                 raise fail(ConfigError(f"configuration: {error}")) from None
             return command(config=config, given=given, **values)

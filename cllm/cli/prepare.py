@@ -1,7 +1,7 @@
 """Preparation: check, probe and tune settings in a process of their own (`python -m cllm.cli.prepare`).
 
 So the server imports neither the code of the native library nor the tuner. The input is one line of JSON, the
-output is the settings that are ready, or a `Failure`; progress goes to standard error.
+output is what was prepared, or a `Failure`; progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cllm.config import EngineConfig
+from cllm.config import EngineConfig, ModelConfig, Prepared
 from cllm.errors import CllmError, EngineError, NotEnoughMemory, from_code
 from cllm.logs import configure_logging
+from cllm.models.survey import Survey
 from cllm.types import Failure
 
+if TYPE_CHECKING:
+    from cllm.backend.llama.memory import MemoryFit
+
 log = logging.getLogger(__name__)
+Answer = TypeVar("Answer", Prepared, Survey)
+ENOUGH_CELLS = 4096  # of a request: before a model gets less, others that are idle are unloaded
 
 
-class Preparation(msgspec.Struct, frozen=True, kw_only=True):
-    """What to prepare. `given` are the fields that were set explicitly, so are not tuned.
+class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a process of its own does."""
 
-    At a start it measures which settings are the fastest. While another model is served (`beside`), memory
-    must suffice for both, and nothing is measured.
-    """
-
-    asked: EngineConfig
-    given: frozenset[str]
-    log_level: str
-    beside: bool = False
+    log_level: str = "info"
 
     def start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -48,7 +48,21 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         process.stdin.flush()
         return process
 
-    def run(self) -> EngineConfig:
+
+class Preparation(Task, frozen=True, kw_only=True, tag=True):
+    """What to prepare. `given` are the fields that were set explicitly, so are not tuned.
+
+    At a start it measures which settings are the fastest. While another model is served (`beside`), memory
+    must suffice for both, and nothing is measured. With `rooms`, bytes by device, the first counts in which
+    the model has a useful context: each has what the one before has, and what another model would free.
+    """
+
+    asked: EngineConfig
+    given: frozenset[str]
+    beside: bool = False
+    rooms: tuple[dict[str, int], ...] = ()
+
+    def run(self) -> Prepared:
         """In the process itself. Raises SetupError."""
         from rich.console import Console
 
@@ -60,21 +74,74 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
         from cllm.cli.tune import tune_at_start
         from cllm.tune.search import with_remembered
 
-        if self.beside:
-            devices = list_devices() if wants_gpu(self.asked) else ()
-            fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
-            if not fit.fits:
-                raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
-            return with_remembered(self.asked, find_ready(self.asked, log.info), self.given)
+        if self.rooms or self.beside:
+            if self.rooms:
+                self._choose_room()
+            else:
+                devices = list_devices() if wants_gpu(self.asked) else ()
+                fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
+                if not fit.fits:
+                    raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
+            return describe(with_remembered(self.asked, find_ready(self.asked, log.info), self.given))
         if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         ready = find_ready(self.asked, console.print)
-        return tune_at_start(self.asked, ready, self.given, console)
+        return describe(tune_at_start(self.asked, ready, self.given, console))
+
+    def _choose_room(self) -> None:
+        """From here on memory is that of the first room that suffices, else of the largest."""
+        from cllm.backend.llama.devices import wants_gpu
+        from cllm.backend.llama.gguf import GgufHeader
+        from cllm.backend.llama.memory import ROOM, MemoryFit, list_free_devices
+        from cllm.models.resolve import resolve
+
+        header = GgufHeader(resolve(self.asked.model, offline=self.asked.offline))
+        for room in self.rooms:
+            ROOM.update({name: (size, size - self.rooms[0][name]) for name, size in room.items()})
+            fit = MemoryFit(header, self.asked, list_free_devices() if wants_gpu(self.asked) else ())
+            if fit.fits and (self.asked.ctx_size or fit.share >= min(ENOUGH_CELLS, header.context_train)):
+                return
 
 
-def finish(process: subprocess.Popen[bytes]) -> EngineConfig:
-    """Wait for the settings. Raises SetupError, or KeyboardInterrupt where that ended the process."""
+def describe(ready: EngineConfig) -> Prepared:
+    """Settings with the memory that they take, at its largest, and the state of their files."""
+    from cllm.backend.llama.devices import list_devices, wants_gpu
+    from cllm.backend.llama.gguf import GgufHeader
+    from cllm.backend.llama.memory import MemoryFit
+
+    header = GgufHeader(Path(ready.model))
+    fit = MemoryFit(header, ready, list_devices() if wants_gpu(ready) else ())
+    paths = [part.path for part in header.parts] + ([Path(ready.draft_model)] if ready.draft_model else [])
+    return Prepared(config=ready, memory=_sum_up(fit), stamps=tuple(map(stamp, paths)))
+
+
+def _sum_up(fit: MemoryFit) -> dict[str, int]:
+    return {"host": fit.total, **{place.name: place.needed for place in fit.places[1:] if place.needed}}
+
+
+def stamp(path: Path) -> tuple[str, int, int]:
+    """What changes when a file does."""
+    status = path.stat()
+    return str(path), status.st_size, status.st_mtime_ns
+
+
+class SurveyTask(Task, frozen=True, kw_only=True, tag=True):
+    """Which models are to be served; a hub's are pulled. With `all_models`, every model of the list."""
+
+    models: tuple[ModelConfig, ...]
+    common: ModelConfig  # the settings of models that have none of their own
+    all_models: bool = False
+
+    def run(self) -> Survey:
+        """In the process itself. Raises SetupError."""
+        from cllm.models.survey import survey
+
+        return survey(self.models, self.common, all_models=self.all_models)
+
+
+def finish(process: subprocess.Popen[bytes], kind: type[Answer]) -> Answer:
+    """Wait for the answer. Raises SetupError, or KeyboardInterrupt where that ended the process."""
     with process:
         assert process.stdout is not None
         answer = process.stdout.read()  # until it has ended
@@ -85,7 +152,7 @@ def finish(process: subprocess.Popen[bytes]) -> EngineConfig:
     if process.returncode:
         failure = msgspec.json.decode(answer, type=Failure)
         raise from_code(failure.code, failure.message)
-    return msgspec.json.decode(answer, type=EngineConfig)
+    return msgspec.json.decode(answer, type=kind)
 
 
 def _end_with_parent() -> None:
@@ -95,10 +162,10 @@ def _end_with_parent() -> None:
 
 def main() -> int:
     """Prepare what the input says."""
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Preparation)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Preparation | SurveyTask)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     configure_logging(task.log_level)
-    answer: EngineConfig | Failure
+    answer: Prepared | Survey | Failure
     try:
         answer = task.run()
     except CllmError as error:

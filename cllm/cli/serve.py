@@ -1,4 +1,4 @@
-"""`cllm serve`: from settings to a listening server, and to the engine that replaces its first one."""
+"""`cllm serve`: from settings to a listening server, and to the engines that it loads."""
 
 from __future__ import annotations
 
@@ -6,77 +6,148 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Console
 
 from cllm.cli.options import fail, progress_bar, with_options
-from cllm.cli.prepare import Preparation, finish
-from cllm.config import Config, EngineConfig, ServerConfig
-from cllm.errors import CllmError, Forbidden, ReloadFailed, SetupError
+from cllm.cli.prepare import Answer, Preparation, SurveyTask, finish, stamp
+from cllm.cli.served import choose_models, is_several, make_common
+from cllm.config import Config, EngineConfig, ModelConfig, Prepared, ServerConfig
+from cllm.errors import CllmError, ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.engine_registry import EngineRegistry
+from cllm.frontend.served_model import Memory, ServedModel
+from cllm.frontend.tenants import Tenants
 from cllm.logs import configure_logging
+from cllm.models.survey import Survey
 from cllm.server.app import read_defaults
-from cllm.server.serve import bind, serve
+from cllm.server.serve import Listeners, bind, serve
+from cllm.workers.compute_turns import share_turns
 from cllm.workers.executor import ProcessExecutor
+
+MAX_SHOWN = 8  # names in the line that says what is served
 
 
 @with_options(EngineConfig, ServerConfig)
-def serve_command(config: Config, given: frozenset[str]) -> None:
-    """Serve a GGUF model over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
+def serve_command(
+    config: Config,
+    given: frozenset[str],
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+) -> None:
+    """Serve GGUF models over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
     configure_logging(config.server.log_level)
     try:
-        run(config, given)
+        run(config, given, more or ())
     except CllmError as error:
         raise fail(error) from None
     except KeyboardInterrupt:
         pass
 
 
-def run(config: Config, given: frozenset[str] = frozenset()) -> None:
-    """Check everything that needs no model first; then load and serve until a signal ends it."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+def run(config: Config, given: frozenset[str] = frozenset(), more: Sequence[str] = ()) -> None:
+    """Check everything that needs no model first; then load and serve until a signal ends it.
+
+    `more` are the models before the last one, which is the configuration's own.
+    """
     config = config.with_disk_cache()
     if config.server.model_dir:
         os.environ["CLLM_MODEL_DIR"] = config.server.model_dir  # its models have names
     read_defaults(config.server.defaults)  # a wrong one is refused before anything is loaded
+    models = choose_models(config, given, more)
     with contextlib.closing(bind(config.server)) as listeners:
-        process = Preparation(asked=config.engine, given=given, log_level=config.server.log_level).start()
-        # It decides what an interrupt means: it skips a measurement.
-        handler = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
-        try:
-            ready = finish(process)
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        with progress_bar(console) as progress:
-            task = progress.add_task("loading the model", total=1.0)
-            engine = _make_engine(config.server, ready, lambda at: progress.update(task, completed=at))
-
-            def announce(url: str) -> None:
-                progress.stop()
-                assert engine.info is not None and engine.limits is not None
-                console.print(
-                    f"cllm serves {engine.info.name} ({engine.info.description}) at {url}\n"
-                    f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
-                    f"tokens each; API page at {url}/docs; Ctrl-C ends it"
-                )
-
-            with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-                runner.run(serve(engine, config.server, listeners, announce, Reloader(config, ready, given)))
+        if is_several(models, config):
+            _serve_several(config, models, given, listeners)
+        else:
+            _serve_one(config, models[0], listeners)
 
 
-def _make_engine(
-    server: ServerConfig, config: EngineConfig, on_loading: Callable[[float], None] | None = None
-) -> EngineClient:
-    return EngineClient(
-        ProcessExecutor(config, log_level=server.log_level),
-        queue_size=server.queue_size,
-        queue_tokens=server.queue_tokens,
-        max_timeout_s=server.max_timeout_s,
-        on_loading=on_loading,
+def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None:
+    """Serve one model under every name; it is loaded before the server answers."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    server = config.server
+    asked = Preparation(asked=model.engine, given=model.given, log_level=server.log_level)
+    ready = _run_task(asked, Prepared)
+    with progress_bar(console) as progress:
+        task = progress.add_task("loading the model", total=1.0)
+        loader = EngineLoader(server)
+        engine = loader.make(ready, lambda at: progress.update(task, completed=at))
+
+        def announce(url: str) -> None:
+            progress.stop()
+            assert engine.info is not None and engine.limits is not None
+            console.print(
+                f"cllm serves {engine.info.name} ({engine.info.description}) at {url}\n"
+                f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
+                f"tokens each; API page at {url}/docs; Ctrl-C ends it"
+            )
+
+        path = Path(ready.config.model)
+        model = msgspec.structs.replace(model, name=ready.config.alias or path.stem)
+        created = int(path.stat().st_mtime)
+        served = ServedModel(model, loader, engine=engine, prepared=ready, created=created)
+        registry = EngineRegistry([served], tenants=loader.tenants)
+        _run(serve(registry, server, listeners, announce))
+
+
+def _serve_several(
+    config: Config, models: Sequence[ModelConfig], given: frozenset[str], listeners: Listeners
+) -> None:
+    """Serve models by their names; each is loaded when it is asked for."""
+    console, server = Console(stderr=True, highlight=False, soft_wrap=True), config.server
+    if config.engine.alias:
+        raise ConfigError("--alias names one model: give several their names in [models.NAME] of the file")
+    task = SurveyTask(
+        models=tuple(models),
+        common=make_common(config, given),
+        all_models=server.all,
+        log_level=server.log_level,
     )
+    found = _run_task(task, Survey)
+    loader = EngineLoader(server, several=True)
+    served = [ServedModel(each.config, loader, info=each.info, created=each.created) for each in found.models]
+    limit = dict(found.memory)
+    if server.models_memory_mb:
+        limit["host"] = server.models_memory_mb << 20
+    registry = EngineRegistry(
+        served,
+        limit=limit,
+        tenants=loader.tenants,
+        queue_size=server.queue_size,
+        max_wait_s=server.max_timeout_s,
+    )
+    names = [model.name for model in served]
+
+    def announce(url: str) -> None:
+        listed = ", ".join(names[:MAX_SHOWN]) + (" …" if len(names) > MAX_SHOWN else "")
+        memory = ", ".join(f"{size >> 20} MiB of {device}" for device, size in limit.items())
+        plural = "s" if len(names) > 1 else ""
+        console.print(
+            f"cllm serves {len(names)} model{plural} ({listed}) at {url}\n"
+            f"each is loaded when it is asked for, within {memory or 'unknown memory'}; "
+            f"API page at {url}/docs; Ctrl-C ends it"
+        )
+
+    _run(serve(registry, server, listeners, announce))
+
+
+def _run_task(task: Preparation | SurveyTask, kind: type[Answer]) -> Answer:
+    """The answer of a process of its own, which decides what an interrupt means: it skips a measurement."""
+    process = task.start()
+    handler = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
+    try:
+        return finish(process, kind)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        runner.run(serving)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -88,36 +159,70 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class Reloader:
-    """Checks and makes the engines that replace the serving one; called in a thread."""
+class EngineLoader:
+    """Checks settings and makes engines, whose tenants have one account over all of them.
 
-    def __init__(self, config: Config, serving: EngineConfig, given: frozenset[str]) -> None:
-        self._config = config
-        self._serving = serving
-        self._given = given
-        self._made: tuple[EngineClient, EngineConfig] | None = None
+    Engines of `several` models take turns on the CPU. Between two steps their threads must not poll there.
+    """
 
-    def __call__(self, model: str) -> EngineClient:
-        """An engine for a file of --model-dir, or for the one that is served. Raises ClientError."""
-        server = self._config.server
-        if self._made is not None and self._made[0].loaded.exception() is None:
-            self._serving = self._made[1]  # the engine made last could be loaded, so has taken over
-        self._made = None
-        path = find_model(server.model_dir, model) if model else Path(self._serving.model)
-        asked = msgspec.structs.replace(self._config.engine, model=str(path))
-        if str(path) == self._serving.model:
-            # The context as now: what fits beside the old one must not change which requests get a 400.
-            serving = self._serving
+    def __init__(self, server: ServerConfig, *, several: bool = False) -> None:
+        self.tenants = Tenants()
+        self._server = server
+        self._turns = share_turns() if several else None
+
+    def prepare(
+        self,
+        model: ModelConfig,
+        *,
+        serving: EngineConfig | None = None,
+        file: str = "",
+        rooms: Sequence[Memory] = (),
+    ) -> Prepared:
+        """Settings for a file of --model-dir, or for the model's own. Raises CllmError."""
+        if file:
+            path = find_model(self._server.model_dir, file)
+        else:
+            path = Path(serving.model if serving is not None else model.engine.model)
+        asked = msgspec.structs.replace(model.engine, model=str(path))
+        if serving is not None and str(path) == serving.model:
+            # The context as now: what fits beside others must not change which requests get a 400.
             asked = msgspec.structs.replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
-        task = Preparation(asked=asked, given=self._given, log_level=server.log_level, beside=True)
+        task = Preparation(
+            asked=asked,
+            given=model.given,
+            log_level=self._server.log_level,
+            beside=True,
+            rooms=tuple(map(dict, rooms)),
+        )
         try:
-            ready = finish(task.start())
+            ready = finish(task.start(), Prepared)
         except SetupError as error:
             # The client knows the folder; the answer may travel further.
-            raise ReloadFailed(str(error).replace(str(path), path.name)) from None
-        engine = _make_engine(server, ready)
-        self._made = engine, ready
-        return engine
+            reason = str(error).replace(str(path), path.name)
+            fits = not isinstance(error, NotEnoughMemory) or not rooms
+            raise (ReloadFailed if fits else NotEnoughMemory)(reason) from None
+
+        if self._turns is not None and "poll" not in model.given:
+            ready = msgspec.structs.replace(ready, config=msgspec.structs.replace(ready.config, poll=0))
+        return ready
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether the files are still those that were prepared."""
+        with contextlib.suppress(OSError):
+            return all(stamp(Path(each[0])) == each for each in prepared.stamps)
+        return False
+
+    def make(self, prepared: Prepared, on_loading: Callable[[float], None] | None = None) -> EngineClient:
+        """An engine, not started."""
+        server = self._server
+        return EngineClient(
+            ProcessExecutor(prepared.config, log_level=server.log_level),
+            queue_size=server.queue_size,
+            queue_tokens=server.queue_tokens,
+            max_timeout_s=server.max_timeout_s,
+            tenants=self.tenants,
+            on_loading=on_loading,
+        )
 
 
 def find_model(folder: str, name: str) -> Path:

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -27,6 +27,7 @@ from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
 from cllm.errors import EngineDied, IntegrityError, StorageFailed
 from cllm.types import Failure, SlotInfo, Snapshot
+from cllm.workers.compute_turns import get_turns
 from cllm.workers.messages import (
     Cancel,
     ClearCache,
@@ -102,7 +103,7 @@ class EngineCore:
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
-        self._embedded_last = False
+        self._embedded_last, self._turns = False, None if runner.asynchronous else get_turns()
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
@@ -157,7 +158,8 @@ class EngineCore:
         transferred_s = self.scheduler.transfer.seconds
         # Where both have work they alternate: at most one batch of embeddings between two decode steps.
         both = self.embedding.has_work and self.scheduler.has_work
-        self.scheduler.budget.alternates = self.embedding.budget.alternates = both
+        alternates = both or (self._turns is not None and self._turns.contended)
+        self.scheduler.budget.alternates = self.embedding.budget.alternates = alternates
         self._embedded_last = self.embedding.has_work and not (both and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
         results: list[StepResult] = []
@@ -203,7 +205,7 @@ class EngineCore:
         self, scheduler: Scheduler | EmbeddingScheduler, batch: Batch
     ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is bisected until the culprit stands alone."""
-        with self._interrupt.around(batch, self.scheduler.pool):
+        with self._turns or nullcontext(), self._interrupt.around(batch, self.scheduler.pool):
             result = self._guarded(partial(self.runner.submit, batch))
             if result is None:
                 if self.runner.asynchronous:

@@ -356,6 +356,7 @@ class SpecDecodePolicy:
         if cost.split and all(sequence.drafts is not None for sequence in sequences):
             max_padding = min(sequence.draft_room for sequence in sequences)
         max_cost = max(2.0, max_step_s / cost.plain_step_s(rows))
+        context = max(sequence.num_computed for sequence in sequences)
         best, best_rate = DraftPlan(), self.MIN_GAIN * rows  # tokens for a plain step's time
         for length in range(1, max(len(state.proposal) for state in proposals.values()) + 1):
             able = [seq_id for seq_id, state in proposals.items() if len(state.proposal) >= length]
@@ -363,7 +364,7 @@ class SpecDecodePolicy:
             partial = len(able) < rows
             for padded in (False, True) if partial and length <= max_padding else (False,):
                 drafting = all_ids if padded else able
-                relative = cost.draft_step(rows, drafting, length)
+                relative = cost.draft_step(rows, drafting, length, context)
                 allowed = self.MAX_SHARED_COST if partial else max_cost
                 fits = len(drafting) * length <= room and (relative <= allowed or rows == 1)
                 if fits and tokens / relative > best_rate:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Batch, DraftCost, StepResult
+from cllm.backend.base import Batch, DraftCost, Row, StepResult
 
 Vector = npt.NDArray[np.float64]
 
@@ -19,10 +19,13 @@ TILE = 64  # tokens: llama.cpp's flash attention on a CPU takes so many at once,
 
 # Costs relative to a decode step without drafts. That of a lone row is measured at load and fixed from then
 # on: the work of a request depends on its tokens alone, and the same request takes the same steps every time.
+# In a long context attention is most of a step, and a CPU attends token by token: what drafts cost there is
+# measured by the first of them, and fixed as well.
 BATCH1_DRAFT_COST = DraftCost(verify=0.75, token=0.2)  # where it was not measured
 DEFAULT_DRAFT_COST = 0.5  # one draft token for each row, before it was measured
 EXTRA_UBATCH_COST = 0.6  # split KV computes rows of another length in a ubatch of their own
 DEFAULT_TRANSFER_S = 2.5e-10  # a byte between KV memory and host RAM, before it was measured
+LONG_CONTEXT = 1024  # cells
 MILLISECOND = 1e-3
 TINY = 1e-6  # seconds: no step is shorter, whatever a clock says; and the ridge of the fit
 
@@ -167,6 +170,9 @@ class StepCostModel:
         self._plain_s: dict[int, deque[float]] = {}  # by rows: steps in which each row decodes one token
         self._draft_cost: dict[int, dict[int, RunningMedian]] = {}  # by rows and draft tokens a row
         self._refused_drafts = 0
+        self._lone_plain = (0, 0.0)  # the latest plain step of a lone row, after another: context and seconds
+        self._after_plain = False
+        self._long_drafts: dict[int, list[float]] = {}  # of a lone row, a token; by bits of the context
         self._saving, self._restoring = RunningMedian(DEFAULT_TRANSFER_S), RunningMedian(DEFAULT_TRANSFER_S)
 
     # Steps -----------------------------------------------------------------------------------------
@@ -224,10 +230,15 @@ class StepCostModel:
 
     # Drafts ----------------------------------------------------------------------------------------
 
-    def draft_step(self, rows: int, drafting: Collection[int], length: int) -> float:
-        """Relative cost of a step in which these ids of `rows` have `length` draft tokens each."""
+    def draft_step(self, rows: int, drafting: Collection[int], length: int, context: int = 0) -> float:
+        """Relative cost of a step in which these ids of `rows` have `length` draft tokens each.
+
+        `context` is that of a lone row.
+        """
         if rows == 1:
-            return 1 + self._batch1.verify + self._batch1.token * length
+            measured = (self._long_drafts.get(bits, ()) for bits in range(context.bit_length(), 0, -1))
+            each = next((median(costs) for costs in measured if len(costs) == REMEMBERED), 0.0)
+            return 1 + max(self._batch1.verify + self._batch1.token * length, each * length)
         share = len(drafting) / rows
         known = self._draft_cost.get(rows, {})
         nearest = min(known, key=lambda seen: abs(seen - length * share), default=None)
@@ -253,6 +264,8 @@ class StepCostModel:
         """Learn from a decode step; one with a prompt, or with rows computed apart, says nothing."""
         rows = len(batch.rows)
         longest = max(row.outputs for row in batch.rows) - 1
+        if rows == 1:
+            self._observe_lone(batch.rows[0], seconds)
         if rows == 1 or longest < 0 or batch.padding:
             return
         if any(len(row.tokens) != row.outputs for row in batch.rows):
@@ -267,6 +280,19 @@ class StepCostModel:
             known = self._draft_cost.setdefault(rows, {})
             cost = known.setdefault(max(1, round(average)), RunningMedian(DEFAULT_DRAFT_COST))
             cost.observe(max(0.0, seconds / self.plain_step_s(rows) - 1) / average)
+
+    def _observe_lone(self, row: Row, seconds: float) -> None:
+        """In a long context, compare a step with drafts with a plain one near it, until that is known."""
+        context, drafted = row.position, row.outputs - 1
+        after_plain, self._after_plain = self._after_plain, not drafted
+        if context < LONG_CONTEXT or len(row.tokens) != row.outputs:
+            return
+        if not drafted:
+            self._lone_plain = (context, seconds) if after_plain else self._lone_plain
+            return
+        costs, (near, plain_s) = self._long_drafts.setdefault(context.bit_length(), []), self._lone_plain
+        if len(costs) < REMEMBERED and 0 < context - near <= TILE:
+            costs.append(max(0.0, seconds / plain_s - 1) / drafted)
 
     # Transfers -------------------------------------------------------------------------------------
 

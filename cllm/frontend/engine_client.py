@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from cllm.frontend.metrics import EngineMetrics, describe_end
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import RequestQueue
 from cllm.frontend.request_state import RequestState, Stage
+from cllm.frontend.tenants import Tenants
 from cllm.frontend.timers import Timers
 from cllm.text.chat_format import ChatFormat
 from cllm.types import (
@@ -46,7 +47,6 @@ from cllm.types import (
     Request,
     RequestOutput,
     Snapshot,
-    TenantLimits,
     Usage,
 )
 from cllm.workers.executor import Executor, TokenizerClient, settle
@@ -88,6 +88,7 @@ class EngineClient:
         queue_size: int = 1024,
         queue_tokens: int = 0,
         max_timeout_s: float = 0.0,
+        tenants: Tenants | None = None,
         deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments),
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
@@ -98,7 +99,8 @@ class EngineClient:
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._executor = executor
         self._on_loading = on_loading
-        self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s)
+        self._queue = RequestQueue(queue_size, queue_tokens, max_timeout_s, tenants)
+        self.tenants = self._queue.tenants  # their accounts; the engines of a server share them
         # By request: its deadline. By None: the next look at the queue.
         self._timers: Timers[str | None] = Timers(lambda key: self.deliver(self._timer_fired, key))
         self._lock = threading.RLock()
@@ -126,11 +128,12 @@ class EngineClient:
         """Block until the model is loaded; raises what kept it from loading."""
         self.loaded.result(timeout)
 
-    def replace(self, old: EngineClient) -> None:
-        """Take the place of another engine: clients see one set of metrics across both."""
-        old.metrics.take_over(self.metrics)
-        self.metrics = old.metrics
-        self.metrics.watch(self._queue)
+    def use_metrics(self, metrics: EngineMetrics) -> None:
+        """Go on with the metrics of the model's last engine: clients see one set across both."""
+        if metrics is not self.metrics:
+            metrics.take_over(self.metrics)
+            self.metrics = metrics
+            self.metrics.watch(self._queue)
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
@@ -220,11 +223,6 @@ class EngineClient:
                 self._dispatch()  # others may have waited for it
             else:
                 self._executor.send(Cancel(request_id))
-
-    def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
-        """The limits of each `Request.tenant`; replaces what was set. Other tenants have none."""
-        with self._lock:
-            self._queue.tenants.register(limits)
 
     def inspect(self) -> Future[Snapshot]:
         """The engine's own account of itself, taken between two steps."""

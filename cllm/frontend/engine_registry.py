@@ -1,8 +1,7 @@
-"""Engine registry: the engine that serves, and those that only finish what they have: a reload under load.
+"""Engine registry: the models of this server by name, and the rule by which they share its memory.
 
-An idle engine may sleep: it is stopped, and started again for the next request.
-
-A request stays with the engine that served when it came in: its tokens are those of that engine's vocabulary.
+A model is loaded when a request needs it. Room is made by memory: idle models are unloaded, the least
+recently used first; never one with a request. Loads go one after the other, in the order they were asked for.
 """
 
 from __future__ import annotations
@@ -10,153 +9,379 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from cllm.errors import CllmError, EngineNotReady, Forbidden, ReloadFailed, ShuttingDown
+from cllm.config import ModelConfig
+from cllm.errors import (
+    CllmError,
+    DeadlineExceeded,
+    EngineError,
+    EngineNotReady,
+    Forbidden,
+    ModelBusy,
+    ModelDoesNotFit,
+    ModelNotFound,
+    NotEnoughMemory,
+    QueueFull,
+    ShuttingDown,
+)
 from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.metrics import render_models
 from cllm.frontend.request_state import RequestState
+from cllm.frontend.served_model import Memory, ModelStatus, ServedModel
+from cllm.frontend.tenants import Tenants
+from cllm.models.resolve import match_name
 from cllm.types import Health, TenantLimits
 
 log = logging.getLogger(__name__)
-Load = Callable[[str], EngineClient]  # a model's name or "" → an engine, not started; raises CllmError
-GRACE_S = 2.0  # for requests that came in before the change and are still being tokenised
-POLL_S = 0.1
+MAX_WAIT_S = 600.0  # for a model to be loaded, where requests have no time limit
+MAX_LISTED = 20  # names in an error
+LATEST = ":latest"
+LOOK_S = 1.0  # between two looks for models that have been idle too long
+
+
+class Lease:
+    """Keeps a model loaded while an HTTP request needs its engine."""
+
+    def __init__(self, model: ServedModel, released: asyncio.Event) -> None:
+        assert model.engine is not None
+        self.model = model
+        self.engine: EngineClient = model.engine
+        self._released = released
+        self._held = True
+
+    def release(self) -> None:
+        """The request needs it no more. Idempotent."""
+        if self._held:
+            self._held = False
+            self.model.users -= 1
+            self.model.touch()
+            self._released.set()
+            log.debug("model %s is released, %d users", self.model.name, self.model.users)
 
 
 class EngineRegistry:
-    """The engines of this server: `current` serves new requests, the others finish those they have.
+    """The served models. With one, every plain name is served by it; with several, unknown names are refused.
 
-    A handler reads `current` once and keeps that engine to the end of its request.
+    All methods but `stop` are called on the event loop's thread.
     """
 
-    def __init__(self, engine: EngineClient, load: Load | None = None, sleep_idle_s: float = 0.0) -> None:
-        """After `sleep_idle_s` without a request the model is unloaded until the next one. 0: never."""
-        self.current = engine
-        self.asleep = False  # `current` has been stopped, and is loaded again when it is needed
-        self.sleep_idle_s = sleep_idle_s if load is not None else 0.0
-        self._users = 0  # HTTP requests that need the engine
-        self._used = time.monotonic()
-        self._changing = asyncio.Lock()  # falling asleep or waking up
-        self._engines = [engine]  # those that have processes
-        self._load = load
-        self._tenants: Mapping[str, TenantLimits] = {}
-        self._reloading = False
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        *,
+        limit: Memory | None = None,
+        tenants: Tenants | None = None,
+        queue_size: int = 1024,
+        max_wait_s: float = 0.0,
+    ) -> None:
+        """`limit`: bytes by device that the loaded models may take together; a device without one has none.
+
+        At most `queue_size` requests wait for models, each at most `max_wait_s` (0: `MAX_WAIT_S`).
+        """
+        self.served = tuple(models)
+        self.default = self.served[0]
+        self.several = len(models) > 1
+        self.limit: dict[str, int] = dict(limit or {})
+        first = self.default.engine
+        self._tenants = tenants or (first.tenants if first is not None else Tenants())
+        self._queue_size = queue_size
+        self._max_wait_s = max_wait_s or MAX_WAIT_S
+        self._names = {model: list_names(model.config) for model in models}
+        self._turn = asyncio.Lock()  # to load
+        self._changed = asyncio.Event()  # a request has ended, or waits no more
         self._closing = False
-        self._retiring: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def of(cls, engine: EngineClient) -> EngineRegistry:
+        """A registry of one engine, which the caller starts and stops."""
+        return cls([ServedModel(ModelConfig(name="default"), engine=engine)])
+
+    # What is here ------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Every served model as it is now. Read only."""
+        return tuple(model.describe(default=model is self.default) for model in self.served)
+
+    @property
+    def current(self) -> EngineClient:
+        """The engine of the default model, loaded or not. Raises EngineNotReady before its first load."""
+        if self.default.engine is None:
+            raise EngineNotReady(f"{self.default.name} is not loaded yet")
+        return self.default.engine
 
     @property
     def health(self) -> Health:
-        return Health.SLEEPING if self.asleep else self.current.health
+        """Of the one model. Of several: that of the server, whatever happens to one of them."""
+        if not self.several:
+            return self.default.health
+        return Health.DRAINING if self._closing else Health.READY
 
     @property
     def requests(self) -> tuple[RequestState, ...]:
         """The requests of all engines."""
-        return tuple(state for engine in self._engines for state in engine.requests)
+        return tuple(state for model in self.served for state in model.requests)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that the loaded models take together, by device, as predicted."""
+        return dict(_add(model.memory for model in self.served))
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model that serves requests for a name: its name, an alias, or a beginning that no other has.
+
+        Raises ModelNotFound. With one model, any name but a path that leads elsewhere is served by it. A name
+        may begin with a slash: some servers name a model by its folder, and their clients send that. It may
+        end in `:latest`, as Ollama's clients have it.
+        """
+        if not self.several:
+            if name is not None and (".." in name or name.startswith("~") or "\\" in name):
+                raise ModelNotFound("this model does not exist: GET /v1/models lists the models served")
+            return self.default
+        if not name:
+            return self.default
+        found = match_name(name, self._names) or match_name(name.removesuffix(LATEST), self._names)
+        if len(found) == 1:
+            return found[0]
+        listed = ", ".join(model.name for model in (found or self.served)[:MAX_LISTED])
+        more = " …" if len(found or self.served) > MAX_LISTED else ""
+        why = "names several models" if found else "is not served here"
+        raise ModelNotFound(f"the model {name[:100]!r} {why}; choose one of: {listed}{more}")
+
+    async def start(self) -> None:
+        """Load what is loaded from the start: the one model; of several, the first and those that are kept.
+
+        Raises the error that keeps one of them from loading.
+        """
+        for model in self.served:
+            if model.engine is not None:
+                await model.start()
+            elif model is self.default or model.config.keep:
+                (await self.use(model)).release()
+
+    # Using a model -----------------------------------------------------------------------------------
+
+    async def use(self, model: ServedModel, timeout_s: float | None = None) -> Lease:
+        """Load the model if need be, and keep it loaded until the lease is released.
+
+        Raises ModelDoesNotFit, EngineNotReady (it could not be loaded), QueueFull, DeadlineExceeded.
+        """
+        if model.open:
+            model.users += 1
+            model.touch()
+        else:
+            await self._wait_loaded(model, timeout_s)
+        log.debug("model %s is used, %d users", model.name, model.users)
+        return Lease(model, self._changed)
+
+    async def _wait_loaded(self, model: ServedModel, timeout_s: float | None) -> None:
+        """Wait for a load; the caller is a user of the model then."""
+        waiting = sum(len(each.waiters) for each in self.served)
+        if self._closing:
+            raise ShuttingDown("the server is shutting down and takes no new requests")
+        if waiting >= self._queue_size:
+            raise QueueFull(waiting, self._queue_size, LOOK_S)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model.waiters.append(waiter)
+        if model.loading is None:
+            model.loading = asyncio.create_task(self._load(model))
+        limit_s = min(timeout_s or self._max_wait_s, self._max_wait_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                await waiter
+        except BaseException as error:
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
+            elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                model.users -= 1  # it was admitted in the same moment
+            self._changed.set()
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(limit_s, "still waiting for its model to be loaded") from None
+            raise
+
+    async def _load(self, model: ServedModel) -> None:
+        """Load a model for the requests that wait for it, when it is its turn."""
+        error: CllmError | None = None
+        try:
+            async with self._turn:
+                await self._load_now(model)
+        except (ModelDoesNotFit, ShuttingDown) as refusal:
+            error = refusal
+        except CllmError as failure:
+            reason = failure.message.removeprefix("the model could not be loaded: ")
+            error = EngineNotReady(f"{model.name} could not be loaded: {reason}")
+            log.error("model %s could not be loaded: %s", model.name, reason)
+        except Exception as failure:
+            log.exception("model %s could not be loaded", model.name, exc_info=failure)
+            error = EngineError("the model could not be loaded: the server's log has the details")
+        finally:
+            model.loading = None
+            if error is not None:
+                model.fail(error)
+            elif model.loaded:
+                model.admit()
+            elif model.waiters:  # they came when the load had been given up
+                model.loading = asyncio.create_task(self._load(model))
+
+    async def _load_now(self, model: ServedModel) -> None:
+        if model.unloading is not None:
+            await model.unload()  # until it has ended
+        if model.loaded or not model.waiters:
+            return  # it was to leave and could stay, or they have left
+        if not model.can_load:
+            raise EngineNotReady("the model is stopped")
+        started = time.monotonic()
+        try:
+            prepared = await model.prepare(self._rooms(model))
+            if not await self._make_room(model, prepared.memory):
+                return
+        except NotEnoughMemory as error:
+            raise ModelDoesNotFit(f"{model.name} does not fit: {error}") from None
+        await model.load(prepared)
+        log.info("model %s is loaded (%.1f s)", model.name, time.monotonic() - started)
+
+    # Memory ------------------------------------------------------------------------------------------
+
+    def _others(self, model: ServedModel) -> list[ServedModel]:
+        """The other models that may be unloaded: idle ones first, the least recently used first."""
+        found = [each for each in self.served if each is not model and each.loaded and not each.config.keep]
+        return sorted(found, key=lambda each: (not each.quiet, each.used_at))
+
+    def _rooms(self, model: ServedModel) -> list[Memory]:
+        """What the limit leaves for a model: beside all that are loaded, then with more and more unloaded."""
+        used = _add(each.memory for each in self.served if each is not model)
+        rooms = [self._left(used)]
+        for other in self._others(model):
+            used.subtract(other.memory)
+            rooms.append(self._left(used))
+        return rooms if self.limit else []
+
+    def _left(self, used: Mapping[str, int]) -> Memory:
+        return {device: max(0, size - used.get(device, 0)) for device, size in self.limit.items()}
+
+    def _in_the_way(self, model: ServedModel, needed: Memory) -> list[ServedModel]:
+        """The models that must be unloaded before this one fits. Raises ModelDoesNotFit."""
+        used = _add(each.memory for each in self.served if each is not model)
+        chosen: list[ServedModel] = []
+        for other in [*self._others(model), None]:
+            over = [name for name, size in self.limit.items() if used[name] + needed.get(name, 0) > size]
+            if not over:
+                return chosen
+            if other is not None and any(other.memory.get(device) for device in over):
+                chosen.append(other)
+                used.subtract(other.memory)
+        sums = ", ".join(
+            f"{device}: needs {needed.get(device, 0) >> 20} MiB, limit {self.limit[device] >> 20} MiB"
+            + (f", models that are kept {used[device] >> 20} MiB" if used[device] else "")
+            for device in over
+        )
+        raise ModelDoesNotFit(
+            f"{model.name} does not fit ({sums}); give it less context, or raise --models-memory-mb"
+        )
+
+    async def _make_room(self, model: ServedModel, needed: Memory) -> bool:
+        """Unload others until this one fits; False when no request waits for it any more.
+
+        Where only busy models stand in the way, they take no more requests until they are unloaded: else
+        requests for this one could wait for ever. Those that come in for them wait for their own turn.
+        """
+        try:
+            while chosen := self._in_the_way(model, needed):
+                if not model.waiters:
+                    return False
+                if chosen[0].quiet:
+                    await self._unload(chosen[0], f"least recently used, for {model.name}")
+                    continue
+                self._let_leave(chosen)
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._changed.wait()
+            return True
+        finally:
+            self._let_leave(())
+
+    def _let_leave(self, chosen: Sequence[ServedModel]) -> None:
+        """These models take no more requests, and all others do."""
+        for model in self.served:
+            model.leaving = model in chosen
+            if model.waiters and model.open:
+                model.admit()
+
+    async def _unload(self, model: ServedModel, why: str) -> None:
+        log.info("model %s is unloaded: %s", model.name, why)
+        await model.unload()
+        self._changed.set()
+
+    async def unload(self, model: ServedModel) -> None:
+        """Unload a model now. Raises ModelBusy while requests need it."""
+        if not model.loaded:
+            return
+        if not model.can_load:
+            raise Forbidden("this model could not be loaded again")
+        if not model.idle:
+            count = max(model.users, len(model.requests)) + len(model.waiters)
+            raise ModelBusy(f"{model.name} has {count} requests; try again when they have ended")
+        await self._unload(model, "asked for")
+
+    async def unload_idle(self) -> None:
+        """Unload every model that was not used for its `ttl`. Runs until it is cancelled."""
+        while True:
+            limits = [model.ttl_s for model in self.served if model.ttl_s]
+            await asyncio.sleep(min([LOOK_S, *(limit_s / 4 for limit_s in limits)]))
+            for model in self.served:
+                idle = model.loaded and model.idle and model.can_load
+                may = model.ttl_s and not (model.config.keep or self._closing)
+                if idle and may and time.monotonic() - model.used_at >= model.ttl_s:
+                    await self._unload(model, f"idle for {model.ttl_s:.0f} s")
+
+    # The server ----------------------------------------------------------------------------------------
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
-        self._tenants = limits
-        for engine in tuple(self._engines):
-            engine.set_tenants(limits)
+        """The limits of each tenant, over all models."""
+        self._tenants.register(limits)
+
+    def count_refusal(self, code: str) -> None:
+        """A request was refused before its model was known."""
+        self.default.metrics.refused.labels(code).inc()
+
+    def render_metrics(self) -> bytes:
+        """The metrics of all models; with several, each has the label `model`."""
+        if not self.several:
+            return self.default.metrics.render()
+        seen = [model for model in self.served if model is self.default or model.engine is not None]
+        return render_models({model.name: model.metrics for model in seen})
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
         self._closing = True
-        for engine in tuple(self._engines):
-            engine.drain()
+        for model in self.served:
+            model.drain()
 
     def end_all(self) -> None:
         """The time to drain is over: every request left ends with an error."""
-        for engine in tuple(self._engines):
-            engine.end_all()
+        for model in self.served:
+            model.end_all()
 
     def stop(self) -> None:
+        """End all engines, at the same time. From any thread."""
         self._closing = True
-        for engine in tuple(self._engines):
-            engine.stop()
+        with ThreadPoolExecutor(len(self.served)) as pool:
+            list(pool.map(ServedModel.stop, self.served))
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """While this is open the model does not fall asleep."""
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            self._used = time.monotonic()
 
-    async def sleep_when_idle(self) -> None:
-        """Unload the model whenever there was no request for `sleep_idle_s`. Runs until it is cancelled."""
-        while self.sleep_idle_s:
-            await asyncio.sleep(min(1.0, self.sleep_idle_s / 4))
-            used = self._users or self.requests or self._reloading or self.asleep or self._closing
-            if not used and time.monotonic() - self._used >= self.sleep_idle_s:
-                async with self._changing:
-                    self.asleep = True
-                    await asyncio.to_thread(self.current.stop)
-                log.info("idle for %.0f s: the model is unloaded until the next request", self.sleep_idle_s)
+def list_names(config: ModelConfig) -> list[str]:
+    """Every name that stands for a model, in lower case."""
+    return [name.lower() for name in (config.name, *config.aliases, *config.names)]
 
-    async def wake(self) -> None:
-        """Load the model again if it sleeps. Raises EngineNotReady."""
-        if not self.asleep:
-            return
-        async with self._changing:
-            if not self.asleep:
-                return  # another request has done it
-            assert self._load is not None
-            try:
-                old, new = self.current, await self._start(await asyncio.to_thread(self._load, ""))
-            except CllmError as error:
-                raise EngineNotReady(f"the model sleeps and could not be loaded again: {error}") from None
-            self.current, self.asleep = new, False
-            new.replace(old)
-            self._engines.remove(old)
-        log.info("the model is loaded again")
 
-    async def reload(self, model: str) -> EngineClient:
-        """Load an engine and let it take over; returns it. Raises CllmError: then nothing has changed."""
-        if self._load is None:
-            raise Forbidden("the model of this server cannot be changed")
-        if self._reloading:
-            raise ReloadFailed("another model is being loaded already; try again when it serves")
-        self._reloading = True
-        try:
-            new = await self._start(await asyncio.to_thread(self._load, model))
-        finally:
-            self._reloading = False
-        old, self.current = self.current, new
-        new.replace(old)
-        task = asyncio.create_task(self._retire(old))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
-        log.info("a new engine serves; the old one has %d requests to finish", len(old.requests))
-        return new
-
-    async def _start(self, new: EngineClient) -> EngineClient:
-        """Start an engine and wait until it is ready; nothing is left of one that fails."""
-        new.deliver = asyncio.get_running_loop().call_soon_threadsafe
-        new.set_tenants(self._tenants)
-        self._engines.append(new)
-        try:
-            if self._closing:
-                raise ShuttingDown("the server is shutting down")
-            new.start()
-            await asyncio.wrap_future(new.loaded)
-            if self._closing:
-                raise ShuttingDown("the server is shutting down")
-        except BaseException as error:
-            await asyncio.to_thread(new.stop)
-            self._engines.remove(new)
-            if isinstance(error, CllmError) and not isinstance(error, ShuttingDown):
-                raise ReloadFailed(f"the model could not be loaded: {error}") from None
-            raise
-        return new
-
-    async def _retire(self, old: EngineClient) -> None:
-        """End an engine when its last request has ended."""
-        await asyncio.sleep(GRACE_S)
-        while old.requests:
-            await asyncio.sleep(POLL_S)
-        await asyncio.to_thread(old.stop)
-        self._engines.remove(old)
-        log.info("the old engine has ended")
+def _add(parts: Iterable[Memory]) -> Counter[str]:
+    """The sum by device."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return total

@@ -165,6 +165,34 @@ class EngineMetrics:
         return generate_latest(self.registry)
 
 
+def render_models(models: Mapping[str, EngineMetrics]) -> bytes:
+    """The exposition format of several models: every metric once, its samples by `model`."""
+    registry = CollectorRegistry()
+    registry.register(ModelsCollector({name: metrics.registry for name, metrics in models.items()}))
+    return generate_latest(registry)
+
+
+class ModelsCollector(Collector):
+    """The metrics of several registries, each sample with the label `model`."""
+
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model, registry in self._registries.items():
+            for family in registry.collect():
+                shown = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    shown.samples.append(sample._replace(labels={"model": model, **sample.labels}))
+        return families.values()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # else it would be collected when it is registered, and lose speeds since the last scrape
+
+
 def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
     """The end of a request in one line of the log."""
     assert output.usage is not None and output.finish_reason is not None

@@ -36,12 +36,20 @@ class RequestQueue:
     it has run, nothing else goes, generation or embedding: so it waits only for what is in the engine.
     """
 
-    def __init__(self, queue_size: int, queue_tokens: int = 0, max_timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        queue_size: int,
+        queue_tokens: int = 0,
+        max_timeout_s: float = 0.0,
+        tenants: Tenants | None = None,
+    ) -> None:
+        """`tenants` are shared with the queues of other engines, all on one thread."""
         self.queue_size = queue_size
         self.queue_tokens = queue_tokens  # 0: no limit
         self.max_timeout_s = max_timeout_s  # 0: no limit
         self.drain_rate = DrainRate()
-        self.tenants = Tenants()
+        self.tenants = tenants or Tenants()
+        self.tenants.queues += 1
         self._generation = FairQueue(self.tenants)
         self._embedding = FairQueue(self.tenants)  # these hold no slot: they have a limit of their own
         self.states: dict[str, RequestState] = {}  # every accepted request, by id
@@ -339,7 +347,7 @@ class FairQueue:
             line = self._next_allowed(each, free, kept or {})
             if line is not None:
                 state = line.head
-                state.tenant.virtual = self._tenants.virtual_time = self._tenants.start_tag(state.tenant)
+                self._tenants.let_in(state.tenant)
                 each.served = now
                 self.remove(state)
                 return state

@@ -130,6 +130,7 @@ class Tenants:
         self._period = 0
         self._weight = self._max_weight = 0.0  # of the active: the sum, and the largest
         self.virtual_time = 0.0  # start tag of the request that was let in last
+        self.queues = 0  # that share these accounts, one for each engine so far
 
     def register(self, limits: Mapping[str, TenantLimits]) -> None:
         """Replace all limits. Accounts go on; changed limits count from now."""
@@ -213,8 +214,22 @@ class Tenants:
         """Its place in virtual time; an idle tenant starts now, without credit for the past."""
         return max(self.virtual_time, tenant.virtual)
 
+    def let_in(self, tenant: Tenant) -> None:
+        """A request of this tenant goes to an engine: virtual time advances to its start tag.
+
+        With several queues no further than to the least of those that wait: a tenant that is alone in one of
+        them must not take from another, which waits elsewhere, what that has not had.
+        """
+        tag = tenant.virtual = self.start_tag(tenant)
+        if self.queues > 1:
+            waiting = (other.virtual for other in self._active if other.waiting)
+            tag = max(self.virtual_time, min([tag, *waiting]))
+        self.virtual_time = tag
+
     def settle(self) -> None:
-        """No request is left: what a tenant had while it was alone is no debt."""
+        """A queue is empty. Where all are: what a tenant had while it was alone is no debt."""
+        if any(tenant.waiting or tenant.running for tenant in self._active):
+            return
         self.virtual_time = max([self.virtual_time, *(each.virtual for each in self._tenants.values())])
 
     def _forget(self) -> None:

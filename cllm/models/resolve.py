@@ -5,10 +5,10 @@ A plain path needs nothing but this module: hubs and caches are imported where a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cllm.errors import ModelFileError
 from cllm.models.reference import parse_hub
@@ -16,6 +16,7 @@ from cllm.models.reference import parse_hub
 if TYPE_CHECKING:
     from cllm.models.store import StoredModel
 
+Named = TypeVar("Named")
 NEAR = 5
 SHOWN = 12
 
@@ -67,14 +68,13 @@ def find_by_name(text: str, folders: str = "") -> StoredModel:
 
     models = scan(folders)
     wanted = text.lower()
-    for test in (str.__eq__, str.startswith):
-        found = [model for model in models if any(test(name, wanted) for name in _names(model))]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = ", ".join(model.name for model in found[:SHOWN])
-            raise ModelFileError(f"{text!r} names {len(found)} models: {names}; give more of the name")
-    known = {name: model.name for model in models for name in _names(model)}
+    found = match_name(text, {model: list_names(model) for model in models})
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(model.name for model in found[:SHOWN])
+        raise ModelFileError(f"{text!r} names {len(found)} models: {names}; give more of the name")
+    known = {name: model.name for model in models for name in list_names(model)}
     near = dict.fromkeys(known[name] for name in get_close_matches(wanted, known, n=NEAR, cutoff=0.5))
     hint = f"; near it: {', '.join(near)}" if near else ""
     pull = f", `cllm pull hf:{text}` gets one" if text.count("/") == 1 else ", `cllm search` finds others"
@@ -83,7 +83,16 @@ def find_by_name(text: str, folders: str = "") -> StoredModel:
     )
 
 
-def _names(model: StoredModel) -> list[str]:
+def match_name(text: str, names: Mapping[Named, Sequence[str]]) -> list[Named]:
+    """Those with this name, of the names of each in lower case; else those with one that begins with it."""
+    wanted = text.lower()
+    for test in (str.__eq__, str.startswith):
+        if found := [each for each, own in names.items() if any(test(name, wanted) for name in own)]:
+            return found
+    return []
+
+
+def list_names(model: StoredModel) -> list[str]:
     """Every way to name a stored model, in lower case."""
     full = model.name.lower()
     short = full.partition(":")[2] if model.repo else full

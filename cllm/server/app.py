@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,21 +14,32 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cllm import __version__
 from cllm.config import ServerConfig
-from cllm.errors import ConfigError
+from cllm.errors import ConfigError, ModelNotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server import errors, openapi
+from cllm.server.hold import HoldMiddleware
 from cllm.server.keys import KeyRing
 from cllm.server.middleware import (
     AuthMiddleware,
     BodyLimitMiddleware,
     HeadersMiddleware,
     TrustedHostMiddleware,
-    WakeMiddleware,
     split_list,
 )
 from cllm.server.protocol.sampling import SamplingBody
-from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import (
+    admin,
+    chat,
+    embeddings,
+    generate,
+    llama,
+    messages,
+    ollama,
+    ollama_store,
+    openai,
+    responses,
+)
 
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -45,8 +55,8 @@ def create_app(
     engines: Mapping[str, EngineClient | EngineRegistry], config: ServerConfig, keys: KeyRing | None = None
 ) -> FastAPI:
     """The ASGI application. The engines are started and stopped by the caller."""
-    (given,) = engines.values()  # several models: later; the signature is ready for it
-    registry = given if isinstance(given, EngineRegistry) else EngineRegistry(given)
+    (given,) = engines.values()
+    registry = given if isinstance(given, EngineRegistry) else EngineRegistry.of(given)
     app = FastAPI(
         title="cllm",
         version=__version__,
@@ -55,18 +65,28 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry = registry
-    app.state.created = int(time.time())
     app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
     app.state.defaults = read_defaults(config.defaults)
-    app.state.add_defaults = partial(add_defaults, app.state.defaults)
+    app.state.add_defaults = ModelDefaults(registry, app.state.defaults)
     app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
     keys = keys or KeyRing(config.api_keys, config.api_key)
     openapi.install(app, closed=keys.closed)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for module in (generate, openai, chat, responses, messages, embeddings, llama, admin):
+    for module in (
+        generate,
+        openai,
+        chat,
+        responses,
+        messages,
+        embeddings,
+        llama,
+        ollama,
+        ollama_store,
+        admin,
+    ):
         app.router.routes.extend(module.router.routes)
     _add_middleware(app, registry, config, keys)
     return app
@@ -76,15 +96,21 @@ def read_defaults(setting: str) -> dict[str, Any]:
     """The fields for requests that lack them. Raises ConfigError."""
     try:
         defaults = msgspec.json.decode(setting, type=dict[str, Any]) if setting else {}
-        SamplingBody.model_validate(defaults)
     except msgspec.MsgspecError:
         raise ConfigError(f"--defaults is not a JSON object: {setting[:80]!r}") from None
+    return check_defaults(defaults, "--defaults")
+
+
+def check_defaults(defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields for requests, checked. Raises ConfigError."""
+    try:
+        SamplingBody.model_validate(dict(defaults))
     except ValidationError as error:
         message, _ = errors.describe_validation([dict(each) for each in error.errors()])
-        raise ConfigError(f"--defaults: {message}") from None
-    if "max_tokens" in defaults:
-        defaults.setdefault("max_output_tokens", defaults["max_tokens"])  # its name on /v1/responses
-    return defaults
+        raise ConfigError(f"{where}: {message}") from None
+    if "max_tokens" in defaults:  # it has this name on /v1/responses
+        return {"max_output_tokens": defaults["max_tokens"], **defaults}
+    return dict(defaults)
 
 
 def add_defaults(defaults: Mapping[str, Any], body: Any) -> Any:
@@ -104,14 +130,36 @@ def add_defaults(defaults: Mapping[str, Any], body: Any) -> Any:
     return {**body, **{name: value for name, value in defaults.items() if name not in given}, **merged}
 
 
+class ModelDefaults:
+    """Adds the defaults that a body lacks: those of its model, and below them the server's."""
+
+    def __init__(self, registry: EngineRegistry, common: Mapping[str, Any]) -> None:
+        self._registry = registry
+        self._common = common
+        self._merged = {
+            model.name: {**common, **check_defaults(model.config.defaults, f"[models.{model.name}] defaults")}
+            for model in registry.served
+            if model.config.defaults
+        }
+
+    def __bool__(self) -> bool:
+        """False where there are none at all: bodies need not be looked at."""
+        return bool(self._common or self._merged)
+
+    def __call__(self, body: Any) -> Any:
+        defaults = self._common
+        if self._merged and isinstance(body, dict):
+            name = body.get("model")
+            with suppress(ModelNotFound):  # the route refuses it
+                model = self._registry.find(name if isinstance(name, str) else None)
+                defaults = self._merged.get(model.name, defaults)
+        return add_defaults(defaults, body)
+
+
 def _add_middleware(app: FastAPI, registry: EngineRegistry, config: ServerConfig, keys: KeyRing) -> None:
     """The layers around the routes; the last one added is the outermost."""
-
-    def count_refusal(code: str) -> None:
-        registry.current.metrics.refused.labels(code).inc()
-
-    if registry.sleep_idle_s:
-        app.add_middleware(WakeMiddleware, registry=registry)
+    count_refusal = registry.count_refusal
+    app.add_middleware(HoldMiddleware)
     app.add_middleware(
         BodyLimitMiddleware, max_bytes=config.max_body_mb << 20, max_header_bytes=config.max_header_kb << 10
     )

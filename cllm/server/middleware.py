@@ -12,15 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cllm.errors import ClientError, CllmError, Forbidden, InvalidRequest, Unauthorized
+from cllm.errors import ClientError, Forbidden, InvalidRequest, Unauthorized
 from cllm.frontend.async_calls import CALLER, Caller
-from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.errors import error_body, error_status
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
 
 OPEN = ("/health", "/v1/health")  # the paths that never need a key
-ADMIN = ("/debug", "/admin", "/metrics", "/slots")
+ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/api/pull", "/api/delete")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 _KEYLESS = TenantLimits(role="admin")  # every request of a server without keys
 
@@ -186,42 +185,6 @@ def _get_key(scope: Scope) -> str | None:
     if (given := headers.get(b"x-api-key")) is not None:
         return str(given.decode("utf-8", "surrogateescape").strip())
     return None
-
-
-class WakeMiddleware:
-    """Loads a sleeping model for the requests that need it, and keeps it loaded meanwhile."""
-
-    ASLEEP = frozenset(
-        [
-            "/health",
-            "/v1/health",
-            "/ready",
-            "/metrics",
-            "/props",
-            "/models",
-            "/v1/models",
-            "/docs",
-            "/openapi.json",
-        ]
-    )
-
-    def __init__(self, app: ASGIApp, *, registry: EngineRegistry) -> None:
-        self._app = app
-        self._registry = registry
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.ASLEEP:
-            await self._app(scope, receive, send)
-            return
-        with self._registry.in_use():
-            try:
-                await self._registry.wake()
-            except CllmError as error:
-                status = error_status(error)
-                body = error_body(scope["path"], status, error.code, str(error))
-                await JSONResponse(body, status)(scope, receive, send)
-            else:
-                await self._app(scope, receive, send)
 
 
 class BodyLimitMiddleware:

@@ -25,6 +25,7 @@ TAGS = {
     "OpenAI": "For OpenAI's SDKs and compatible clients.",
     "Anthropic": "For Anthropic's SDKs.",
     "embeddings": "Embeddings of texts, and rankings and scores by a reranker.",
+    "Ollama": "For Ollama's clients that speak no other API; names may end in `:latest`.",
     "llama-server": "llama.cpp's own server: scripts written for it run unchanged.",
     "operation": "Health, metrics, debugging and administration.",
 }
@@ -156,7 +157,7 @@ def _responses(path: str, method: str, about: dict[str, Any], required: str | No
         statuses |= {401, 500, 503}
     if method == "post":
         statuses |= {400, 408, 413, 415}
-    if path.startswith("/v1/") and (method == "post" or "{" in path):
+    if path.startswith(("/v1/", "/api/")) and (method == "post" or "{" in path):
         statuses.add(404)
     if about["computes"]:
         statuses |= {429, 504}

@@ -16,8 +16,7 @@ import uvicorn
 
 from cllm.config import ServerConfig
 from cllm.errors import ConfigError, PortInUse
-from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.engine_registry import EngineRegistry, Load
+from cllm.frontend.engine_registry import EngineRegistry
 from cllm.server.app import create_app
 from cllm.server.connection import GuardedConnection, ReadTurns, make_limits
 from cllm.server.keys import KeyRing
@@ -104,27 +103,20 @@ class Listeners(list[socket.socket]):
 
 
 async def serve(
-    first: EngineClient,
+    registry: EngineRegistry,
     config: ServerConfig,
     listeners: Listeners,
     announce: Callable[[str], None],
-    load: Load | None = None,
 ) -> None:
-    """Load and serve until a signal ends it. Raises the error that keeps the model from loading.
-
-    `load` makes the engine that takes over at a reload.
-    """
+    """Load and serve until a signal ends it. Raises the error that keeps a model from loading."""
     keys, tls = KeyRing(config.api_keys, config.api_key), make_tls(config)
     if not keys.closed and not is_loopback(config.host):
         reach = "every client that reaches %s can use this server (--api-keys; see SECURITY.md)"
         log.warning(f"no API key is set: {reach}", config.host)
     loop = asyncio.get_running_loop()
-    first.deliver = loop.call_soon_threadsafe
-    registry = EngineRegistry(first, load, config.sleep_idle_s)
     registry.set_tenants(keys.tenants)
-    first.start()
     try:
-        await asyncio.wrap_future(first.loaded)
+        await registry.start()
         settings = uvicorn.Config(
             create_app({"default": registry}, config, keys),
             log_config=None,
@@ -145,9 +137,9 @@ async def serve(
         host, port = listeners[0].getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        sleeping = loop.create_task(registry.sleep_when_idle())
+        unloading = loop.create_task(registry.unload_idle())
         await server.serve(sockets=listeners)
-        sleeping.cancel()
+        unloading.cancel()
     finally:
         await loop.run_in_executor(None, registry.stop)
 

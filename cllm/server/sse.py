@@ -26,6 +26,7 @@ GONE = 499  # the status of a response whose client has disconnected
 DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n\n"  # an event that every client ignores
 BEAT_S = 4.0  # of silence, after which a stream shows that it is alive
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 def encode(event: Any) -> bytes:
@@ -88,7 +89,7 @@ class EventStream(Response):
         events: AsyncIterator[bytes],
         beat: bytes = COMMENT,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})
         del self.headers["content-length"]
         self._engine = engine
         self._streams = streams

@@ -7,29 +7,47 @@ from itertools import groupby
 
 from starlette.requests import Request as HttpRequest
 
-from cllm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from cllm.errors import CllmError, ContextLengthExceeded, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
+from cllm.frontend.served_model import ServedModel
+from cllm.server.hold import get_hold
 from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import ConstraintKind, ConstraintSpec, Request
 from cllm.workers.messages import CheckConstraint, Text, TokenizeText, Tokens
 
 
 def get_registry(http: HttpRequest) -> EngineRegistry:
-    """The engines of the app. A handler asks once for the `current` one, which serves its whole request."""
+    """The models of the app."""
     registry = http.app.state.registry
     assert isinstance(registry, EngineRegistry)
     return registry
 
 
-def check_model(name: str | None) -> None:
-    """Any plain name is served by the one loaded model; raises ModelNotFound for a path that leads elsewhere.
+def find_model(http: HttpRequest, name: str | None = None) -> ServedModel:
+    """The model of a name, else of `?model=`, else the default one. Raises ModelNotFound."""
+    return get_registry(http).find(name or http.query_params.get("model"))
 
-    A name may begin with a slash: some servers name a model by its folder, and their clients send that.
+
+async def use_engine(
+    http: HttpRequest, name: str | None = None, *, stream: bool = False, timeout_s: float | None = None
+) -> EngineClient:
+    """The engine for an HTTP request, which stays loaded until its response has ended. A handler asks once.
+
+    The model is that of `find_model`; it is loaded if need be, within `timeout_s`. The head of a `stream` of
+    events is sent meanwhile, and comments. Raises ModelNotFound, ModelDoesNotFit, EngineNotReady, QueueFull,
+    DeadlineExceeded, and ClientGone where the client leaves meanwhile.
     """
-    if name is not None and (".." in name or name.startswith("~") or "\\" in name):
-        raise ModelNotFound("this model does not exist: GET /v1/models lists the models served")
+    registry, hold = get_registry(http), get_hold(http.scope)
+    model = find_model(http, name)
+    if model.open:
+        return hold.add(await registry.use(model)).engine
+    try:
+        return (await hold.wait(registry.use(model, timeout_s), stream=stream)).engine
+    except CllmError as error:
+        model.metrics.refused.labels(error.code).inc()
+        raise
 
 
 def model_name(engine: EngineClient, asked: str | None) -> str:

@@ -101,6 +101,7 @@ def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
     """Serve `ScriptedRunner` over HTTP until a signal ends it."""
     from cllm.cli.serve import _new_event_loop
     from cllm.frontend.engine_client import EngineClient
+    from cllm.frontend.engine_registry import EngineRegistry
     from cllm.logs import configure_logging
     from cllm.server.serve import bind, serve
     from cllm.workers.executor import ProcessExecutor
@@ -114,7 +115,7 @@ def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
         contextlib.closing(bind(server)) as listeners,
         asyncio.Runner(loop_factory=_new_event_loop) as runner,
     ):
-        runner.run(serve(engine, server, listeners, announce))
+        runner.run(serve(EngineRegistry.of(engine), server, listeners, announce))
 
 
 def main(arguments: list[str]) -> int:

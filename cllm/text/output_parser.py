@@ -76,6 +76,9 @@ class OutputParser:
 
     def feed(self, text: str) -> list[OutputEvent]:
         """Add text; returns the events that are now certain."""
+        waits = self._buffer or self._lead or self._read != self._read_text
+        if not waits and not self._markers.may_be_in(text):
+            return self._run.add(text, ContentText)  # nearly every piece of an answer
         self._buffer += text
         return self._drain(final=False)
 
@@ -319,6 +322,10 @@ class _TextMarkers:
         if found is None or (not final and self._may_grow(found[0], text[found.start() :])):
             return None
         return self._by_core[found[0]], found.start()
+
+    def may_be_in(self, text: str) -> bool:
+        """False for a text in which no marker starts."""
+        return self._first.search(text) is not None
 
     def count_kept(self, text: str) -> int:
         """The characters at the end of a text that may start a marker."""

@@ -54,6 +54,6 @@ def test_the_table_holds_every_route(embedded: Server) -> None:
 
 
 def test_every_client_has_a_snippet() -> None:
-    clients = {"openai", "anthropic", "langchain_openai", "litellm", "llm", "instructor"}
+    clients = {"openai", "anthropic", "langchain_openai", "litellm", "llm", "instructor", "ollama"}
     assert {package(snippet) for snippet in PYTHON} == clients
     assert "open-webui" in PAGE and SHELL

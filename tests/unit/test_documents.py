@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import reference
+
 ROOT = Path(__file__).parents[2]
 FAILURE_MODES = ROOT / "tests" / "failure_modes"
 ROW = re.compile(r"^\| `([a-z0-9-]+)` \| .+ \| `(test_\w+\.py)` \|$", re.MULTILINE)
@@ -55,3 +57,7 @@ def test_each_invariant_is_enforced_and_tested(name: str) -> None:
     tests = re.findall(r"`(test_\w+)`", SECTIONS[name])
     assert modules and [module for module in modules if not (ROOT / module).is_file()] == []
     assert tests and sorted(set(tests) - TESTS) == []
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    assert reference.main(["--check"]) == 0, "run python scripts/reference.py"

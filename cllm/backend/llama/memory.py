@@ -59,6 +59,8 @@ MAX_PARALLEL = 8
 # A coding agent's first message (16,000 tokens) and the answer to it: a second slot must not cost that.
 AGENT_SHARE = 20480
 MIN_SHARE = 512
+# Where a model is prepared beside others, by device: bytes it may take, and how many others free before that.
+ROOM: dict[str, tuple[int, int]] = {}
 MAX_MORE_CPU_LAYERS = 1.25  # times as many on the CPU, which the time of a step follows, for `AGENT_SHARE`
 
 
@@ -74,7 +76,14 @@ def available_memory() -> int | None:
         usage = Path("/sys/fs/cgroup/memory.stat").read_text().split()
         held = sum(int(usage[usage.index(name) + 1]) for name in ("anon", "shmem"))
         found.append(max(0, limit - held))
-    return min(found, default=None)
+    limit, freed = ROOM.get("host", (1 << 62, 0))
+    return min(limit, min(found) + freed) if found else None
+
+
+def list_free_devices() -> list[Device]:
+    """The GPUs, with the memory that is left to this model."""
+    rooms = [(device, *ROOM.get(device.name, (device.free, 0))) for device in list_devices()]
+    return [device._replace(free=min(limit, device.free + freed)) for device, limit, freed in rooms]
 
 
 def repacked_bytes(header: GgufHeader) -> int:
@@ -417,7 +426,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         draft = resolve(config.draft_model, offline=config.offline).resolve()
         config = msgspec.structs.replace(config, draft_model=str(draft))
     if devices is None:
-        devices = list_devices() if asked_layers(config) != 0 else ()
+        devices = list_free_devices() if asked_layers(config) != 0 else ()
     fit = MemoryFit(header, config, devices)
     if not fit.fits:
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")

@@ -15,14 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import DeferredFrees, Library, Owned, ThreadpoolParams
+from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.config import EngineConfig
+from cllm.workers.compute_turns import get_turns
 
 log = logging.getLogger(__name__)
 
 
 class CpuTimes(NamedTuple):
-    """Seconds: by the clock, of work on our cores, and of that the part of this process."""
+    """Seconds: by the clock, of work on our cores, and of that the part of this server's engines."""
 
     now: float
     busy: float
@@ -69,7 +70,9 @@ def read_cpu_times(stat: Path = Path("/proc/stat")) -> CpuTimes | None:
                 ticks += user + nice + system + sum(interrupts_and_steal)
     except (OSError, ValueError):
         return None
-    return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+    turns = get_turns()  # the other engines of this server do not compute at the same time
+    own = turns.cpu_s if turns is not None else time.process_time()
+    return CpuTimes(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own)
 
 
 class ThreadGovernor:
@@ -145,16 +148,16 @@ class Workers:
             self.threads = self.governor.look()
         if self._attached.get(context) == self.threads:
             return
-        library = self._library
+        api = self._library.api
         pool = self._pools.get(self.threads)
         if pool is None:
-            params = ThreadpoolParams()
-            library.threadpool_params(params, self.threads)
+            params = api.ggml_threadpool_params()
+            api.ggml_threadpool_params_init(params, self.threads)
             params.poll = self._poll
-            pool = Owned(library.threadpool_new(params), library.threadpool_free, self._deferred_frees)
+            pool = Owned(api.ggml_threadpool_new(params), api.ggml_threadpool_free, self._deferred_frees)
             self._pools[self.threads] = pool
-        library.attach_threadpool(context, pool.pointer, pool.pointer)
-        library.api.llama_set_n_threads(context, self.threads, self.threads)
+        api.llama_attach_threadpool(context, pool.pointer, pool.pointer)
+        api.llama_set_n_threads(context, self.threads, self.threads)
         self._attached[context] = self.threads
 
     def close(self) -> None:

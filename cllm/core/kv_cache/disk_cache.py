@@ -76,7 +76,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._work: Work[Moved] | None = None  # of the first
         self._slice: Future[Any] | None = None  # of that
         self._write_s = 0.0  # of its slices so far
-        self._refreshing: Future[list[DiskEntry]] | None = None
+        self._refreshing: Future[Scan] | None = None
         self._refreshed_at = time.monotonic()
         self._retry_at = 0.0
         self._said = False  # that it cannot be written
@@ -255,22 +255,27 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         return None if self._slice is not None else 0.0
 
     def _refresh(self, idle_s: float) -> None:
-        """Once a pause, look for what other servers of this model have written."""
+        """Once a pause, look for what other engines have written."""
         now = time.monotonic()
         if now - self._refreshed_at > idle_s:
             self._refreshed_at = now
             self._refreshing = self._submit(partial(self._folder.find_new, self._known_paths()))
 
-    def _take_refreshed(self, refreshing: Future[list[DiskEntry]]) -> None:
-        known = self._known_paths()
-        for entry in refreshing.result() if refreshing.exception() is None else ():
+    def _take_refreshed(self, refreshing: Future[Scan]) -> None:
+        if refreshing.exception() is not None:
+            return
+        found, known = refreshing.result(), self._known_paths()
+        for entry in found.entries:
             if entry.path not in known:
                 self.insert(entry)
-                self.bytes += entry.size
+        self._others = deque(sorted(other for other in found.others if other.path not in known))
+        writing = get_file_size(self._queue[0]) if self._work is not None else 0
+        self.bytes = writing + sum(one.size for one in self.entries)
+        self.bytes += sum(other.size for other in self._others)
         self._make_room(0)
 
     def _known_paths(self) -> set[Path]:
-        known = {entry.path for entry in self.entries} | {other.path for other in self._others}
+        known = {entry.path for entry in self.entries}
         return known | {self._folder.get_path(entry) for entry in self._queue}
 
     def _save_one(self, candidates: Iterable[Candidate], idle_s: float) -> float | None:
@@ -348,7 +353,7 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         self._make_room(size)
         self.bytes += size
         self._write_s = 0.0
-        slices = self._folder.write(entry)
+        slices = self._folder.write(entry, self.limit)
         return Work(run_slices(slices), slices.close)
 
     def _timed(self, operation: Operation) -> Any:

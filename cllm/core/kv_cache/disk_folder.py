@@ -23,6 +23,7 @@ from cllm.core.kv_cache.cache_file import (
     CacheFileWriter,
     Moved,
     get_digest,
+    get_file_size,
     get_reason,
     strip_states,
 )
@@ -110,16 +111,42 @@ class CacheFolder:
                     found = found._replace(ignored=found.ignored + ours)
         return found
 
-    def find_new(self, known: Set[Path]) -> list[DiskEntry]:
-        """What other servers of this model have written: the entries of files that are not known."""
-        found = []
-        for path in _list(self._folder):
-            if path.suffix == SUFFIX and path not in known:
-                with contextlib.suppress(OSError):  # it is gone again
-                    status = path.lstat()
-                    if stat.S_ISREG(status.st_mode) and (entry := self._find(path, status)) is not None:
-                        found.append(entry)
+    def find_new(self, known: Set[Path]) -> Scan:
+        """What other engines have written: entries of this model that are not known, and all other files."""
+        found = Scan([], [], 0)
+        for path in self._list_files():
+            if path in known:
+                continue
+            with contextlib.suppress(OSError):  # it is gone again
+                status = path.lstat()
+                ours = path.parent == self._folder and stat.S_ISREG(status.st_mode)
+                if ours and (entry := self._find(path, status)) is not None:
+                    found.entries.append(entry)
+                else:
+                    found.others.append(OtherFile(status.st_mtime, status.st_size, path))
         return found
+
+    def _list_files(self) -> list[Path]:
+        """The files of all models."""
+        folders = [folder for folder in _list(self._root) if not folder.is_symlink()]
+        return [path for folder in folders for path in _list(folder) if path.suffix == SUFFIX]
+
+    def _make_room(self, size: int, limit: int) -> None:
+        """Remove the files of any model that were not used for the longest time, so that `size` bytes fit.
+
+        Other engines write here, too, and this one knows only what it found when it last looked.
+        """
+        found = []
+        for path in self._list_files():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                found.append(OtherFile(status.st_mtime, status.st_size, path))
+        size += sum(file.size for file in found)
+        for file in sorted(found):
+            if size <= limit:
+                return
+            remove(file.path)
+            size -= file.size
 
     def _find(self, path: Path, status: os.stat_result) -> DiskEntry | None:
         """What a file holds, by its head, its length and its name; None if they do not agree."""
@@ -146,8 +173,11 @@ class CacheFolder:
             raise StateFileError("the state file is another than was indexed")
         return found
 
-    def write(self, entry: Entry) -> Slices[Moved]:
-        """Write an entry to its file. Raises StorageFailed; then nothing is left of it."""
+    def write(self, entry: Entry, limit: int) -> Slices[Moved]:
+        """Write an entry to its file, within the `limit` for all files, in bytes.
+
+        Raises StorageFailed; then nothing is left of it.
+        """
         path = self.get_path(entry)
         temporary = path.with_name(f".{path.stem}-{secrets.token_hex(_NAME_BYTES)}{TEMPORARY}")
         # Unsynced: after a power failure it may be damaged, and that is found out.
@@ -156,6 +186,7 @@ class CacheFolder:
                 _make_private(folder)
             writer.open()
             yield from writer.write(entry)
+            self._make_room(get_file_size(entry), limit)
             return writer.finish()
 
     def clear(self) -> None:

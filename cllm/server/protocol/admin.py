@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from pydantic import ConfigDict, Field
 
+from cllm.frontend.served_model import ModelState, ModelStatus
 from cllm.server.protocol.base import Body, Text
 from cllm.types import SlotInfo
 
@@ -43,6 +44,49 @@ class ReloadBody(Body):
     )
 
     model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-360M-Instruct-Q8_0.gguf"}})
+
+
+class ModelNameBody(Body):
+    """`POST /admin/models/load` and `/admin/models/unload`."""
+
+    model: Text = Field(
+        min_length=1,
+        max_length=256,
+        description="Name or alias of a served model",
+        examples=["SmolLM2-135M-Instruct"],
+    )
+
+    model_config = ConfigDict(json_schema_extra={"example": {"model": "SmolLM2-135M-Instruct"}})
+
+
+class ModelsResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Every served model, and the memory that the loaded ones take together, as predicted; by device."""
+
+    models: tuple[ModelStatus, ...]
+    memory_bytes: dict[str, int]
+    memory_limit_bytes: dict[str, int]
+
+
+MODEL_STATUS_EXAMPLE = ModelStatus(
+    name="SmolLM2-135M-Instruct",
+    state=ModelState.READY,
+    default=True,
+    memory_bytes={"host": 1879048192},
+    last_used=1767225600.0,
+    loaded_at=1767225590.0,
+    context=4096,
+    slots=8,
+    size_bytes=96862464,
+    parameters=134515584,
+    architecture="llama",
+    quantization="Q4_1",
+    file="SmolLM2-135M-Instruct-Q4_1.gguf",
+)
+MODELS_EXAMPLE = ModelsResponse(
+    models=(MODEL_STATUS_EXAMPLE,),
+    memory_bytes={"host": 1879048192},
+    memory_limit_bytes={"host": 8589934592},
+)
 
 
 class ReloadResponse(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from cllm.server.protocol.base import (
     Body,
     JsonObject,
     JsonValue,
+    ModelName,
     Text,
     TimedResponse,
     TokenLimit,
@@ -189,6 +190,7 @@ Chosen = Annotated[
 class ConversationBody(ThinkingBody):
     """Messages and tools, as `/apply-template` also takes them."""
 
+    model: ModelName = None
     messages: list[MessageBody] = Field(
         min_length=1,
         max_length=MAX_MESSAGES,

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import make_template_options
-from cllm.server.protocol.base import Body, StopText, Text, TimedResponse, TokenIds, make_timings
+from cllm.server.protocol.base import Body, ModelName, StopText, Text, TimedResponse, TokenIds, make_timings
 from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 from cllm.types import FinishReason, RequestOutput, TokenLogprob, Usage
 
@@ -33,9 +33,7 @@ Effort = Annotated[
 class ModelBody(Body):
     """Fields that nearly all of OpenAI's routes have."""
 
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
-    )
+    model: ModelName = None
     user: Name | None = Field(None, description="Ignored", examples=["ann"])
 
 

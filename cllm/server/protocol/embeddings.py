@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from cllm.server.protocol.base import Body, Text, TokenId, TokenIds
+from cllm.server.protocol.base import Body, ModelName, Text, TokenId, TokenIds
 from cllm.server.protocol.completions import ModelBody
 
 MAX_INPUTS = 2048
@@ -97,6 +97,7 @@ class EmbeddingsBody(ModelBody):
 class LlamaEmbeddingBody(Body):
     """`POST /embedding`, as llama-server has it."""
 
+    model: ModelName = None
     content: Input = Field(
         validation_alias=AliasChoices("content", "input"),
         description=f"A text, texts, token ids, or lists of token ids; at most {MAX_INPUTS} inputs",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
-from cllm.server.protocol.base import Body, StopText, Text, TokenIds, TokenLimit
+from cllm.server.protocol.base import Body, ModelName, StopText, Text, TokenIds, TokenLimit
 from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Pooling, Usage
 
@@ -19,6 +19,7 @@ REASONING_MARKERS = ("<think>", "[THINK]", "<|channel|>", "reasoning_content", "
 class GenerateBody(ConstrainedBody):
     """`POST /generate` and `/generate_stream`."""
 
+    model: ModelName = None
     prompt: Text = Field(
         min_length=1, description="Raw text; no chat template is applied", examples=["Once upon a time"]
     )
@@ -42,6 +43,7 @@ class GenerateBody(ConstrainedBody):
 class EncodeBody(Body):
     """`POST /encode`."""
 
+    model: ModelName = None
     text: Text = Field(
         description="Text to tokenise; control tokens in it are plain text",
         examples=["Once upon a time"],
@@ -53,6 +55,7 @@ class EncodeBody(Body):
 class DecodeBody(Body):
     """`POST /decode`."""
 
+    model: ModelName = None
     tokens: TokenIds = Field(
         max_length=1_000_000, description="Token ids of this model", examples=[[1, 2, 3]]
     )
@@ -173,6 +176,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     context_length: int
     capabilities: list[str]
+    loaded: bool = True
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     meta: ModelMeta
@@ -234,9 +238,19 @@ def get_file_type(info: ModelInfo) -> str:
     return info.description.rpartition(" ")[2]
 
 
-def make_model(info: ModelInfo, limits: Limits, created: int, name: str = "") -> Model:
-    """The model that is served, under the `name` it was asked for by."""
-    context = limits.request_tokens if info.generates else limits.embed.tokens
+def make_model(
+    info: ModelInfo,
+    limits: Limits | None,
+    created: int,
+    name: str = "",
+    *,
+    aliases: tuple[str, ...] = (),
+    loaded: bool = True,
+) -> Model:
+    """A model that is served, under the `name` it was asked for by. Without limits it was never loaded."""
+    context = info.context_train
+    if limits is not None:
+        context = limits.request_tokens if info.generates else limits.embed.tokens
     return Model(
         id=name or info.name,
         created=created,
@@ -244,7 +258,8 @@ def make_model(info: ModelInfo, limits: Limits, created: int, name: str = "") ->
         max_model_len=context,
         context_length=context,
         capabilities=list(_list_capabilities(info)),
-        aliases=(info.name,),
+        loaded=loaded,
+        aliases=(info.name, *aliases),
         meta=ModelMeta(
             info.vocabulary_size,
             context,

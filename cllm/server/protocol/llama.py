@@ -9,7 +9,7 @@ import msgspec
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from cllm.chat.conversation import Conversation
-from cllm.server.protocol.base import Body, SourceText, Text, TokenId, TokenIds
+from cllm.server.protocol.base import Body, ModelName, SourceText, Text, TokenId, TokenIds
 from cllm.server.protocol.chat import ConversationBody
 from cllm.server.protocol.completions import MAX_CHOICES, MAX_PROMPTS
 from cllm.server.protocol.sampling import ConstrainedBody, get_sampling_bounds, sampling_field
@@ -70,6 +70,7 @@ class LlamaSamplingBody(ConstrainedBody):
 class LlamaCompletionBody(LlamaSamplingBody):
     """`POST /completion`. -1 tokens is no limit, and the prompt may contain control tokens."""
 
+    model: ModelName = None
     prompt: Prompts = Field(
         description="Text (control tokens in it are parsed), token ids, both mixed, or a list of prompts",
         examples=["1+1=", [12, " and ", 34]],
@@ -188,6 +189,7 @@ class InfillBody(LlamaCompletionBody):
 class LlamaTokenizeBody(Body):
     """`POST /tokenize`."""
 
+    model: ModelName = None
     content: Text | Annotated[list[Text | TokenId], Field(fail_fast=True)] = Field(
         "", description="Text to tokenise, or texts and token ids mixed", examples=["1+1="]
     )
@@ -201,6 +203,7 @@ class LlamaTokenizeBody(Body):
 class LlamaDetokenizeBody(Body):
     """`POST /detokenize`."""
 
+    model: ModelName = None
     tokens: TokenIds = Field(default=[], description="Token ids", examples=[[33, 27, 33, 45]])
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [33, 27, 33, 45]}})
@@ -220,6 +223,7 @@ class ApplyTemplateBody(ConversationBody):
 class SlotBody(Body):
     """`POST /slots/{id}`."""
 
+    model: ModelName = None
     filename: Text = Field(
         "",
         max_length=60,

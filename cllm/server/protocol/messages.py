@@ -24,13 +24,14 @@ from cllm.server.protocol.base import (
     Body,
     JsonObject,
     JsonValue,
+    ModelName,
     StopText,
     Text,
     TokenLimit,
     ToolDescription,
     skip_tools,
 )
-from cllm.server.protocol.completions import Effort, Name, ReasoningBudget
+from cllm.server.protocol.completions import Effort, ReasoningBudget
 from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.text.chat_format import Tool
 
@@ -151,7 +152,9 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"] = Field(description="Always `thinking`")
     thinking: Text = Field(description="The reasoning", examples=[chat.REASONING])
-    signature: Text | None = Field(None, description="Ignored: reasoning is not signed here", examples=[""])
+    signature: Text | None = Field(
+        None, description="Of any server, or none: taken as it comes, not checked", examples=["bm9uZQ=="]
+    )
 
     def add_to(self, builder: MessageBuilder, role: str) -> None:
         if self.thinking:
@@ -259,9 +262,7 @@ class CountBody(ConstrainedBody):
 
     form = "output_config.format"
 
-    model: Name | None = Field(
-        None, description="Any plain name; the loaded model serves it", examples=["any"]
-    )
+    model: ModelName = None
     messages: list[Message] = Field(
         min_length=1,
         max_length=MAX_MESSAGES,
@@ -436,6 +437,7 @@ class ContentDelta(msgspec.Struct):
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
     partial_json: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
 
 
 class MessageEvent(StreamEvent):

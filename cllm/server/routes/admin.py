@@ -15,7 +15,7 @@ from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
-from cllm.server.submit import get_registry
+from cllm.server.submit import find_model, get_registry, use_engine
 from cllm.types import Health, Snapshot
 from cllm.workers.messages import StateFileDone
 
@@ -54,13 +54,29 @@ _NOT_RELOADED = (
     "another model is being loaded already; try again when it serves",
     "The model could not be changed; the old one serves on",
 )
+_BUSY = (
+    "model_busy",
+    "SmolLM2-135M-Instruct has 3 requests; try again when they have ended",
+    "Requests need the model",
+)
+_DOES_NOT_FIT = (
+    "model_does_not_fit",
+    "Qwen3-30B-A3B does not fit (host: needs 33012 MiB, limit 15360 MiB); give it less context, or raise "
+    "--models-memory-mb",
+    "The model needs more than the limit leaves beside those that are kept",
+)
 router = APIRouter(tags=["operation"])
+
+
+def get_health(http: HttpRequest) -> Health:
+    """Of the server; with `?model=`, of that model."""
+    return find_model(http).health if "model" in http.query_params else get_registry(http).health
 
 
 @router.get("/health", **documented(api.HealthResponse("ok", "ready")))
 async def health(http: HttpRequest) -> Response:
     """Alive: 200, also while the engine restarts; 503 once it has crashed too often in a row."""
-    health = get_registry(http).health
+    health = get_health(http)
     status, code = ("failed", 503) if health is Health.FAILED else ("ok", 200)
     return StructResponse(api.HealthResponse(status, health.value), code)
 
@@ -68,7 +84,7 @@ async def health(http: HttpRequest) -> Response:
 @router.get("/ready", **documented(api.HealthResponse("ready")))
 async def ready(http: HttpRequest) -> Response:
     """Ready: 200 when a request sent now would be computed."""
-    health = get_registry(http).health
+    health = get_health(http)
     ready = health in (Health.READY, Health.SLEEPING)
     return StructResponse(api.HealthResponse(health.value), 200 if ready else 503)
 
@@ -76,8 +92,8 @@ async def ready(http: HttpRequest) -> Response:
 @router.get("/metrics", **documented(_METRICS))
 async def metrics(http: HttpRequest) -> Response:
     """Metrics in Prometheus' text format."""
-    metrics = get_registry(http).current.metrics
-    return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    metrics = get_registry(http).render_metrics()
+    return Response(metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def inspect(engine: EngineClient) -> Snapshot:
@@ -92,7 +108,7 @@ async def inspect(engine: EngineClient) -> Snapshot:
 @router.get("/debug/kv", **documented(api.KV_EXAMPLE))
 async def debug_kv(http: HttpRequest) -> Response:
     """Show the slots, the KV cells and every lease, taken between two steps."""
-    snapshot = await inspect(get_registry(http).current)
+    snapshot = await inspect(await use_engine(http))
     total, leased = snapshot.sequences_total, len(snapshot.leases)
     response = api.KVResponse(
         sequences=api.SlotCounts(total, leased, total - leased, snapshot.slots_cached),
@@ -135,29 +151,58 @@ async def answer(asked: Future[StateFileDone]) -> Response:
 @router.post("/admin/prefixes/save", **documented(_STATE_FILE, errors={507: _NOT_WRITTEN}))
 async def save(body: api.StateFileBody, http: HttpRequest) -> Response:
     """Write the prefix cache in RAM to a file."""
-    return await answer(get_registry(http).current.save_prefixes(body.name))
+    return await answer((await use_engine(http)).save_prefixes(body.name))
 
 
 @router.post("/admin/prefixes/restore", **documented(_STATE_FILE, errors=_NOT_RESTORED))
 async def restore(body: api.StateFileBody, http: HttpRequest) -> Response:
     """Load a file into the prefix cache in RAM, as far as it fits."""
-    return await answer(get_registry(http).current.restore_prefixes(body.name))
+    return await answer((await use_engine(http)).restore_prefixes(body.name))
 
 
 @router.post("/admin/cache/clear", **documented(_CLEARED, errors={507: _NOT_CLEARED}))
 async def clear_cache(http: HttpRequest) -> Response:
     """Forget every cached prefix: in slots, in RAM and on disk; and all stored responses.
 
-    What runs is not touched.
+    What runs is not touched. Of several models, those of the default one, or of `?model=`.
     """
     responses: int = http.app.state.responses.clear()
-    done = await asyncio.wrap_future(get_registry(http).current.clear_cache())
+    done = await asyncio.wrap_future((await use_engine(http)).clear_cache())
     return StructResponse(api.CacheClearedResponse(done.entries, done.tokens, responses))
+
+
+@router.get("/admin/models", **documented(api.MODELS_EXAMPLE))
+async def list_models(http: HttpRequest) -> Response:
+    """List the served models: state, memory, last use."""
+    registry = get_registry(http)
+    answer = api.ModelsResponse(
+        models=registry.models, memory_bytes=registry.memory, memory_limit_bytes=registry.limit
+    )
+    return StructResponse(answer)
+
+
+@router.post("/admin/models/load", **documented(api.MODEL_STATUS_EXAMPLE, errors={507: _DOES_NOT_FIT}))
+async def load_model(body: api.ModelNameBody, http: HttpRequest) -> Response:
+    """Load a model, and wait until it serves."""
+    await use_engine(http, body.model)
+    return _describe(http, body.model)
+
+
+@router.post("/admin/models/unload", **documented(api.MODEL_STATUS_EXAMPLE, errors={409: _BUSY}))
+async def unload_model(body: api.ModelNameBody, http: HttpRequest) -> Response:
+    """Unload a model that no request needs; its prefixes are saved."""
+    await get_registry(http).unload(find_model(http, body.model))
+    return _describe(http, body.model)
+
+
+def _describe(http: HttpRequest, name: str) -> Response:
+    model = find_model(http, name)
+    return StructResponse(model.describe(default=model is get_registry(http).default))
 
 
 @router.post("/admin/reload", **documented(_RELOADED, errors={409: _NOT_RELOADED}))
 async def reload(body: api.ReloadBody, http: HttpRequest) -> Response:
     """Load a model beside the one that serves, then change over; running streams end on the old one."""
-    info, limits = loaded(await get_registry(http).reload(body.model))
+    info, limits = loaded(await find_model(http).reload(body.model))
     answer = api.ReloadResponse(info.name, info.description, limits.sequences, limits.request_tokens)
     return StructResponse(answer)

@@ -24,7 +24,7 @@ from cllm.server.protocol.base import LargeJsonRoute, StructResponse, Timings, d
 from cllm.server.protocol.completions import make_prompt_logprobs, make_usage
 from cllm.server.routes.llama_completion import make_verbose, watch_prompt
 from cllm.server.sse import DONE, GONE, EventStream, collect, encode
-from cllm.server.submit import check_model, get_registry, make_request, model_name
+from cllm.server.submit import make_request, model_name, use_engine
 from cllm.text.output_parser import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
 from cllm.types import FinishReason, RequestOutput, TokenLogprob
 
@@ -189,8 +189,7 @@ def _make_older_delta(event: OutputEvent) -> api.ChunkDelta:
 @router.post(ROUTE, **documented(api.EXAMPLE, events=EXAMPLE_EVENTS, computes=True))
 async def chat(body: api.ChatBody, http: HttpRequest) -> Response:
     """Answer a conversation, possibly with tool calls."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     request = await make_request(
         engine,
         http,

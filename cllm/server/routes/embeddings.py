@@ -21,7 +21,7 @@ from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.protocol import embeddings as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.sse import GONE, collect
-from cllm.server.submit import check_model, get_registry, model_name, tokenize_pieces
+from cllm.server.submit import model_name, tokenize_pieces, use_engine
 from cllm.text.embeddings import RAW, to_vector
 from cllm.types import Pooling, Request
 from cllm.workers.messages import TokenizePairs, TokenizeTexts, TokenLists
@@ -44,7 +44,7 @@ _RANKED = api.RerankResponse(model="bge-reranker-v2-m3", results=[api.Ranked(0, 
 router = APIRouter(tags=["embeddings"], route_class=LargeJsonRoute)
 
 
-async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:
+async def encode_entries(entries: Iterable[Any]) -> list[Any]:
     """Entries as JSON. A call may hold a million numbers: the event loop gets a turn every few entries."""
     encoded: list[Any] = []
     for entry in entries:
@@ -137,8 +137,7 @@ async def score_pairs(
 @router.post("/v1/embeddings", **documented(_EMBEDDINGS, computes=True))
 async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings of length 1."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model)
     length = embedding_length(engine)
     if loaded(engine)[0].pooling is Pooling.NONE:
         raise InvalidRequest(
@@ -169,7 +168,7 @@ async def embeddings(body: api.EmbeddingsBody, http: HttpRequest) -> Response:
 @router.post("/embeddings", response_model=None, include_in_schema=False)
 async def llama_embedding(body: api.LlamaEmbeddingBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings, in llama-server's shape."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     length = embedding_length(engine)
     found = await embed(engine, await tokenize_inputs(engine, body.content, "content"), http)
     if found is None:
@@ -188,8 +187,7 @@ async def llama_embedding(body: api.LlamaEmbeddingBody, http: HttpRequest) -> Re
 @router.post("/reranking", response_model=None, include_in_schema=False)
 async def rerank(body: api.RerankBody, http: HttpRequest) -> Response:
     """Order documents by how well they answer a query; needs a reranker."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model)
     texts = body.plain_texts
     found = await score_pairs(engine, [body.query], texts, "documents", http)
     if found is None:
@@ -217,8 +215,7 @@ async def rerank(body: api.RerankBody, http: HttpRequest) -> Response:
 @router.post("/score", response_model=None, include_in_schema=False)
 async def score(body: api.ScoreBody, http: HttpRequest) -> Response:
     """Score pairs of texts, one with one, one with many, or each with its own; needs a reranker."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model)
     found = await score_pairs(engine, body.queries, body.documents, "text_2", http)
     if found is None:
         return Response(status_code=GONE)

@@ -18,7 +18,7 @@ from cllm.server.errors import failure_event
 from cllm.server.protocol import generate as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
-from cllm.server.submit import check_tokens, get_registry, make_request
+from cllm.server.submit import check_tokens, make_request, use_engine
 from cllm.types import FinishReason, Request, Usage
 from cllm.workers.messages import Detokenize, Text, TokenizeText, Tokens
 
@@ -74,7 +74,7 @@ async def generate(body: api.GenerateBody, http: HttpRequest) -> Response:
     """Complete a prompt; with `stream: true`, the events of `/generate_stream`."""
     if body.stream:
         return await generate_stream(body, http)
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model, timeout_s=body.timeout)
     started = time.perf_counter()
     request = await _make_request(engine, body, http)
     stream = engine.submit(request, AsyncOutputStream)
@@ -101,7 +101,7 @@ async def generate(body: api.GenerateBody, http: HttpRequest) -> Response:
 @router.post("/generate_stream", **documented(None, events=_EVENTS, computes=True))
 async def generate_stream(body: api.GenerateBody, http: HttpRequest) -> Response:
     """Complete a prompt as server-sent events."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model, stream=True, timeout_s=body.timeout)
     stream = engine.submit(await _make_request(engine, body, http), AsyncOutputStream)
     return EventStream(engine, [stream], events(stream))
 
@@ -109,14 +109,15 @@ async def generate_stream(body: api.GenerateBody, http: HttpRequest) -> Response
 @router.post("/encode", **documented(api.EncodeResponse((6403, 1980, 253, 655), 4)))
 async def encode_text(body: api.EncodeBody, http: HttpRequest) -> Response:
     """Convert text to token ids."""
-    tokens = (await run_tokenizer(get_registry(http).current, TokenizeText(body.text), Tokens)).tokens
+    engine = await use_engine(http, body.model)
+    tokens = (await run_tokenizer(engine, TokenizeText(body.text), Tokens)).tokens
     return StructResponse(api.EncodeResponse(tokens, len(tokens)))
 
 
 @router.post("/decode", **documented(api.DecodeResponse("Once upon")))
 async def decode_tokens(body: api.DecodeBody, http: HttpRequest) -> Response:
     """Convert token ids to text."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     task = Detokenize(check_tokens(engine, body.tokens, "tokens"))
     return StructResponse(api.DecodeResponse((await run_tokenizer(engine, task, Text)).text))
 
@@ -124,5 +125,5 @@ async def decode_tokens(body: api.DecodeBody, http: HttpRequest) -> Response:
 @router.get("/model/info", **documented(api.MODEL_EXAMPLE))
 async def model_info(http: HttpRequest) -> Response:
     """Describe the model that is served, and its limits."""
-    info, limits = loaded(get_registry(http).current)
+    info, limits = loaded(await use_engine(http))
     return StructResponse(api.ModelInfoResponse(**msgspec.structs.asdict(info), limits=limits))

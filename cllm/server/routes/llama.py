@@ -29,7 +29,8 @@ from cllm.server.protocol.responses import InputTokens
 from cllm.server.routes import admin, chat, openai, responses
 from cllm.server.routes.llama_completion import ROUTE, answer
 from cllm.server.sse import encode
-from cllm.server.submit import check_tokens, get_registry, tokenize_pieces
+from cllm.server.submit import check_tokens, find_model, get_registry, tokenize_pieces, use_engine
+from cllm.types import Health
 from cllm.workers.messages import (
     Pieces,
     RenderChat,
@@ -67,7 +68,7 @@ async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
 @router.post("/completions", **_HIDDEN)
 async def completion(body: bodies.LlamaCompletionBody, http: HttpRequest) -> Response:
     """Complete prompts."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     engine.check_capacity()
     limit = loaded(engine)[1].request_tokens
     prompts = []
@@ -80,7 +81,7 @@ async def completion(body: bodies.LlamaCompletionBody, http: HttpRequest) -> Res
 @router.post("/infill", **_COMPLETION)
 async def infill(body: bodies.InfillBody, http: HttpRequest) -> Response:
     """Fill the gap in a text; needs a model with fill-in-the-middle tokens."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     engine.check_capacity()
     limit = loaded(engine)[1].request_tokens
     # The text is cut at its far ends so that the answer fits.
@@ -93,7 +94,7 @@ async def infill(body: bodies.InfillBody, http: HttpRequest) -> Response:
 @router.post("/tokenize", **documented(api.LlamaTokens((33, 27, 33, 45))))
 async def tokenize(body: bodies.LlamaTokenizeBody, http: HttpRequest) -> Response:
     """Convert text to token ids."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     pieces = [body.content] if isinstance(body.content, str) else body.content
     special = {"add_special": body.add_special, "parse_special": body.parse_special}
     tokens = await tokenize_pieces(engine, pieces, "content", **special)
@@ -108,7 +109,7 @@ async def tokenize(body: bodies.LlamaTokenizeBody, http: HttpRequest) -> Respons
 @router.post("/detokenize", **documented(api.LlamaContent("1+1=")))
 async def detokenize(body: bodies.LlamaDetokenizeBody, http: HttpRequest) -> Response:
     """Convert token ids to text."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     tokens = check_tokens(engine, body.tokens, "tokens")
     return StructResponse(api.LlamaContent(await spell(engine, tokens)))
 
@@ -116,7 +117,7 @@ async def detokenize(body: bodies.LlamaDetokenizeBody, http: HttpRequest) -> Res
 @router.post("/apply-template", **documented(api.LlamaPrompt("<|im_start|>user\nWhat is AI?<|im_end|>\n")))
 async def apply_template(body: bodies.ApplyTemplateBody, http: HttpRequest) -> Response:
     """Render a conversation with the model's chat template."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     conversation = body.conversation()
     task = RenderChat(conversation.for_template())
     return StructResponse(api.LlamaPrompt((await run_tokenizer(engine, task, Text)).text))
@@ -126,15 +127,17 @@ async def apply_template(body: bodies.ApplyTemplateBody, http: HttpRequest) -> R
 @router.post("/v1/chat/completions/input_tokens", **_HIDDEN)
 async def count_chat(body: ConversationBody, http: HttpRequest) -> Response:
     """Count the prompt tokens of a conversation."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     return StructResponse(InputTokens(await count_tokens(engine, body.conversation(), constrained=False)))
 
 
 @router.get("/props", **documented(api.PROPS_EXAMPLE))
 async def props(http: HttpRequest) -> Response:
     """Describe the model and the defaults."""
-    registry = get_registry(http)
-    info, limits = loaded(registry.current)
+    model = find_model(http)
+    if model.engine is None:
+        raise EngineNotReady(f"{model.name} is not loaded yet")
+    info, limits = loaded(model.engine)
     routes = http.app.state.open_routes
     params = api.make_params(http.app.state.defaults)
     described = api.LlamaProps(
@@ -151,7 +154,7 @@ async def props(http: HttpRequest) -> Response:
         bos_token=info.begin_text,
         eos_token=info.end_text,
         build_info=f"cllm {__version__}",
-        is_sleeping=registry.asleep,
+        is_sleeping=model.health is Health.SLEEPING,
     )
     return StructResponse(described)
 
@@ -175,13 +178,13 @@ async def slots(http: HttpRequest, fail_on_no_slot: str = "") -> Response:
     """List the slots, and what each computes."""
     if "-/slots" in http.app.state.open_routes:
         raise NotSupported("slots are not shown: start the server without --no-slots")
-    registry = get_registry(http)
-    limits = loaded(registry.current)[1]
-    snapshot = await admin.inspect(registry.current)
+    engine = await use_engine(http)
+    limits = loaded(engine)[1]
+    snapshot = await admin.inspect(engine)
     leases = {lease.seq_id: lease.request_id for lease in snapshot.leases}
     if fail_on_no_slot and len(leases) >= limits.sequences:
         raise EngineNotReady("no slot is free")
-    running = {state.request.id: state for state in registry.requests}
+    running = {state.request.id: state for state in get_registry(http).requests}
     shown = []
     for number in range(limits.sequences):
         slot = api.LlamaSlot(id=number, n_ctx=limits.request_tokens, is_processing=number in leases)
@@ -203,7 +206,7 @@ async def use_slot(
     id_slot: int, action: Literal["save", "restore", "erase"], body: bodies.SlotBody, http: HttpRequest
 ) -> Response:
     """Save what is cached to a file, restore it, or forget it: of all slots, whichever is named."""
-    engine = get_registry(http).current
+    engine = await use_engine(http, body.model)
     if not 0 <= id_slot < loaded(engine)[1].sequences:
         raise InvalidRequest("id_slot: there is no such slot", "id_slot")
     started = time.perf_counter()

@@ -11,15 +11,17 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from cllm.errors import EngineNotReady
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
+from cllm.frontend.served_model import ServedModel
 from cllm.server.errors import failure_body
 from cllm.server.protocol import completions as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented, get_timings
-from cllm.server.protocol.generate import LISTED_MODEL, ModelList, make_entry, make_model
+from cllm.server.protocol.generate import LISTED_MODEL, Model, ModelList, make_entry, make_model
 from cllm.server.sse import COMMENT, DONE, GONE, EventStream, collect, encode
-from cllm.server.submit import check_model, check_tokens, get_registry, make_request
+from cllm.server.submit import check_tokens, find_model, get_registry, make_request, use_engine
 from cllm.text.prompt import Gap
 from cllm.types import RequestOutput, Usage
 from cllm.workers.messages import Detokenize, Text, TokenizeInfill, TokenizerTask, TokenizeText, Tokens
@@ -41,24 +43,29 @@ router = APIRouter(tags=["OpenAI"], route_class=LargeJsonRoute)
 @router.get("/v1/models", **documented(ModelList(data=[LISTED_MODEL])))
 async def models(http: HttpRequest) -> Response:
     """List the models."""
-    info, limits = loaded(get_registry(http).current)
-    model = make_model(info, limits, http.app.state.created)
-    return StructResponse(ModelList(data=[model], models=[make_entry(info)]))
+    served = get_registry(http).served
+    entries = [make_entry(model.info) for model in served if model.info is not None]
+    return StructResponse(ModelList(data=[describe_model(model) for model in served], models=entries))
 
 
 @router.get("/v1/models/{name:path}", **documented(LISTED_MODEL))
 async def model(name: str, http: HttpRequest) -> Response:
     """Describe the model that serves requests for this name."""
-    check_model(name)
-    info, limits = loaded(get_registry(http).current)
-    return StructResponse(make_model(info, limits, http.app.state.created, name))
+    return StructResponse(describe_model(find_model(http, name), name))
+
+
+def describe_model(model: ServedModel, name: str = "") -> Model:
+    """A model, under the `name` it was asked for by. What is not known before a load is the header's."""
+    if model.info is None:
+        raise EngineNotReady("the model is still loading")
+    aliases = model.config.aliases
+    return make_model(model.info, model.limits, model.created, name, aliases=aliases, loaded=model.loaded)
 
 
 @router.post(ROUTE, **documented(api.COMPLETION_EXAMPLE, events=(encode(_CHUNK), DONE), computes=True))
 async def completions(body: api.CompletionBody, http: HttpRequest) -> Response:
     """Complete prompts."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     info, limits = loaded(engine)
     best_of = body.best_of or body.n
     logprobs = body.logprobs is not None

@@ -22,7 +22,7 @@ from cllm.server.protocol import responses as api
 from cllm.server.protocol.base import JSON, LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ChatTokenLogprob, make_logprobs
 from cllm.server.protocol.items import Item
-from cllm.server.submit import check_constraint, check_model, get_registry, make_request, model_name
+from cllm.server.submit import check_constraint, make_request, model_name, use_engine
 from cllm.text.folding import parse_object
 from cllm.text.output_parser import OutputEvent
 from cllm.types import Failure, FinishReason, RequestOutput, TokenLogprob
@@ -320,8 +320,7 @@ def _get_input(block: Block) -> str:
 @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))
 async def responses(body: api.ResponsesBody, http: HttpRequest) -> Response:
     """Answer an input, possibly with tool calls; `previous_response_id` continues a stored response."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model, stream=body.stream, timeout_s=body.timeout)
     history = _load_history(body, http)
     request = await make_request(
         engine,
@@ -341,8 +340,7 @@ async def responses(body: api.ResponsesBody, http: HttpRequest) -> Response:
 @router.post(f"{ROUTE}/input_tokens", **documented(api.InputTokens(14)))
 async def input_tokens(body: api.ResponsesBody, http: HttpRequest) -> Response:
     """Count the tokens of an input, as the chat template renders it."""
-    engine = get_registry(http).current
-    check_model(body.model)
+    engine = await use_engine(http, body.model)
     if (constraint := body.constraint()) is not None:
         await check_constraint(engine, constraint, body.form_field)
     conversation = body.to_conversation(_load_history(body, http))

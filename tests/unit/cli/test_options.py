@@ -31,7 +31,7 @@ def flags(*structs: type[EngineConfig | ServerConfig]) -> set[str]:
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that `cllm serve` would have served."""
     found: list[Config] = []
-    monkeypatch.setattr(serve, "run", lambda config, given: found.append(config))
+    monkeypatch.setattr(serve, "run", lambda config, given, more: found.append(config))
     monkeypatch.setattr(deprecated, "_warned", set())
     return found
 

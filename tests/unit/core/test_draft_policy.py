@@ -44,7 +44,7 @@ class Priced(StepCostModel):
         self.draft = draft
         self.doubts = 0
 
-    def draft_step(self, rows, drafting, length):  # type: ignore[no-untyped-def]
+    def draft_step(self, rows, drafting, length, context=0):  # type: ignore[no-untyped-def]
         plain = super().draft_step(rows, drafting, 0)  # a lone row, and rows computed apart
         return plain + self.draft * length * len(drafting) / rows
 

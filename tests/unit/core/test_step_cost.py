@@ -18,10 +18,12 @@ from cllm.core.step_cost import (
 )
 
 
-def make_step(rows: int, drafts: int = 0, *, drafting: int | None = None) -> Batch:
+def make_step(rows: int, drafts: int = 0, *, drafting: int | None = None, position: int = 50) -> Batch:
     drafting = rows if drafting is None else drafting
     lengths = [1 + drafts * (number < drafting) for number in range(rows)]
-    return Batch(tuple(Row(number, 50, [1] * length, length, None) for number, length in enumerate(lengths)))
+    return Batch(
+        tuple(Row(number, position, [1] * length, length, None) for number, length in enumerate(lengths))
+    )
 
 
 def observe(model: StepCostModel, batch: Batch, seconds: float) -> None:
@@ -163,3 +165,33 @@ def test_a_frozen_model_learns_nothing() -> None:
     assert model.step == known and model.largest_prefill == 0
     assert model.draft_step(4, range(4), 2) == 1 + 2 * DEFAULT_DRAFT_COST
     assert model.restore_s(1) == DEFAULT_TRANSFER_S
+
+
+def test_what_a_lone_row_drafts_in_a_long_context_is_measured_once_and_fixed() -> None:
+    model = StepCostModel(batch1=DraftCost(verify=0.1, token=0.2))
+
+    def draft(context: int, cost: float) -> None:
+        for _ in range(2):
+            observe(model, make_step(1, position=context), 0.1)
+        observe(model, make_step(1, 3, position=context + 1), 0.1 * (1 + 3 * cost))
+
+    for _ in range(REMEMBERED - 1):
+        draft(5000, 0.9)
+    assert model.draft_step(1, [0], 3, 5000) == pytest.approx(1 + 0.1 + 0.2 * 3), "not yet"
+    draft(5000, 0.9)
+    assert model.draft_step(1, [0], 3, 5000) == pytest.approx(1 + 0.9 * 3)
+    assert model.draft_step(1, [0], 3, 100_000) == pytest.approx(1 + 0.9 * 3), "until it is measured there"
+    assert model.draft_step(1, [0], 3, 2000) == model.draft_step(1, [0], 3) == pytest.approx(1.7)
+    for _ in range(REMEMBERED):
+        draft(5000, 0.1)  # the same request takes the same steps from now on
+        draft(1000, 0.9)  # a short context: as measured at load
+    assert model.draft_step(1, [0], 3, 5000) == pytest.approx(1 + 0.9 * 3)
+    assert model.draft_step(1, [0], 3, 1000) == pytest.approx(1.7)
+
+
+def test_a_step_far_from_a_plain_one_says_nothing_of_drafts() -> None:
+    model = StepCostModel(batch1=DraftCost(verify=0.1, token=0.2))
+    for number in range(2 * REMEMBERED):
+        observe(model, make_step(1, position=2000 + 400 * number), 0.1)  # after a step with drafts: not plain
+        observe(model, make_step(1, 3, position=2300 + 400 * number), 0.5)
+    assert model.draft_step(1, [0], 3, 9000) == pytest.approx(1.7)

@@ -57,7 +57,7 @@ def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> Non
     old, new = EngineClient(ScriptedExecutor()), EngineClient(ScriptedExecutor())
     new.submit(Request(id="r0", prompt=(1, 2, 3), max_tokens=1), BlockingOutputStream)
     assert old.metrics.registry.get_sample_value("cllm_queue_requests") == 0
-    new.replace(old)
+    new.use_metrics(old.metrics)
     assert new.metrics is old.metrics
     assert new.metrics.registry.get_sample_value("cllm_queue_requests") == 1
     assert new.metrics.registry.get_sample_value("cllm_queue_tokens") == 3

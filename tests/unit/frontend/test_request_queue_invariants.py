@@ -34,7 +34,7 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.executor = ScriptedExecutor()
         self.engine = EngineClient(self.executor, queue_size=QUEUE_SIZE, queue_tokens=QUEUE_TOKENS)
-        self.engine.set_tenants(TENANTS)
+        self.engine.tenants.register(TENANTS)
         self.engine.start()
         self.streams: dict[str, BlockingOutputStream] = {}
         self.owners: dict[str, str] = {}

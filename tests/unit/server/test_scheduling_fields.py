@@ -180,13 +180,15 @@ def test_guesses_are_counted_and_can_be_declined() -> None:
 
 def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
     async def asked(client: httpx.AsyncClient, engine: EngineClient, _: list[Request]) -> None:
-        engine.set_tenants({"": TenantLimits(requests_per_s=0.1)})  # as if the keys' file had been read again
+        engine.tenants.register(
+            {"": TenantLimits(requests_per_s=0.1)}
+        )  # as if the keys' file had been read again
         assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
         answer = await client.post("/v1/completions", json=ROUTES[3][1])
         assert answer.status_code == 429
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         assert 8 <= int(answer.headers["retry-after"]) <= 10
-        engine.set_tenants({})
+        engine.tenants.register({})
         assert (await client.post("/generate", json=ROUTES[0][1])).status_code == 200
 
     with_server(asked)
@@ -195,7 +197,7 @@ def test_a_tenant_over_its_limit_gets_429_with_the_right_time() -> None:
 @pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), ("/embedding", "content")])
 def test_vectors_count_for_the_tenant_whose_key_asks(path: str, field: str) -> None:
     async def asked(client: httpx.AsyncClient, engine: EngineClient, requests: list[Request]) -> None:
-        engine.set_tenants({"default": TenantLimits(requests_per_s=0.1)})
+        engine.tenants.register({"default": TenantLimits(requests_per_s=0.1)})
         key = {"Authorization": "Bearer secret"}
         assert (await client.post(path, json={field: "hello"})).status_code == 401
         assert (await client.post(path, json={field: "hello"}, headers=key)).status_code == 200

@@ -1,0 +1,358 @@
+"""Served model: one model of the server, from its name to its engine: loaded, unloaded, reloaded.
+
+A request stays with the engine that served when it came in: its tokens are those of that engine's vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import cached_property
+from typing import Protocol
+
+import msgspec
+
+from cllm.config import EngineConfig, ModelConfig, Prepared
+from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.metrics import EngineMetrics
+from cllm.frontend.request_state import RequestState
+from cllm.types import Health, Limits, ModelInfo
+
+log = logging.getLogger(__name__)
+GRACE_S = 2.0  # for requests that came in before a reload and are still being tokenised
+POLL_S = 0.1
+Memory = Mapping[str, int]  # bytes by device; "host" is the memory of this machine
+
+
+class ModelState(StrEnum):
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"  # the last load failed, or its engine has crashed too often
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model as operators see it. Times are Unix times; null: never, or not before it is loaded."""
+
+    name: str
+    state: ModelState
+    aliases: tuple[str, ...] = ()
+    default: bool = False  # it serves requests that name no model
+    keep: bool = False
+    ttl_s: float = 0.0
+    requests: int = 0  # accepted by its engine, waiting or running
+    waiting: int = 0  # until it is loaded
+    memory_bytes: dict[str, int] = {}  # predicted, by device; of one that is not loaded: what it will take
+    last_used: float | None = None
+    loaded_at: float | None = None
+    expires_at: float | None = None  # then it is unloaded, unless it is used before
+    context: int = 0  # tokens of one request; 0: not known yet
+    slots: int = 0
+    size_bytes: int = 0
+    parameters: int = 0
+    architecture: str = ""
+    quantization: str = ""
+    file: str = ""
+    error: str = ""  # why the last load failed
+
+
+class Loader(Protocol):
+    """Checks settings and makes engines. `prepare` is called in a thread."""
+
+    def prepare(
+        self,
+        model: ModelConfig,
+        *,
+        serving: EngineConfig | None = None,
+        file: str = "",
+        rooms: Sequence[Memory] = (),
+    ) -> Prepared:
+        """Settings that are ready to be loaded, within the first of the `rooms` that suffices.
+
+        `file` replaces the model's own. With what is `serving`, its context stays. Raises CllmError.
+        """
+
+    def is_current(self, prepared: Prepared) -> bool:
+        """Whether the files are still those that were prepared."""
+
+    def make(self, prepared: Prepared) -> EngineClient:
+        """An engine, not started."""
+
+
+class ServedModel:
+    """A model by its names. Its last engine stays, stopped, while the model is unloaded."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: Loader | None = None,
+        *,
+        engine: EngineClient | None = None,
+        prepared: Prepared | None = None,
+        info: ModelInfo | None = None,
+        created: int = 0,
+    ) -> None:
+        """With an `engine`, which the caller starts, it is loaded. `info` is what its header says."""
+        self.config = config
+        self.name = config.name
+        self.ttl_s = config.ttl
+        self.created = created or int(time.time())
+        self.engine = engine
+        self.prepared = prepared
+        self.error: CllmError | None = None  # of the last load
+        self.users = 0  # HTTP requests that need the engine
+        self.waiters: list[asyncio.Future[None]] = []  # HTTP requests that wait until it is loaded
+        self.leaving = False  # it takes no more requests: another model needs its memory
+        self.loading: asyncio.Task[None] | None = None
+        self.unloading: asyncio.Task[None] | None = None
+        self.used_at = time.monotonic()
+        self.last_used: float | None = None
+        self.loaded_at: float | None = None if engine is None else time.time()
+        self.engines: list[EngineClient] = [engine] if engine is not None else []  # those with processes
+        self._loader = loader
+        self._info = info
+        self._reloading = False
+        self._closing = False
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    # What it is --------------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its engine has processes and has been ready."""
+        return self.engine is not None and self.engine in self.engines
+
+    @property
+    def open(self) -> bool:
+        """Whether a request can be taken now."""
+        return self.loaded and not self.leaving and self.unloading is None
+
+    @property
+    def can_load(self) -> bool:
+        return self._loader is not None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no request has its engine."""
+        return not (self.users or self._reloading or self.requests)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request has its engine or waits for it."""
+        return self.quiet and not self.waiters
+
+    @property
+    def requests(self) -> tuple[RequestState, ...]:
+        """The requests of all its engines."""
+        return tuple(state for engine in self.engines for state in engine.requests)
+
+    @property
+    def health(self) -> Health:
+        if self.loaded and self.unloading is None:
+            assert self.engine is not None
+            return self.engine.health
+        if self.loading is not None:
+            return Health.LOADING
+        return Health.FAILED if self.error is not None else Health.SLEEPING
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """Of its engine; before the first load, what the header says."""
+        return self.engine.info if self.engine is not None and self.engine.info is not None else self._info
+
+    @property
+    def limits(self) -> Limits | None:
+        """Of its engine; None before the first load."""
+        return self.engine.limits if self.engine is not None else None
+
+    @cached_property
+    def metrics(self) -> EngineMetrics:
+        """One account over all its engines."""
+        return self.engine.metrics if self.engine is not None else EngineMetrics()
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that its engines take, by device, as predicted."""
+        needed = self.prepared.memory if self.prepared is not None else {}
+        return {device: size * len(self.engines) for device, size in needed.items() if self.engines}
+
+    @property
+    def state(self) -> ModelState:
+        match self.health:
+            case Health.LOADING:
+                return ModelState.LOADING
+            case Health.FAILED:
+                return ModelState.FAILED
+            case Health.SLEEPING:
+                return ModelState.UNLOADED
+        return ModelState.READY
+
+    def describe(self, *, default: bool) -> ModelStatus:
+        info, limits = self.info, self.limits
+        expires = self.ttl_s and self.loaded and not self.config.keep
+        return ModelStatus(
+            name=self.name if info is None else info.name,
+            aliases=self.config.aliases,
+            state=self.state,
+            default=default,
+            keep=self.config.keep,
+            ttl_s=self.ttl_s,
+            requests=len(self.requests),
+            waiting=len(self.waiters),
+            memory_bytes=dict(self.prepared.memory) if self.prepared is not None else {},
+            last_used=self.last_used,
+            loaded_at=self.loaded_at if self.loaded else None,
+            expires_at=time.time() + self.ttl_s - (time.monotonic() - self.used_at) if expires else None,
+            context=limits.request_tokens if limits is not None else 0,
+            slots=limits.sequences if limits is not None else 0,
+            size_bytes=info.size_bytes if info is not None else 0,
+            parameters=info.parameters if info is not None else 0,
+            architecture=info.architecture if info is not None else "",
+            quantization=info.description.rpartition(" ")[2] if info is not None else "",
+            file=info.file if info is not None else "",
+            error="" if self.error is None else self.error.message,
+        )
+
+    def touch(self) -> None:
+        """It is used now."""
+        self.used_at, self.last_used = time.monotonic(), time.time()
+
+    # From load to unload -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine that it was made with. Raises the error that keeps it from loading."""
+        assert self.engine is not None
+        self.engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        self.engine.start()
+        await asyncio.wrap_future(self.engine.loaded)
+        self.touch()
+
+    async def prepare(self, rooms: Sequence[Memory] = ()) -> Prepared:
+        """Settings to load: those of the last time if its files are still the same. Raises CllmError."""
+        assert self._loader is not None
+        if self.prepared is None or not self._loader.is_current(self.prepared):
+            serving = self.prepared.config if self.prepared is not None else None
+            prepare = self._loader.prepare
+            self.prepared = await asyncio.to_thread(prepare, self.config, serving=serving, rooms=rooms)
+        return self.prepared
+
+    async def load(self, prepared: Prepared) -> None:
+        """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
+        assert self._loader is not None
+        await self._take_over(self._loader.make(prepared))
+        self.error, self.loaded_at = None, time.time()
+
+    def fail(self, error: CllmError) -> None:
+        """It could not be loaded: requests that wait for it hear why."""
+        self.error = error
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def admit(self) -> None:
+        """It is loaded: requests that wait for it are its users from here on."""
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                self.users += 1
+                waiter.set_result(None)
+        self.touch()
+
+    async def unload(self) -> None:
+        """End its engine; what that has cached goes to disk first. Returns when its memory is free."""
+        if self.unloading is None:
+            self.unloading = asyncio.create_task(self._unload())
+        await asyncio.shield(self.unloading)
+
+    async def _unload(self) -> None:
+        engine = self.engine
+        assert engine is not None
+        try:
+            await asyncio.to_thread(engine.stop)
+        finally:
+            self.engines.remove(engine)
+            self.metrics.crashed()
+            self.unloading = None
+
+    async def reload(self, file: str) -> EngineClient:
+        """Load an engine beside the one that serves, then change over. Raises CllmError: all is as before."""
+        if self._loader is None:
+            raise Forbidden("the model of this server cannot be changed")
+        if self._reloading or self.loading is not None:
+            raise ReloadFailed("another model is being loaded already; try again when it serves")
+        self._reloading = True
+        try:
+            serving = self.prepared.config if self.prepared is not None else None
+            prepare = self._loader.prepare
+            prepared = await asyncio.to_thread(prepare, self.config, serving=serving, file=file)
+            old = self.engine
+            new = await self._take_over(self._loader.make(prepared))
+        finally:
+            self._reloading = False
+        self.prepared, self.error, self.loaded_at = prepared, None, time.time()
+        if old is not None and old in self.engines:
+            task = asyncio.create_task(self._retire(old))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+            log.info("a new engine serves; the old one has %d requests to finish", len(old.requests))
+        return new
+
+    async def _take_over(self, new: EngineClient) -> EngineClient:
+        """Start an engine, wait until it is ready, and serve with it; nothing is left of one that fails."""
+        new.deliver = asyncio.get_running_loop().call_soon_threadsafe
+        self.engines.append(new)
+        try:
+            if self._closing:
+                raise ShuttingDown("the server is shutting down")
+            new.start()
+            await asyncio.wrap_future(new.loaded)
+            if self._closing:
+                raise ShuttingDown("the server is shutting down")
+        except BaseException as error:
+            await asyncio.to_thread(new.stop)
+            self.engines.remove(new)
+            if isinstance(error, CllmError) and not isinstance(error, ShuttingDown):
+                raise ReloadFailed(f"the model could not be loaded: {error}") from None
+            raise
+        new.use_metrics(self.metrics)
+        self.engine = new
+        return new
+
+    async def _retire(self, old: EngineClient) -> None:
+        """End an engine when its last request has ended."""
+        await asyncio.sleep(GRACE_S)
+        while old.requests:
+            await asyncio.sleep(POLL_S)
+        await asyncio.to_thread(old.stop)
+        self.engines.remove(old)
+        log.info("the old engine has ended")
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Accept no new requests; accepted ones go on."""
+        self._closing = True
+        self.fail_waiters()
+        for engine in tuple(self.engines):
+            engine.drain()
+
+    def fail_waiters(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(ShuttingDown("the server is shutting down"))
+        self.waiters = []
+
+    def end_all(self) -> None:
+        """The time to drain is over: every request left ends with an error."""
+        for engine in tuple(self.engines):
+            engine.end_all()
+
+    def stop(self) -> None:
+        self._closing = True
+        for engine in tuple(self.engines):
+            engine.stop()

@@ -1,0 +1,138 @@
+"""Every command of the README and the documents runs as it is written; each exception has its reason here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.driver.hub import FakeHub
+from tests.driver.server import ROOT, Server, StartServer, environment
+from tests.tiny_models import make_dense
+
+# Lines that are not run, by their beginning.
+NOT_RUN = {
+    "make ": "CI runs `make check` and `make test`; the others are named in the Makefile",
+    "cllm build": "compiles for minutes; tests/unit/build",
+    "cllm tune": "measures for a minute; test_tune",
+    "cllm llama-server": "test_llama_routes",
+    "cllm_server": "the earlier server's spelling; test_cli",
+    "cllm chat": "answers until it is left; test_chat",
+    "echo ": "the same in a pipe; test_chat",
+    "cllm launch": "runs other programs; test_launch",
+    "cllm load": "needs a server of several models; test_launch",
+    "cllm unload": "the same",
+    "docker ": "needs a daemon; tests/unit/test_wheel.py reads the Dockerfile",
+    "pip install ": "`make wheel-test`",
+    "cllm service install model.gguf": "needs the systemd of a user; tests/unit/cli/test_service.py",
+    "cllm service status": "likewise",
+    "cllm service remove": "likewise",
+    "OPENAI_API_BASE_URL=": "another program; test_clients_open_webui",
+    "CLLM_API_KEY=cllm-": "an address for containers; test_clients_open_webui",
+}
+BLOCK = re.compile(r"^```(?:sh|console|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "log.md"),
+)
+CLLM = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'from cllm.cli.main import main; main()' \"$@\"\n"
+
+
+class Command(NamedTuple):
+    """A line of a document, with its continuation lines."""
+
+    page: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.line[:60]}"
+
+
+def read_commands(page: Path) -> Iterator[Command]:
+    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = re.sub(r"(^|\s{2,})#.*", "", line).strip()
+            for part in words.split("; ") if words.startswith("cllm ") else [words] * bool(words):
+                yield Command(str(page.relative_to(ROOT)), part)
+
+
+COMMANDS = [command for page in PAGES for command in read_commands(page)]
+RUN = list(dict.fromkeys(each for each in COMMANDS if not each.line.startswith(tuple(NOT_RUN))))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables of a home with `cllm` on the PATH, a folder with the model NAME, and a hub with USER/REPO."""
+    home = tmp_path_factory.mktemp("home")
+    for folder in ("bin", "models"):
+        (home / folder).mkdir()
+    (home / "bin" / "cllm").write_text(CLLM)
+    (home / "bin" / "cllm").chmod(0o755)
+    model = make_dense(home / "tiny.gguf")
+    files = {"tiny-Q4_K_M.gguf": model.read_bytes(), "tiny-Q8_0.gguf": model.read_bytes()}
+    with FakeHub({"USER/REPO": files}) as hub:
+        yield {
+            **hub.environment,
+            "HOME": str(home),
+            "CLLM_CACHE_DIR": os.environ.get("CLLM_CACHE_DIR", str(Path.home() / ".cache" / "cllm")),
+            "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "HF_HOME": str(home / "hf"),
+            "MODELSCOPE_CACHE": str(home / "ms"),
+            "CLLM_MODEL_DIR": str(home / "models"),
+            "CLLM_THREADS": "1",
+        }
+
+
+def fill_in(line: str, place: dict[str, str], server: Server) -> str:
+    """The line with what a reader would put in: optional parts are left out."""
+    line = re.sub(r" \[[^\]]+\]", "", line)
+    model = f"{place['HOME']}/tiny.gguf"
+    for shown, real in {
+        r"(/path/to/)?\bmodel\.gguf\b": model,
+        r"\bMODEL\b(?!=)": model,
+        r"http://(127\.0\.0\.1|localhost):18081": server.url,
+        r"^\.venv/bin/cllm": "cllm",
+        r"^cllm search .*": "cllm search repo",
+        r"^cllm rm ": "cllm rm --yes ",
+        r"HF_ENDPOINT=\S+ ": "",
+        r"\bkeys\.toml": f"{place['HOME']}/keys.toml",
+    }.items():
+        line = re.sub(shown, real, line)
+    return line
+
+
+@pytest.mark.parametrize("command", RUN, ids=str)
+def test_a_command_runs(
+    command: Command, place: dict[str, str], embedded: Server, start: StartServer, tmp_path: Path
+) -> None:
+    shutil.copy(f"{place['HOME']}/tiny.gguf", f"{place['CLLM_MODEL_DIR']}/NAME.gguf")
+    line = fill_in(command.line, place, embedded)
+    words = shlex.split(line)
+    if words[:2] == ["cllm", "serve"]:
+        arguments = [word for word in words[2:] if word not in ("--port", "18081")]
+        assert start(*arguments, "--ctx-size", "1024", **place).get("/health")
+        return
+    done = subprocess.run(
+        ["bash", "-ec", line],
+        cwd=tmp_path,
+        env=environment(**place, CLLM_URL=embedded.url),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_exception_is_out_of_date() -> None:
+    for beginning in NOT_RUN:
+        assert any(command.line.startswith(beginning) for command in COMMANDS), beginning
