@@ -105,6 +105,9 @@ llama-server: .venv/ready ## the same requests for llama-server and for `cllm ll
 exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
 
+models: .venv/ready ## four models, memory for two, 1,000 requests: all answered, LRU, memory; prefixes after a swap; two at once; ARGS="--only turns"
+	.venv/bin/python -m tests.soak.models $(ARGS)
+
 pull: .venv/ready ## 1 GB from a hub on loopback, killed 20 times; its speed beside curl's
 	.venv/bin/python -m tests.soak.pull $(ARGS)
 
@@ -113,6 +116,12 @@ clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor
 
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
+
+page-test: .venv/ready-test ## the page in Chromium for minutes: KV map, figures, cost, on the embedded model too; ARGS="-k cost"
+	.venv/bin/python -m pytest -n 0 tests/soak/page.py $(ARGS)
+
+screenshots: .venv/ready-test ## the images of the page in docs/images, by Chromium
+	.venv/bin/python scripts/screenshots.py $(ARGS)
 
 gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
 	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
@@ -126,6 +135,10 @@ wheel: .venv/ready ## dist/: the wheels cllm and cllm-native, the second for eve
 
 wheel-test: .venv/ready-test ## the wheels of `make wheel` in a clean environment without a compiler; ARGS=--qemu: on other CPUs
 	.venv/bin/python -m tests.soak.wheel $(ARGS)
+
+docs: .venv/ready-docs ## the documents as a site in build/docs, its reference written anew from the code
+	.venv/bin/python scripts/reference.py
+	.venv/bin/zensical build --strict --config-file mkdocs.yml
 
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
@@ -146,6 +159,10 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 
 .venv/ready-bench: .venv/ready
 	scripts/setup.sh bench
+	@touch $@
+
+.venv/ready-docs: .venv/ready
+	scripts/setup.sh docs
 	@touch $@
 
 .venv/ready-test: .venv/ready

@@ -154,6 +154,10 @@ class TokenizerBusy(CapacityError):
     code = "tokenizer_busy"  # too much text waits to be tokenised
 
 
+class TooManyListeners(CapacityError):
+    code = "too_many_listeners"  # of the live feed
+
+
 class EngineNotReady(CapacityError):
     code = "engine_not_ready"  # the engine is loading or restarting
 

@@ -301,7 +301,7 @@ class EngineRegistry:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
-            return True
+            return bool(model.waiters)
         finally:
             self._let_leave(())
 
@@ -340,6 +340,13 @@ class EngineRegistry:
                     await self._unload(model, f"idle for {model.ttl_s:.0f} s")
 
     # The server ----------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if there is none of this id."""
+        found = any(state.request.id == request_id for state in self.requests)
+        for engine in [engine for model in self.served for engine in model.engines]:
+            engine.cancel(request_id)
+        return found
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         """The limits of each tenant, over all models."""

@@ -17,9 +17,10 @@ from cllm.config import ServerConfig
 from cllm.errors import ConfigError, ModelNotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server import errors, openapi
+from cllm.server import errors, openapi, static
 from cllm.server.hold import HoldMiddleware
 from cllm.server.keys import KeyRing
+from cllm.server.live import LiveFeed
 from cllm.server.middleware import (
     AuthMiddleware,
     BodyLimitMiddleware,
@@ -33,6 +34,7 @@ from cllm.server.routes import (
     chat,
     embeddings,
     generate,
+    live,
     llama,
     messages,
     ollama,
@@ -65,6 +67,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry = registry
+    app.state.live = LiveFeed(registry)
     app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
@@ -73,6 +76,7 @@ def create_app(
     app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
     keys = keys or KeyRing(config.api_keys, config.api_key)
     openapi.install(app, closed=keys.closed)
+    static.install(app)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
     for module in (
@@ -86,6 +90,7 @@ def create_app(
         ollama,
         ollama_store,
         admin,
+        live,
     ):
         app.router.routes.extend(module.router.routes)
     _add_middleware(app, registry, config, keys)

@@ -1,25 +1,17 @@
-"""The OpenAPI description at `/openapi.json`, and the page at `/docs`, which loads nothing from elsewhere."""
+"""The OpenAPI description at `/openapi.json`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
 
 from cllm.server.errors import error_body
 from cllm.server.middleware import ADMIN, OPEN
 from cllm.server.protocol.base import DOCUMENTED, JSON
 
-PAGE = Path(__file__).parent / "page" / "docs.html"
-# The page runs its own script and asks this server only.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 TAGS = {
     "cLLM": "cllm's own: a prompt in, text out. No chat template is applied.",
     "OpenAI": "For OpenAI's SDKs and compatible clients.",
@@ -90,7 +82,7 @@ _UNDOCUMENTED = '{"content": {}, "schemas": {}, "computes": false, "errors": {}}
 
 
 def install(app: FastAPI, *, closed: bool) -> None:
-    """Give an app made with neither `docs_url` nor `redoc_url` its description and its page.
+    """Give an app made with neither `docs_url` nor `redoc_url` its description.
 
     `closed`: keys are needed.
     """
@@ -101,10 +93,6 @@ def install(app: FastAPI, *, closed: bool) -> None:
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": POLICY})
 
 
 def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
-from cllm import __version__
 from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockEvent, BlockKind, ParsedOutput, ReplyBuilder
 from cllm.chat.session import open_chat
 from cllm.errors import EngineNotReady, Forbidden, InvalidRequest
@@ -247,12 +246,6 @@ async def _answer_text(
 
 def _as_step(output: RequestOutput) -> ParsedOutput:
     return [ContentText(output.text)] if output.text else [], output
-
-
-@router.get("/", include_in_schema=False)
-async def root() -> Response:
-    """What clients that look for Ollama ask first."""
-    return PlainTextResponse(f"cllm {__version__} is running")
 
 
 @router.get("/api/version", **documented(answers.VersionResponse(answers.VERSION)))
