@@ -105,6 +105,9 @@ llama-server: .venv/ready ## the same requests for llama-server and for `cllm ll
 exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
 
+models: .venv/ready ## four models, memory for two, 1,000 requests: all answered, LRU, memory; prefixes after a swap; two at once; ARGS="--only turns"
+	.venv/bin/python -m tests.soak.models $(ARGS)
+
 pull: .venv/ready ## 1 GB from a hub on loopback, killed 20 times; its speed beside curl's
 	.venv/bin/python -m tests.soak.pull $(ARGS)
 

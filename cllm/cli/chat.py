@@ -28,6 +28,7 @@ def chat_command(
         str,
         typer.Argument(
             envvar="CLLM_MODEL",
+            metavar="MODEL",
             show_default=False,
             help="File, hf:… or name. None: the server's, or embedded",
         ),
@@ -39,10 +40,13 @@ def chat_command(
         bool, typer.Option("--local", help="Load the model here, whatever server runs.")
     ] = False,
     ctx_size: Annotated[
-        int, typer.Option(min=0, envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: by memory.")
+        int,
+        typer.Option(
+            min=0, metavar="N", envvar="CLLM_CTX_SIZE", help="Context of a model loaded here. 0: by memory."
+        ),
     ] = 0,
     threads: Annotated[
-        int, typer.Option(min=0, envvar="CLLM_THREADS", help="Threads of a model loaded here.")
+        int, typer.Option(min=0, metavar="N", envvar="CLLM_THREADS", help="Its threads. 0: one per core.")
     ] = 0,
     offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model.")] = False,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL", metavar="LEVEL")] = "warning",

@@ -92,9 +92,10 @@ AGENTS = {
 
 
 def launch_command(
-    program: Annotated[str, typer.Argument(metavar="|".join(AGENTS), help="The program to run.")],
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="claude, codex, opencode or aider.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Passed on to it.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Passed on to it; after --.", show_default=False),
     ] = None,
     url: Url = "",
     model: Annotated[

@@ -19,15 +19,18 @@ from cllm.types import SamplingParams
 def run_command(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
     model: Annotated[
-        str, typer.Option(envvar="CLLM_MODEL", help="File, hf:… or name; none: the embedded one")
+        str,
+        typer.Option(envvar="CLLM_MODEL", metavar="MODEL", help="File, hf:… or name; none: the embedded one"),
     ] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same text")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to generate at most")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=10, metavar="N", help="0 is greedy")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Same seed, same text")] = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")
     ] = False,
-    threads: Annotated[int, typer.Option(min=0, envvar="CLLM_THREADS", help="0: one per core")] = 0,
+    threads: Annotated[
+        int, typer.Option(min=0, metavar="N", envvar="CLLM_THREADS", help="0: one per core")
+    ] = 0,
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", envvar="CLLM_TUNE", help="Use what `cllm tune` found")
     ] = True,

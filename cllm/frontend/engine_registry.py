@@ -301,7 +301,7 @@ class EngineRegistry:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
-            return True
+            return bool(model.waiters)
         finally:
             self._let_leave(())
 

@@ -158,3 +158,8 @@ class ComputeTurns:
             self._contended_at = now
             with contextlib.suppress(OSError):  # it has ended, or has been woken already
                 self._socket.sendto(b"\0", socket.MSG_DONTWAIT, self._address(following))
+
+    def close(self) -> None:
+        """Take part no more; for tests, since a process does so to its end."""
+        self._socket.close()
+        os.close(self._file)

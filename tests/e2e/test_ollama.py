@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from cllm.cli.main import app
 from cllm.server.keys import add_key
 from cllm.testing import call_tool, say
 from tests.driver.hub import FakeHub
-from tests.driver.server import ROOT, Server, StartServer, wait_for
+from tests.driver.server import ROOT, Server, StartServer, environment, wait_for
 from tests.e2e.golden.record import scripted_server
 from tests.tiny_models import make_dense
 
@@ -260,10 +261,8 @@ def test_pull_and_delete_are_for_operators(start: StartServer, tiny_model: Path,
 def test_the_snippet_of_the_page_runs(scripted: Server) -> None:
     page = (ROOT / "docs" / "ollama.md").read_text()
     (snippet,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    shown = io.StringIO()
-    with redirect_stdout(shown):
-        code = snippet.replace("http://127.0.0.1:18081", scripted.url).replace(
-            "What is AI?", say("It is AI.")
-        )
-        exec(code, {})
-    assert shown.getvalue() == "It is AI."
+    code = snippet.replace("http://127.0.0.1:18081", scripted.url).replace("What is AI?", say("AI is it."))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert (done.stdout, done.stderr) == ("AI is it.", "")

@@ -265,6 +265,8 @@ class DiskKVCache(PrefixTier[DiskEntry]):
         if refreshing.exception() is not None:
             return
         found, known = refreshing.result(), self._known_paths()
+        for entry in [entry for entry in self.entries if entry.path in found.gone]:
+            self.remove(entry)
         for entry in found.entries:
             if entry.path not in known:
                 self.insert(entry)

@@ -13,7 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +61,8 @@ class Scan(NamedTuple):
 
     entries: list[DiskEntry]
     others: list[OtherFile]
-    ignored: int  # files of this model's folder that cannot be used
+    ignored: int = 0  # files of this model's folder that cannot be used
+    gone: frozenset[Path] = frozenset()  # files that were known
 
 
 def get_cache_folder(given: str) -> Path:
@@ -111,10 +112,11 @@ class CacheFolder:
                     found = found._replace(ignored=found.ignored + ours)
         return found
 
-    def find_new(self, known: Set[Path]) -> Scan:
+    def find_new(self, known: set[Path]) -> Scan:
         """What other engines have written: entries of this model that are not known, and all other files."""
-        found = Scan([], [], 0)
-        for path in self._list_files():
+        files = self._list_files()
+        found = Scan([], [], gone=frozenset(known.difference(files)))
+        for path in files:
             if path in known:
                 continue
             with contextlib.suppress(OSError):  # it is gone again

@@ -6,8 +6,8 @@ import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     AliasChoices,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -40,27 +40,31 @@ from cllm.server.protocol.embeddings import MAX_INPUTS, InputText
 from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
 
 FOREVER = -1.0
+MAX_DURATION = 64  # characters
 MODEL = "SmolLM2-135M-Instruct"
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+|0)")
 
 
-def _parse_seconds(value: float | str) -> float:
+def _parse_seconds(value: Any) -> Any:
     """Seconds of a number or of a duration in Go's form; below 0: for ever."""
     if isinstance(value, str):
-        found = _DURATION.fullmatch(value)
+        found = _DURATION.fullmatch(value) if len(value) <= MAX_DURATION else None
         if found is None:
             raise ValueError("must be seconds, or a duration as 5m, 1h30m or -1s")
         seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(found[2]))
         value = -seconds if found[1] == "-" else seconds
-    return FOREVER if value < 0 else float(value)
+    negative = isinstance(value, int | float) and value < 0
+    return FOREVER if negative else value
 
 
 Name = Annotated[Text, Field(min_length=1, max_length=1024)]
 KeepAlive = Annotated[
-    Annotated[float | Annotated[str, Field(max_length=64)], AfterValidator(_parse_seconds)] | None,
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": 64}]}),
+    Annotated[float, BeforeValidator(_parse_seconds)] | None,
+    WithJsonSchema(
+        {"anyOf": [{"type": "number", "minimum": -1}, {"type": "string", "maxLength": MAX_DURATION}]}
+    ),
     Field(
         description="How long the model stays loaded: seconds, or as `5m`; 0: unload it after the answer",
         examples=["5m", 300],

@@ -188,6 +188,23 @@ def test_files_of_other_models_take_space_and_go_when_they_are_the_oldest(tmp_pa
     assert Tier(tmp_path, fingerprint="another").matches("", words(1), 1) == []
 
 
+def test_models_that_are_written_at_the_same_time_share_one_budget(tmp_path: Path) -> None:
+    size = get_file_size(make(words(1)))
+    tiers = [Tier(tmp_path, 3 * size, fingerprint) for fingerprint in ("one", "two")]
+    for seed in range(6):  # neither has looked at what the other writes
+        tiers[seed % 2].put(make(words(seed)))
+        while tiers[seed % 2]._queue:
+            tiers[seed % 2]._advance()
+        assert used(tmp_path) <= 3 * size
+    assert len(files(tmp_path)) == 3, "the newest"
+    for tier in tiers:
+        tier._refreshed_at -= 2 * LONG_AGO
+        tier.write()  # a pause, in which it looks
+        tier.matches("", words(9), 1)
+        assert tier.bytes == used(tmp_path) == 3 * size and len(tier.entries) == 1 + tiers.index(tier)
+    assert tiers[0].fetch(words(0)) is None and tiers[1].fetch(words(5)) is not None
+
+
 def test_clear_removes_everything_of_this_model(tmp_path: Path) -> None:
     Tier(tmp_path, fingerprint="another").write(make(words(1)))
     tier = Tier(tmp_path)
