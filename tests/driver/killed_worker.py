@@ -1,8 +1,8 @@
 """Workers whose engine kills itself (SIGKILL) at an exact place of its answers.
 
 `KILLED` goes before the code of a server's program. The file named by the variable `KILL_PLAN` says where:
-while it exists, an engine waits until so many requests are there, holds each back that has had so many tokens,
-and dies when all have (or have ended). What was reported until then reached the parent, nothing else did.
+while it exists, an engine waits until so many requests are there, holds back each that has had so many
+tokens, and dies when all have (or have ended). What was reported until then reached the parent, nothing else.
 """
 
 from __future__ import annotations
