@@ -108,7 +108,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def hasty_server(start_for_module: StartServer) -> Server:
-    return start_for_module("--header-timeout-s", "1", "--body-timeout-s", "2", "--keep-alive-s", "1")
+    server = start_for_module("--header-timeout-s", "1", "--body-timeout-s", "2", "--keep-alive-s", "1")
+    server.client.headers["connection"] = "close"  # no race with the end of an idle connection
+    return server
 
 
 @pytest.fixture
