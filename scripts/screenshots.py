@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,35 @@ while requests:
 The cost of a step depends on what runs *now*, not on how many requests came before.
 """
 WORDS = ("a", "server", "answers", "many", "readers", "while", "memory", "keeps", "computed", "prefixes")
+
+
+def describe_model(
+    name: str, state: str, quantization: str, gib: float, used_s: float | None
+) -> dict[str, Any]:
+    facts = {"architecture": "llama", "quantization": quantization, "context": 32768, "slots": 8}
+    last_used = None if used_s is None else time.time() - used_s
+    memory = {"host": int(gib * 2**30)}
+    return {
+        "name": name,
+        "state": state,
+        "memory_bytes": memory,
+        "last_used": last_used,
+        "error": "",
+        **facts,
+    }
+
+
+# As /admin/models answers where several are served; the scripted server has one.
+MODELS = {
+    "models": [
+        {**describe_model("Qwen3-8B", "ready", "Q4_K_M", 6.4, 2), "default": True},
+        describe_model("SmolLM2-135M-Instruct", "ready", "Q4_1", 0.4, 340),
+        describe_model("gemma-3-12b-it", "loading", "Q4_K_M", 9.1, 4),
+        describe_model("Qwen3-Coder-30B-A3B", "unloaded", "Q4_K_M", 19.2, None),
+    ],
+    "memory_bytes": {"host": int(15.9 * 2**30)},
+    "memory_limit_bytes": {"host": 24 * 2**30},
+}
 
 
 class Load:
@@ -92,6 +122,7 @@ def visit(browser: Any, server: Server, folder: Path, width: int, scheme: str) -
     options = {"viewport": {"width": width, "height": SIZES[width]}, "color_scheme": scheme}
     visitor = Visitor(browser, server, reduced_motion="reduce", **options)
     visitor.context.set_default_timeout(90_000)
+    visitor.context.route("**/admin/models", lambda route: route.fulfill(json=MODELS))
     visitor.open()
     page = visitor.page
     name = f"{width}-{scheme}.png"
@@ -105,6 +136,9 @@ def visit(browser: Any, server: Server, folder: Path, width: int, scheme: str) -
         page.evaluate("document.getElementById('panel-kv').scrollIntoView()")
         page.wait_for_timeout(1200)
         take(page, folder / f"live-kv-{name}")
+    page.click("#tab-models")
+    page.wait_for_selector("#models tbody tr")
+    take(page, folder / f"models-{name}")
     page.click("#tab-api")
     page.wait_for_selector("#api .route")
     take(page, folder / f"api-{name}")

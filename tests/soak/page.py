@@ -96,10 +96,11 @@ def compare(drawn: dict[str, Any], kv: Any) -> None:
     lanes = {each["lane"]["slot"]: each for each in drawn["lanes"] if each["lane"]["slot"] >= 0}
     assert len(lanes) == kv["sequences"]["total"]
     leases = {lease["seq_id"]: lease for lease in kv["leases"]}
+    cached = {each["seq_id"]: each["tokens"] for each in kv["cached"]}
     for slot, each in lanes.items():
         lane, lease = each["lane"], leases.get(slot)
         if lease is None:
-            kept = kv["cached"].get(str(slot), 0)
+            kept = cached.get(slot, 0)
             assert lane["computed"] == kept and lane["state"] == ("cached" if kept else "empty")
             assert each["segments"] == ([["idle", 0, kept]] if kept else [])
             continue

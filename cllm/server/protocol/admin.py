@@ -124,6 +124,13 @@ class CellCounts(msgspec.Struct, frozen=True):
     cached: int  # by free slots
 
 
+class CachedSlot(msgspec.Struct, frozen=True):
+    """A free slot that keeps what a request computed."""
+
+    seq_id: int
+    tokens: int
+
+
 class LeaseCounters(msgspec.Struct, frozen=True):
     leased_total: int
     released_total: int
@@ -138,7 +145,7 @@ class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
     sequences: SlotCounts
     cells: CellCounts
     leases: tuple[SlotInfo, ...]
-    cached: dict[int, int]  # tokens that free slots keep, by slot
+    cached: list[CachedSlot]
     preempted: tuple[SlotInfo, ...]  # requests that wait for room
     counters: LeaseCounters
 
@@ -158,7 +165,7 @@ KV_EXAMPLE = KVResponse(
     sequences=SlotCounts(8, 1, 7, 2),
     cells=CellCounts(32768, 57, 913),
     leases=(_LEASE,),
-    cached={1: 600, 2: 313},
+    cached=[CachedSlot(1, 600), CachedSlot(2, 313)],
     preempted=(),
     counters=LeaseCounters(12, 11, 913, 0),
 )

@@ -122,7 +122,7 @@ async def debug_kv(http: HttpRequest) -> Response:
         sequences=api.SlotCounts(total, leased, total - leased, snapshot.slots_cached),
         cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached),
         leases=snapshot.leases,
-        cached=snapshot.cached,
+        cached=[api.CachedSlot(slot, tokens) for slot, tokens in sorted(snapshot.cached.items())],
         preempted=snapshot.preempted,
         counters=api.LeaseCounters(
             snapshot.leased_total,
