@@ -29,7 +29,7 @@ def test_a_prompt_and_its_answer_take_what_their_steps_cost() -> None:
     replica, one = SimulatedReplica(0, COSTS, SMALL), job("a", 150)
     assert replica.submit(one, 0.0) == pytest.approx(2.0)  # 100 tokens
     end, following = replica.finish(2.0)
-    assert (end.begun, following) == ([], pytest.approx(2.0 + 1.5))
+    assert end.begun == [] and following == pytest.approx(2.0 + 1.5)
     end, following = replica.finish(3.5)
     assert end.begun == [one] and following == pytest.approx(3.5 + 2 * 1.5), (
         "both steps that are left at once"
