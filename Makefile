@@ -117,12 +117,24 @@ clients: .venv/ready-test ## langchain-tests, LiteLLM, openai-agents, Instructor
 agents: .venv/ready-test ## Claude Code, Codex, opencode, Cline, aider … from npm and PyPI, against a scripted model; ARGS="--program cline"
 	.venv/bin/python -m tests.soak.agents --install $(ARGS)
 
+page-test: .venv/ready-test ## the page in Chromium for minutes: KV map, figures, cost, on the embedded model too; ARGS="-k cost"
+	.venv/bin/python -m pytest -n 0 tests/soak/page.py $(ARGS)
+
+screenshots: .venv/ready-test ## the images of the page in docs/images, by Chromium
+	.venv/bin/python scripts/screenshots.py $(ARGS)
+
 gpu-kit: .venv/ready-test ## all that a GPU machine without a network needs to build and to measure, in build/gpu-kit
 	.venv/bin/python -m bench.gpu.kit build/gpu-kit $(ARGS)
 
 gpu-test: .venv/ready-test ## a second backend: builds the Vulkan module (minutes, once), runs it on a GPU or on Mesa's software device
 	.venv/bin/cllm build --gpu vulkan
 	GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0} .venv/bin/python -m pytest -n 0 tests/soak/gpu.py tests/soak/gpu_placement.py $(ARGS)
+
+wheel: .venv/ready ## dist/: the wheels cllm and cllm-native, the second for every CPU of this architecture (minutes, once)
+	.venv/bin/python scripts/wheel.py $(ARGS)
+
+wheel-test: .venv/ready-test ## the wheels of `make wheel` in a clean environment without a compiler; ARGS=--qemu: on other CPUs
+	.venv/bin/python -m tests.soak.wheel $(ARGS)
 
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
@@ -149,4 +161,5 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 	scripts/setup.sh test
 	@touch $@
 
-.PHONY: gpu-kit help serve test unit failure-modes faults check stats bench fuzz seeds soak conversations second-turns stripped density restart pressure oversized stopped resume neighbours simulate waiting schemas formats vocabularies features exits gpu-test doctor firsttoken clean templates first-bytes llama-server models pull agents clients
+# Every target without a slash or a dot is a command, not a file.
+.PHONY: $(shell awk -F: '/^[a-z][a-z-]*:/ {print $$1}' $(firstword $(MAKEFILE_LIST)))

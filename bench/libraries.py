@@ -1,6 +1,7 @@
 """`python -m bench.libraries NAME=FOLDER …`: which build of llama.cpp is the fastest here?
 
-Decodes of each library with no server around them, interleaved, medians over the rounds.
+Decodes of each library with no server around them, interleaved, medians over the rounds, and the ratios to
+the first library within each round.
 """
 
 from __future__ import annotations
@@ -63,7 +64,17 @@ def compare(libraries: dict[str, Path], model: Path, rounds: int) -> Table:
         (name, *("dies" if name in dead else f"{median(speeds[name][work.name]):.0f}" for work in WORKS))
         for name in libraries
     ]
+    alive = [name for name in libraries if name not in dead]
+    for name in alive[1:]:
+        ratios = (_ratio(speeds[name][work.name], speeds[alive[0]][work.name]) for work in WORKS)
+        rows.append((f"{name} / {alive[0]}", *ratios))
     return Table(("library, tokens/s", *(work.name for work in WORKS)), rows)
+
+
+def _ratio(speeds: list[float], others: list[float]) -> str:
+    """The median of the rounds' own ratios, and their range."""
+    ratios = [mine / other for mine, other in zip(speeds, others, strict=True)]
+    return f"{median(ratios):.3f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

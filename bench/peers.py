@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from bench.wire import Address, Api, CllmApi, OpenAIApi
+from cllm.build.toolchain import source_directory
 from cllm.errors import SetupError
 
 CLLM = "cllm"
@@ -129,8 +130,10 @@ def example_server_peer(settings: ServerSettings, python: Path | None = None) ->
         "--interrupt_requests": False,  # by default a new request ends the one that runs
     }
     command = (str(python or sys.executable), "-m", "llama_cpp.server", *_flat(options))
-    ours = python is None and settings.library is not None
-    environment = (("LLAMA_CPP_LIB_PATH", str(settings.library)),) if ours else ()
+    environment: tuple[tuple[str, str], ...] = ()
+    if python is None and settings.library is not None:  # its Python is in the source that `cllm build` has
+        ours = {"PYTHONPATH": source_directory(), "LLAMA_CPP_LIB_PATH": settings.library}
+        environment = tuple((name, str(folder)) for name, folder in ours.items())
     api = OpenAIApi(exact=False)
     return Peer(EXAMPLE_SERVER, command, api, "/v1/models", environment=environment)
 

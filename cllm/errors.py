@@ -154,6 +154,10 @@ class TokenizerBusy(CapacityError):
     code = "tokenizer_busy"  # too much text waits to be tokenised
 
 
+class TooManyListeners(CapacityError):
+    code = "too_many_listeners"  # of the live feed
+
+
 class EngineNotReady(CapacityError):
     code = "engine_not_ready"  # the engine is loading or restarting
 
@@ -208,6 +212,10 @@ class LibraryError(SetupError):
 
 class NotEnoughMemory(SetupError):
     code = "not_enough_memory"  # model + KV do not fit
+
+
+class ServerUnreachable(SetupError):
+    code = "server_unreachable"  # no cllm server answers at the address
 
 
 class ModelDoesNotFit(NotEnoughMemory):

@@ -97,6 +97,21 @@ def _set_prompt(request: Request, answer: TokenizerAnswer) -> Request:
     return msgspec.structs.replace(request, prompt=answer.tokens)
 
 
+class TextStream(Iterator[str]):
+    """The text of an answer, piece by piece. `usage` is known when it has ended."""
+
+    def __init__(self, steps: Iterator[tuple[str, Usage | None]]) -> None:
+        self._steps = steps
+        self.usage: Usage | None = None
+
+    def __next__(self) -> str:
+        for text, usage in self._steps:
+            self.usage = usage
+            if text:
+                return text
+        raise StopIteration
+
+
 class LLM(LocalModel):
     """A model for synchronous Python. A context manager; safe to use from several threads."""
 
@@ -170,21 +185,22 @@ class LLM(LocalModel):
 
     def stream(
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
-    ) -> Iterator[str]:
+    ) -> TextStream:
         """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
         if not isinstance(prompt, str):
             chunks = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
-            return (chunk.text for chunk in chunks if chunk.text)
-        return self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
+            return TextStream((chunk.text, chunk.reply.usage if chunk.reply else None) for chunk in chunks)
+        return TextStream(
+            self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
+        )
 
-    def _read_text(self, template: Request, prompt: str) -> Iterator[str]:
+    def _read_text(self, template: Request, prompt: str) -> Iterator[tuple[str, Usage | None]]:
         self._check_open()
         request = new_request(template)
         with self._cancel_after(request.id):
             for output in self._read(self._submit(request, prompt)):
                 _raise_error(output)
-                if output.text:
-                    yield output.text
+                yield output.text, output.usage
 
     def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """An embedding of norm 1 for each text, in their order."""

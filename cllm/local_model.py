@@ -27,7 +27,7 @@ from cllm.deprecated import renamed
 from cllm.errors import EngineNotReady, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.tune.search import with_remembered
-from cllm.types import Health, ModelInfo
+from cllm.types import Health, Limits, ModelInfo
 from cllm.workers.engine_worker import ThreadExecutor
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,13 @@ class LocalModel:
     def info(self) -> ModelInfo:
         """The loaded model. Raises EngineNotReady before it is opened."""
         return self._check_open()
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the loaded model. Raises EngineNotReady before it is opened."""
+        self._check_open()
+        assert self._engine.limits is not None
+        return self._engine.limits
 
     def _start(self, deliver: Callable[..., Any] | None = None) -> None:
         """Begin to load. Raises RuntimeError on a second entry, or after it was closed."""

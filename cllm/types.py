@@ -342,11 +342,14 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     position: int  # where the next token goes, read from the KV memory itself
     state: str
     age_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt: not computed, but taken from the prefix cache
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine between two steps."""
 
+    number: int = 0  # of this snapshot, since the engine started
     sequences_total: int
     cells_total: int
     cells_used: int  # of running requests
@@ -354,6 +357,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     slots_cached: int  # slots that keep something
     leases: tuple[SlotInfo, ...]
     waiting: tuple[str, ...]
+    cached: dict[int, int] = {}  # tokens that free slots keep, by slot
+    preempted: tuple[SlotInfo, ...] = ()  # these hold no slot: seq_id is -1
     leased_total: int
     released_total: int
     cleared_cells_total: int

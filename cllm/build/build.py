@@ -1,6 +1,7 @@
 """The native build: llama.cpp compiled into a library for this machine, once.
 
-    python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable] [--with-server] [--gpu auto]
+    python -m cllm.build.build [--force] [--compiler gcc|clang|zig] [--portable | --variants]
+                                   [--with-server] [--gpu auto]
 
 Only what is loaded is built (libllama, and ggml for the CPU), with the flags that this CPU and compiler
 need. A finished build is the folder `CACHE/native/<key>/`: the libraries side by side and a `build.json`.
@@ -36,7 +37,7 @@ from cllm.build.module import (
     describe_time,
     plan_module,
 )
-from cllm.build.options import SERVER_PROGRAMS, BuildOptions, features, machine, revision
+from cllm.build.options import LEFT_OUT_VARIANTS, SERVER_PROGRAMS, BuildOptions, features, machine, revision
 from cllm.build.sampling import compile_sampling
 from cllm.build.toolchain import (
     BINDINGS_VERSION,
@@ -78,10 +79,12 @@ def _build(arguments: Namespace, force: bool) -> Path:
             log(f"building llama.cpp: {options}")
             started = time.monotonic()
             try:
-                work = _work_folder(options.key, force, alone=True)
+                work = _work_folder(options.key, force, alone=not options.variants)
                 settings = options.cmake_arguments(work, bool(arguments.programs))
                 targets = ["llama", *arguments.programs]
                 needed.compile(work, settings, targets, arguments.jobs or default_jobs())
+                for name in LEFT_OUT_VARIANTS:
+                    (work / "bin" / f"libggml-cpu-{name}.so").unlink(missing_ok=True)
                 _install(work / "bin", target, {**_info(options, arguments), **_when(started)})
                 return target
             except BuildError as error:
@@ -95,6 +98,11 @@ def _build(arguments: Namespace, force: bool) -> Path:
 def _candidates(arguments: Namespace, tools: Path, failures: list[str]) -> Iterator[BuildOptions]:
     """Build options to try: native, portable, another compiler. Each is made when its turn comes."""
     compiler = toolchain.find_compiler(tools, arguments.compiler)
+    if arguments.variants:
+        if not compiler.identity.startswith("gcc"):
+            raise BuildError(f"--variants needs gcc, not {compiler.identity} (Debian: apt install g++)")
+        yield BuildOptions(compiler, variants=True)
+        return
     if not arguments.portable:
         yield BuildOptions(compiler)
     yield BuildOptions(compiler, portable=True)
@@ -250,13 +258,17 @@ def _suitable() -> dict[str, Any]:
 
 
 def _info(options: BuildOptions, arguments: Namespace) -> dict[str, Any]:
-    return {
+    info = {
         **_suitable(),
         "compiler": options.compiler.identity,
         "flags": list(options.flags),
         "portable": options.portable,
         "with_server": bool(arguments.programs),
     }
+    if options.variants:  # for any CPU; so `find_built` does not take it for the build for this one
+        del info["cpu_features"]
+        info["variants"] = True
+    return info
 
 
 def _when(started: float) -> dict[str, Any]:
@@ -304,6 +316,11 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
     )
     parser.add_argument("--compiler", choices=toolchain.COMPILERS, help="this one and no other")
     parser.add_argument("--portable", action="store_true", help="no flags for this CPU: slower, safe")
+    parser.add_argument(
+        "--variants",
+        action="store_true",
+        help="for every CPU of this architecture, as in the package cllm-native; used by CLLM_LIBRARY alone",
+    )
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
     parser.add_argument(
         "--with-server",
@@ -322,10 +339,11 @@ def main(arguments: list[str] | None = None, prog: str = "python -m cllm.build.b
             return 0
         module = _plan(chosen)  # what is missing is said before minutes are spent
         force = chosen.force and module is None
-        special = force or chosen.compiler or chosen.portable or chosen.programs
-        print((None if special else find_built()) or _build(chosen, force), flush=True)
+        special = force or chosen.compiler or chosen.portable or chosen.programs or chosen.variants
+        built = (None if special else find_built()) or _build(chosen, force)
+        print(built, flush=True)
         if not chosen.portable:
-            compile_sampling(chosen.compiler)
+            compile_sampling(chosen.compiler, built if chosen.variants else None)
         if module is not None:
             print(_build_module(module, chosen))
     except BuildError as error:

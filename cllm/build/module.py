@@ -31,8 +31,8 @@ from cllm.build.toolchain import (
 
 NVCC_FOLDER = "/usr/local/cuda/bin"  # where NVIDIA's packages have it
 GPU_CHOICES = ("auto", *BACKENDS, "none")
-BYTES_PER_JOB = {"cuda": 2**31, "vulkan": 2**30}
-_CORE_MINUTES = {"cuda": 75, "vulkan": 20}  # about; Vulkan 8 with the glslc of Debian 12
+BYTES_PER_JOB = {"cpu": 2**30, "cuda": 2**31, "vulkan": 2**30}
+_CORE_MINUTES = {"cpu": 8, "cuda": 75, "vulkan": 20}  # about; Vulkan 8 with the glslc of Debian 12
 _OPTIONS = (
     *CMAKE_OPTIONS,
     "-DGGML_BACKEND_DL=ON",  # a module, not a part of libggml
@@ -139,7 +139,7 @@ class ModuleOptions:
 
 
 def describe_time(backend: str, jobs: int = 0) -> str:
-    """How long a build takes with so many compilers at a time; 0: as many as this machine runs."""
+    """How long the build of a backend takes with so many compilers; 0: as many as this machine runs."""
     minutes = math.ceil(_CORE_MINUTES[backend] / (jobs or default_jobs(BYTES_PER_JOB[backend])))
     return f"about {minutes} minute{'s' if minutes > 1 else ''}, once"
 

@@ -9,6 +9,7 @@ import hashlib
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,32 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_ALL_WARNINGS=OFF",
 )
+# For every CPU of this architecture, one backend for each kind, chosen when the library is loaded.
+_VARIANTS = (
+    "-DGGML_BACKEND_DL=ON",
+    "-DGGML_CPU_ALL_VARIANTS=ON",
+    "-DGGML_NATIVE=OFF",
+    *(f"-DCMAKE_{language}_VISIBILITY_PRESET=hidden" for language in ("C", "CXX")),
+    "-DCMAKE_VISIBILITY_INLINES_HIDDEN=ON",
+)
+# Its C++ runtime is inside and hidden: that of the machine may be older, and in the same process another one.
+_VARIANT_LINKING = "-static-libstdc++ -Wl,--exclude-libs,ALL,--gc-sections,--strip-all"
+_HIDDEN = "{ local: _Z*St*; _Z*9__gnu_cxx*; };\n"  # instances of the C++ library's templates
+# The C++ library of GCC 12 asks glibc 2.36 for random numbers; older ones have this.
+_RANDOM = """\
+#include <stdint.h>
+#include <sys/random.h>
+__attribute__((visibility("hidden"))) uint32_t arc4random(void) {
+    uint32_t value = 0;
+    while (getrandom(&value, sizeof value, 0) != (ssize_t)sizeof value) {
+    }
+    return value;
+}
+"""
+LEFT_OUT_VARIANTS = (
+    "armv9.2_1",
+    "armv9.2_2",
+)  # SME is used by kernels that are not built; GCC 12 lacks it, too
 SERVER_PROGRAMS = ("llama-server", "llama-bench")
 
 # What ggml has switches for, where the build is not for this very CPU; as /proc/cpuinfo calls them.
@@ -43,27 +70,33 @@ _INSTRUCTION_SETS = ("sse4_2", "avx", "avx2", "bmi2", "fma", "f16c")
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of one build: a compiler, with flags for this very CPU or portable ones."""
+    """Options of one build: a compiler, with flags for this very CPU, portable ones, or all variants."""
 
     compiler: Compiler
     portable: bool = False
+    variants: bool = False
 
     @cached_property
     def flags(self) -> tuple[str, ...]:
         """Flags for C and C++ alike. Asks the compiler."""
-        if not self.portable:
+        if not self.portable and not self.variants:
             return self.compiler.native_flags()
         return ("-mcpu=baseline",) if self.compiler.is_zig else ()  # only zig targets this CPU by default
 
     @property
     def key(self) -> str:
         """The name of the build's folder: equal options on equal CPUs have equal keys."""
+        if self.variants:
+            more = (*_VARIANTS, _VARIANT_LINKING, _HIDDEN, _RANDOM, *LEFT_OUT_VARIANTS)
+            info = [self.compiler.identity, *self.flags, revision(), *more]
+            return f"{BINDINGS_VERSION}-{machine()}-variants-{digest(info)}"
         info = [self.compiler.identity, str(self.portable), *self.flags, revision(), *features()]
         return f"{BINDINGS_VERSION}-{machine()}-{digest(info)}"
 
     def cmake_arguments(self, work: Path, with_server: bool) -> list[str]:
         """CMake's arguments without the folders. Writes a file that CMake reads into `work`."""
-        arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_optimisation_file(work)}"]
+        file = _optimisation_file(work, *(self._variant_lines(work) if self.variants else ()))
+        arguments = [*CMAKE_OPTIONS, f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={file}"]
         origin = "@loader_path" if sys.platform == "darwin" else "$ORIGIN"
         arguments.append(f"-DCMAKE_INSTALL_RPATH={origin};{origin}/..")
         for language, command in (("C", self.compiler.c), ("CXX", self.compiler.cxx)):
@@ -71,14 +104,34 @@ class BuildOptions:
             arguments.append(f"-DCMAKE_{language}_FLAGS={' '.join(self.flags)}")
         for part in ("COMMON", "TOOLS", "SERVER"):
             arguments.append(f"-DLLAMA_BUILD_{part}={_switch(with_server)}")
+        if self.variants:
+            linking = f"{_VARIANT_LINKING} -Wl,--version-script={work / 'hidden.map'}"
+            arguments += (f"-DCMAKE_{kind}_LINKER_FLAGS={linking}" for kind in ("SHARED", "MODULE"))
+            return [*arguments, *_VARIANTS]
         arguments.append(f"-DGGML_NATIVE={_switch(not self.portable)}")
         if self.portable:  # ggml's default would be a CPU of 2013, and this one may be older
             for name in _INSTRUCTION_SETS:
                 arguments.append(f"-DGGML_{name.upper().replace('_', '')}={_switch(name in features())}")
         return arguments
 
+    def _variant_lines(self, work: Path) -> Iterator[str]:
+        """What CMake has to change of the variants. Writes the files that it needs into `work`."""
+        (work / "hidden.map").write_text(_HIDDEN, encoding="utf-8")
+        (work / "random.c").write_text(_RANDOM, encoding="utf-8")
+        yield f"target_sources llama PRIVATE {work / 'random.c'}"
+        if machine() == "linux-aarch64":
+            empty = work / "empty.c"
+            empty.touch()
+            targets = " ".join(f"ggml-cpu-{name}" for name in LEFT_OUT_VARIANTS)
+            yield f"set_property TARGET {targets} PROPERTY SOURCES {empty}"
+            yield f'set_property TARGET {targets} PROPERTY COMPILE_OPTIONS ""'
+        elif flags := self.compiler.tile_flags("-mamx-tile"):
+            source = "${CMAKE_SOURCE_DIR}/ggml/src/ggml-cpu/amx/mmq.cpp"
+            options = f'PROPERTIES COMPILE_OPTIONS "{";".join(flags)}"'
+            yield f"set_source_files_properties {source} TARGET_DIRECTORY ggml {options}"
+
     def __str__(self) -> str:
-        kind = "portable" if self.portable else "for this CPU"
+        kind = "portable" if self.portable else "for every CPU" if self.variants else "for this CPU"
         return " ".join((f"{self.compiler.identity}, {kind}", *self.flags))
 
 
@@ -87,17 +140,17 @@ def revision() -> str:
     return digest([*CMAKE_OPTIONS, _COLD, _HOT, *_HOT_SOURCES])
 
 
-def _optimisation_file(work: Path) -> Path:
-    """Write a CMake file that sets the levels; deferred to the end, when the target exists."""
+def _optimisation_file(work: Path, *more: str) -> Path:
+    """Write a CMake file that sets the levels; deferred to the end, when the targets exist."""
     sources = " ".join(f"${{CMAKE_SOURCE_DIR}}/src/{name}.cpp" for name in _HOT_SOURCES)
-    later = "cmake_language(DEFER DIRECTORY ${CMAKE_SOURCE_DIR} CALL"
-    file = work / "optimisation.cmake"
-    file.write_text(
-        f"{later} target_compile_options llama PRIVATE {_COLD})\n"
-        f"{later} set_source_files_properties {sources} TARGET_DIRECTORY llama"
-        f" PROPERTIES COMPILE_OPTIONS {_HOT})\n",
-        encoding="utf-8",
+    calls = (
+        f"target_compile_options llama PRIVATE {_COLD}",
+        f"set_source_files_properties {sources} TARGET_DIRECTORY llama PROPERTIES COMPILE_OPTIONS {_HOT}",
+        *more,
     )
+    lines = (f"cmake_language(DEFER DIRECTORY ${{CMAKE_SOURCE_DIR}} CALL {call})\n" for call in calls)
+    file = work / "optimisation.cmake"
+    file.write_text("".join(lines), encoding="utf-8")
     return file
 
 

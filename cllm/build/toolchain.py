@@ -20,7 +20,8 @@ from pathlib import Path
 
 from cllm.errors import LibraryError
 
-BINDINGS_VERSION = "0.3.36"  # the structures in its ctypes must match the library, byte for byte
+# Of llama-cpp-python, whose sdist carries llama.cpp. The declarations of cllm/backend/llama are made from it.
+BINDINGS_VERSION = "0.3.36"
 MIN_CMAKE = (3, 21)  # the bindings need it; DEFER needs 3.19
 COMPILERS = ("gcc", "clang", "zig")
 
@@ -64,9 +65,14 @@ def write_record(path: Path, data: bytes) -> None:
         new.unlink(missing_ok=True)
 
 
+def source_directory() -> Path:
+    """Where the sdist is, or is to be, unpacked."""
+    return cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
+
+
 def fetch_source() -> Path:
     """Download and unpack the sdist once; returns the folder. The caller holds the build lock."""
-    source = cache_directory() / "source" / f"llama_cpp_python-{BINDINGS_VERSION}"
+    source = source_directory()
     if source.exists():
         return source
     log(f"downloading llama-cpp-python {BINDINGS_VERSION} (75 MB), which carries llama.cpp's source")
@@ -106,12 +112,15 @@ class Compiler:
         if "__AVX512FP16__" in macros:
             flags.append("-mno-avx512fp16")  # ggml's half-precision attention is 2.5 times slower than f32
         if "__AMX_TILE__" in macros:
-            header = _preprocess(self.c, "-march=native", source="#include <immintrin.h>\n") or ""
-            if _WRONG_TILE_DECLARATION in header:
-                flags += ["-fno-dse", "-fno-tree-dse"]
+            flags += self.tile_flags("-march=native")
         if flags and _preprocess(self.c, "-march=native", *flags) is None:
             return ()
         return tuple(flags)
+
+    def tile_flags(self, *target: str) -> tuple[str, ...]:
+        """Flags that code with AMX tiles needs, compiled with those of `target`."""
+        header = _preprocess(self.c, *target, source="#include <immintrin.h>\n") or ""
+        return ("-fno-dse", "-fno-tree-dse") if _WRONG_TILE_DECLARATION in header else ()
 
 
 def find_compiler(tools: Path, name: str | None = None) -> Compiler:

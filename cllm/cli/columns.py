@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 from rich.cells import cell_len
 
-_RIGHT = ("size", "downloads", "context")
+_RIGHT = ("size", "downloads", "context", "takes", "requests")
 
 
 def print_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,9 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, embedded_model
 from cllm.backend.llama.probe import run_probe, settings_to_try
 from cllm.backend.llama.threads import default_threads
+from cllm.backend.llama.variant import loaded_variant, unused_features
 from cllm.build.gpus import find_gpus
-from cllm.build.module import choose_module
+from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
 from cllm.cli.tune import headline, show
 from cllm.config import EngineConfig
@@ -53,9 +55,7 @@ def doctor_command(
     try:
         model = str(resolve(model, offline=True)) if model else ""
         folder = library.find()
-        table.add_row("library", str(folder))
-        table.add_row("build", _build_info(folder))
-        table.add_row("compiled for", library.load(folder).system_info().strip())
+        _library(folder, found, table)
         _gpus(folder, table)
         config = EngineConfig(
             model=model or str(embedded_model()), parallel=parallel, ctx_size=ctx_size, threads=threads
@@ -96,11 +96,33 @@ def _tuned(asked: EngineConfig, ready: EngineConfig, table: Table) -> TuneRecord
     return record
 
 
+def _library(folder: Path, features: Collection[str], table: Table) -> None:
+    """Add which library is used, and whether one for this very CPU would be faster."""
+    origin = "named by CLLM_LIBRARY" if "CLLM_LIBRARY" in os.environ else "built by `cllm build`"
+    packaged = library.read_build_info(folder).get("variants", False)
+    if packaged and "CLLM_LIBRARY" not in os.environ:
+        origin = "of the package cllm-native"
+    table.add_row("library", f"{folder} ({origin})")
+    table.add_row("build", _build_info(folder))
+    system_info = library.load(folder).system_info().strip()
+    table.add_row("compiled for", system_info)
+    if packaged:
+        table.add_row("variant", loaded_variant() or "unknown")
+        table.add_row("`cllm build`", _advise(unused_features(features, system_info)))
+
+
+def _advise(unused: list[str]) -> str:
+    """Whether a build for this CPU pays."""
+    time = describe_time("cpu")
+    if unused:
+        return f"would pay: this CPU has {', '.join(unused)}, which the variant does not use ({time})"
+    return f"would gain a few percent at most: the variant uses all that this CPU has ({time})"
+
+
 def _build_info(folder: Path) -> str:
     """The options of the build, from its `build.json`."""
-    try:
-        info = json.loads((folder / "build.json").read_text())
-    except (OSError, ValueError):
+    info = library.read_build_info(folder)
+    if not info:
         return "not built by cllm: `cllm build` makes one for this CPU"
     shown = ", ".join(f"{key} {value}" for key, value in info.items() if key != "cpu_features")
     if info.get("portable"):

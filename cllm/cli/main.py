@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +12,18 @@ import typer
 from typer.core import TyperGroup
 
 from cllm import __version__
-from cllm.errors import CllmError, ConfigError, SetupError
+from cllm.errors import ConfigError
 from cllm.logs import configure_logging
 
 COMMANDS = {  # name: module and function
     "serve": ("cllm.cli.serve", "serve_command"),
     "llama-server": ("cllm.cli.llama_server", "llama_server_command"),
-    "run": (__name__, "run_command"),
+    "run": ("cllm.cli.run", "run_command"),
+    "chat": ("cllm.cli.chat", "chat_command"),
+    "launch": ("cllm.cli.launch", "launch_command"),
+    "ps": ("cllm.cli.ps", "ps_command"),
+    "load": ("cllm.cli.ps", "load_command"),
+    "unload": ("cllm.cli.ps", "unload_command"),
     "pull": ("cllm.cli.pull", "pull_command"),
     "list": ("cllm.cli.models", "list_command"),
     "show": ("cllm.cli.models", "show_command"),
@@ -28,6 +32,7 @@ COMMANDS = {  # name: module and function
     "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
+    "service": ("cllm.cli.service", "service_app"),
     "keys": (__name__, "keys_app"),
     "bench": (__name__, "bench_command"),
 }
@@ -82,49 +87,6 @@ def _root(
     ),
 ) -> None:
     configure_logging("warning")  # until a command sets its own level
-
-
-def run_command(
-    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads standard input")],
-    model: Annotated[
-        str, typer.Option(envvar="CLLM_MODEL", help="File, hf:… or name; none: the embedded one")
-    ] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same text")] = 0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Complete the prompt as it is: no chat template")
-    ] = False,
-    threads: Annotated[int, typer.Option(min=0, envvar="CLLM_THREADS", help="0: one per core")] = 0,
-    tune: Annotated[
-        bool, typer.Option("--tune/--no-tune", envvar="CLLM_TUNE", help="Use what `cllm tune` found")
-    ] = True,
-    offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
-    log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
-) -> None:
-    """Answer one prompt and print it as it comes."""
-    from cllm.cli.options import fail
-    from cllm.config import EngineConfig
-    from cllm.llm import LLM
-    from cllm.types import SamplingParams
-
-    configure_logging(log_level)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = SamplingParams(temperature=temperature, seed=seed)
-    config = EngineConfig(parallel=1, threads=threads, tune=tune, offline=offline)
-    try:
-        with LLM(model, config=config) as llm:
-            chat = not raw and llm.info.chat_template is not None
-            question = [{"role": "user", "content": text}] if chat else text
-            started, pieces = time.perf_counter(), 0
-            for piece in llm.stream(question, sampling, max_tokens=max_tokens):
-                typer.echo(piece, nl=False)
-                pieces += 1
-            typer.echo()
-            if sys.stderr.isatty():
-                typer.echo(f"[{pieces / (time.perf_counter() - started):.1f} pieces/s]", err=True)
-    except CllmError as error:
-        raise fail(error, 2 if isinstance(error, SetupError) else 1) from None
 
 
 def build_command(context: typer.Context) -> None:

@@ -22,6 +22,7 @@ from cllm.core.kv_cache.host_cache import MIB, HostKVCache
 from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
+from cllm.core.sequence import Sequence, State
 from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 class EngineCore:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its outputs."""
+
+    _snapshots = 0  # taken so far
 
     def __init__(
         self,
@@ -308,26 +311,37 @@ class EngineCore:
     def snapshot(self) -> Snapshot:
         """Every lease and counter; positions are read from the memory, so drift would show."""
         now = time.monotonic()
+        self._snapshots += 1
         scheduler, pool = self.scheduler, self.scheduler.pool
-        leases = tuple(
-            SlotInfo(
-                seq_id=lease.seq_id,
-                request_id=lease.request_id,
-                tokens=len(scheduler.running[lease.seq_id].tokens),
-                position=self.runner.next_position(lease.seq_id),
-                state=scheduler.running[lease.seq_id].state.value,
-                age_s=now - lease.leased_at,
+
+        def describe(one: Sequence, seq_id: int, age_s: float = 0.0) -> SlotInfo:
+            return SlotInfo(
+                seq_id=seq_id,
+                request_id=one.id,
+                tokens=len(one.tokens),
+                position=self.runner.next_position(seq_id) if seq_id >= 0 else 0,
+                state=one.state.value,
+                age_s=age_s,
+                prompt_tokens=len(one.request.prompt),
+                cached_tokens=one.cached_tokens,
             )
+
+        leases = tuple(
+            describe(scheduler.running[lease.seq_id], lease.seq_id, now - lease.leased_at)
             for lease in pool.leases
         )
+        preempted = (one for one in scheduler.waiting if one.state is State.PREEMPTED)
         return Snapshot(
+            number=self._snapshots,
             sequences_total=pool.size,
             cells_total=self.runner.limits.cells,
             cells_used=scheduler.cells_used,
             cells_cached=scheduler.prefix_cache.count_cached(scheduler.running.values()),
             slots_cached=len(scheduler.prefix_cache.device.entries),
             leases=leases,
-            waiting=scheduler.waiting,
+            waiting=tuple(one.id for one in scheduler.waiting),
+            cached=scheduler.prefix_cache.device.lengths,
+            preempted=tuple(describe(one, -1) for one in preempted),
             leased_total=pool.leased_total,
             released_total=pool.released_total,
             cleared_cells_total=pool.cleared_cells_total,

@@ -414,9 +414,9 @@ class Scheduler:
         return min((one.loading.left_s for one in self._waiting if one.loading is not None), default=None)
 
     @property
-    def waiting(self) -> tuple[str, ...]:
-        """The ids of the requests that wait for a slot, oldest first."""
-        return tuple(sequence.id for sequence in self._waiting)
+    def waiting(self) -> tuple[Sequence, ...]:
+        """The requests that wait for a slot, preempted ones too, oldest first."""
+        return tuple(self._waiting)
 
     @property
     def cells_used(self) -> int:

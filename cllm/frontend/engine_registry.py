@@ -39,6 +39,7 @@ from cllm.types import Health, TenantLimits
 log = logging.getLogger(__name__)
 MAX_WAIT_S = 600.0  # for a model to be loaded, where requests have no time limit
 MAX_LISTED = 20  # names in an error
+LATEST = ":latest"
 LOOK_S = 1.0  # between two looks for models that have been idle too long
 
 
@@ -134,7 +135,8 @@ class EngineRegistry:
         """The model that serves requests for a name: its name, an alias, or a beginning that no other has.
 
         Raises ModelNotFound. With one model, any name but a path that leads elsewhere is served by it. A name
-        may begin with a slash: some servers name a model by its folder, and their clients send that.
+        may begin with a slash: some servers name a model by its folder, and their clients send that. It may
+        end in `:latest`, as Ollama's clients have it.
         """
         if not self.several:
             if name is not None and (".." in name or name.startswith("~") or "\\" in name):
@@ -142,7 +144,7 @@ class EngineRegistry:
             return self.default
         if not name:
             return self.default
-        found = match_name(name, self._names)
+        found = match_name(name, self._names) or match_name(name.removesuffix(LATEST), self._names)
         if len(found) == 1:
             return found[0]
         listed = ", ".join(model.name for model in (found or self.served)[:MAX_LISTED])
@@ -338,6 +340,13 @@ class EngineRegistry:
                     await self._unload(model, f"idle for {model.ttl_s:.0f} s")
 
     # The server ----------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request; False if there is none of this id."""
+        found = any(state.request.id == request_id for state in self.requests)
+        for engine in [engine for model in self.served for engine in model.engines]:
+            engine.cancel(request_id)
+        return found
 
     def set_tenants(self, limits: Mapping[str, TenantLimits]) -> None:
         """The limits of each tenant, over all models."""

@@ -6,13 +6,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cllm.deprecated import METRICS
+from cllm.frontend.request_log import RequestLog
 from cllm.frontend.request_queue import RequestQueue
 from cllm.frontend.request_state import RequestState
+from cllm.frontend.tenants import Tenants
 from cllm.types import Limits, RequestOutput, Usage
 from cllm.workers.messages import StepStats
 
@@ -52,17 +54,26 @@ _STEP_GAUGES = (
 class EngineMetrics:
     """Counters and histograms of one engine, updated once per step or per request; per token only gaps."""
 
+    bounds = _SECONDS  # of every histogram
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._by_name: dict[str, Collector] = {}
+        self.request_log = RequestLog()
+        self.tenants = Tenants()  # those of the queue
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"cllm_{name}", text, labels, registry=self.registry)
+            made = self._by_name[name] = Counter(f"cllm_{name}", text, labels, registry=self.registry)
+            return made
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"cllm_{name}", text, labels, registry=self.registry)
+            made = self._by_name[name] = Gauge(f"cllm_{name}", text, labels, registry=self.registry)
+            return made
 
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"cllm_{name}", text, buckets=_SECONDS, registry=self.registry)
+            made = Histogram(f"cllm_{name}", text, buckets=_SECONDS, registry=self.registry)
+            self._by_name[name] = made
+            return made
 
         self.accepted = counter("requests_accepted", "Requests accepted into the queue")
         self.finished = counter("requests_finished", "Requests ended, by outcome", "outcome")
@@ -83,6 +94,7 @@ class EngineMetrics:
         self.inter_token = PlainHistogram(
             "cllm_inter_token_seconds", "Between two outputs of one request", _SECONDS, self.registry
         )
+        self._by_name["inter_token_seconds"] = self.inter_token
         self.queue_time = histogram("queue_seconds", "From arrival to the engine")
         self.request_time = histogram("request_seconds", "From arrival to the end")
         self.kv_cells_total = gauge("kv_cells_total", "KV cells in all")
@@ -98,6 +110,7 @@ class EngineMetrics:
         names = [name for _, name, _ in (*_STEP_COUNTERS, *_STEP_GAUGES)]
         metrics = dict(zip(names, [metric for _, metric in (*self._counters, *self._gauges)], strict=True))
         DeprecatedMetrics(metrics, self.registry)
+        self.registry.register(TenantMetrics(self))
         self._llama = LlamaMetrics(
             {
                 "n_decode_total": metrics["steps"],
@@ -110,6 +123,7 @@ class EngineMetrics:
 
     def watch(self, queue: RequestQueue) -> None:
         """Show this queue; read when metrics are scraped."""
+        self.tenants = queue.tenants
         self.queue.set_function(lambda: queue.waiting[0])
         self.queue_tokens.set_function(lambda: queue.waiting[1])
 
@@ -151,6 +165,7 @@ class EngineMetrics:
         self.drafted_tokens.inc(output.usage.drafted_tokens)
         self.accepted_tokens.inc(output.usage.accepted_tokens)
         self._llama.ended(state, output.usage, now)
+        self.request_log.add(state, output, now)
 
     def crashed(self) -> None:
         """The engine process is gone: nothing runs, nothing is held."""
@@ -159,6 +174,24 @@ class EngineMetrics:
             gauge.set(0)
         for part in ("model", "kv", "buffers", "ram_tier", "ngram_indexes", "draft_model"):
             self.memory.labels(part).set(0)
+
+    def read(self, names: Iterable[str]) -> dict[str, float]:
+        """The values of these metrics now; of one with labels, the sum."""
+        return {name: sum(self.read_labelled(name).values()) for name in names}
+
+    def read_labelled(self, name: str) -> dict[str, float]:
+        """The values of a metric by its label."""
+        (family,) = self._by_name[name].collect()
+        return {
+            next(iter(sample.labels.values()), ""): sample.value
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    def read_buckets(self, name: str) -> list[float]:
+        """The cumulative counts of a histogram, one for each of `bounds` and one beyond."""
+        (family,) = self._by_name[name].collect()
+        return [sample.value for sample in family.samples if sample.name.endswith("_bucket")]
 
     def render(self) -> bytes:
         """The exposition format."""
@@ -205,6 +238,22 @@ def describe_end(state: RequestState, output: RequestOutput, now: float) -> str:
         f"{usage.completion_tokens} generated, queued {(state.dispatched or now) - state.arrived:.3f} s, "
         f"first token {first}, total {now - state.arrived:.3f} s"
     )
+
+
+class TenantMetrics(Collector):
+    """What each tenant has had, and what it has here now: read when metrics are scraped."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        tokens = CounterMetricFamily("cllm_tenant_tokens", "Tokens, prompt and generated", labels=["tenant"])
+        held = GaugeMetricFamily("cllm_tenant_requests", "Requests now", labels=["tenant", "place"])
+        for tenant in self._metrics.tenants:
+            tokens.add_metric([tenant.name], tenant.tokens)
+            held.add_metric([tenant.name, "waiting"], tenant.waiting)
+            held.add_metric([tenant.name, "engine"], tenant.running)
+        return tokens, held
 
 
 class DeprecatedMetrics(Collector):

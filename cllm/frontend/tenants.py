@@ -65,6 +65,7 @@ class Tenant:
     def __init__(self, name: str, limits: TenantLimits) -> None:
         self.name = name
         self.virtual = 0.0
+        self.tokens = 0  # had in all, prompt and generated
         self.waiting = 0
         self.running = 0
         self.drain_rate = DrainRate()
@@ -98,6 +99,7 @@ class Tenant:
 
     def charge(self, tokens: int, now: float) -> None:
         """Count tokens, prompt or generated, for its share and against its limit."""
+        self.tokens += tokens
         self.virtual += tokens / self.limits.weight
         if self.token_bucket is not None:
             self.token_bucket.take(tokens, now)
@@ -140,6 +142,9 @@ class Tenants:
             if (new := self._limits.get(tenant.name, TenantLimits())) != tenant.limits:
                 tenant.limit(new)
         self._weigh()
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(tuple(self._tenants.values()))
 
     def find(self, name: str) -> Tenant:
         """The account of a tenant, opened if it is new."""

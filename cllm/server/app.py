@@ -17,9 +17,10 @@ from cllm.config import ServerConfig
 from cllm.errors import ConfigError, ModelNotFound
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.server import errors, openapi
+from cllm.server import errors, openapi, static
 from cllm.server.hold import HoldMiddleware
 from cllm.server.keys import KeyRing
+from cllm.server.live import LiveFeed
 from cllm.server.middleware import (
     AuthMiddleware,
     BodyLimitMiddleware,
@@ -28,7 +29,19 @@ from cllm.server.middleware import (
     split_list,
 )
 from cllm.server.protocol.sampling import SamplingBody
-from cllm.server.routes import admin, chat, embeddings, generate, llama, messages, openai, responses
+from cllm.server.routes import (
+    admin,
+    chat,
+    embeddings,
+    generate,
+    live,
+    llama,
+    messages,
+    ollama,
+    ollama_store,
+    openai,
+    responses,
+)
 
 EXPOSED_HEADERS = ("Retry-After", "X-Queue-Position", "request-id")  # that a page may read
 SAME_FIELDS = (  # names of one thing: a body that has one of them needs no default for the others
@@ -54,6 +67,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.registry = registry
+    app.state.live = LiveFeed(registry)
     app.state.responses = responses.ResponseStore(config.response_store_mb << 20)
     app.state.slow_reader_s = config.slow_reader_s
     app.state.open_routes = frozenset(split_list(config.open_routes))
@@ -62,9 +76,22 @@ def create_app(
     app.state.large_bodies = asyncio.Lock()  # see LargeJsonRoute
     keys = keys or KeyRing(config.api_keys, config.api_key)
     openapi.install(app, closed=keys.closed)
+    static.install(app)
     errors.install(app)
     # One flat list: of routers that are included, FastAPI asks each at every request whether it has changed.
-    for module in (generate, openai, chat, responses, messages, embeddings, llama, admin):
+    for module in (
+        generate,
+        openai,
+        chat,
+        responses,
+        messages,
+        embeddings,
+        llama,
+        ollama,
+        ollama_store,
+        admin,
+        live,
+    ):
         app.router.routes.extend(module.router.routes)
     _add_middleware(app, registry, config, keys)
     return app

@@ -107,13 +107,15 @@ def error_status(error: Exception) -> int:
 
 
 def error_body(path: str, status: int, code: str, message: str, field: str | None = None) -> dict[str, Any]:
-    """An error in the shape of the route's API: Anthropic's, OpenAI's, llama-server's or cllm's own."""
+    """An error in the shape of the route's API: Anthropic's, OpenAI's, Ollama's, llama-server's or cllm's."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
     if path.startswith("/v1/"):
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+    if path.startswith("/api/"):
+        return {"error": message}
     if _LLAMA.fullmatch(path):
         kind = _LLAMA_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         if code != ContextLengthExceeded.code:
@@ -167,6 +169,8 @@ def describe_validation(errors: list[dict[str, Any]]) -> tuple[str, str | None]:
         return f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
     # Unions add the name of the branch; the field is the first part.
     field = where[0] if where else None
+    if field == "options" and len(where) > 1:  # Ollama's, an object of many
+        field = ".".join(where[:2])
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "too_long" and isinstance(first.get("input"), str):
         message = message.replace(" items after validation", " characters")  # pydantic's words in a union

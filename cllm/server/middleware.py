@@ -18,8 +18,9 @@ from cllm.server.errors import error_body, error_status
 from cllm.server.keys import KeyRing
 from cllm.types import TenantLimits
 
-OPEN = ("/health", "/v1/health")  # the paths that never need a key
-ADMIN = ("/debug", "/admin", "/metrics", "/slots")
+PAGE_FILES = "/page/"
+OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
+ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
 _KEYLESS = TenantLimits(role="admin")  # every request of a server without keys
 
@@ -121,10 +122,10 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 class AuthMiddleware:
-    """Denies by default: with keys set, every route but `/health` needs one, operators' routes an admin's.
+    """Denies by default: with keys set, every route but `/health` and the page needs one.
 
-    Without keys, operators' routes answer on a loopback listener only. The request's tenant is left in the
-    scope's state, and in `CALLER`.
+    Operators' routes need an admin's key; without keys they answer on a loopback listener only. The request's
+    tenant is left in the scope's state, and in `CALLER`.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _authenticate(self, scope: Scope) -> TenantLimits:
-        if scope["path"] in OPEN:
+        if scope["path"] in OPEN or scope["path"].startswith(PAGE_FILES):
             return TenantLimits()
         key = _get_key(scope)
         tenant = self._keys.find(key or "")

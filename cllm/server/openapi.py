@@ -1,30 +1,23 @@
-"""The OpenAPI description at `/openapi.json`, and the page at `/docs`, which loads nothing from elsewhere."""
+"""The OpenAPI description at `/openapi.json`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
 
 from cllm.server.errors import error_body
 from cllm.server.middleware import ADMIN, OPEN
 from cllm.server.protocol.base import DOCUMENTED, JSON
 
-PAGE = Path(__file__).parent / "page" / "docs.html"
-# The page runs its own script and asks this server only.
-POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 TAGS = {
     "cLLM": "cllm's own: a prompt in, text out. No chat template is applied.",
     "OpenAI": "For OpenAI's SDKs and compatible clients.",
     "Anthropic": "For Anthropic's SDKs.",
     "embeddings": "Embeddings of texts, and rankings and scores by a reranker.",
+    "Ollama": "For Ollama's clients that speak no other API; names may end in `:latest`.",
     "llama-server": "llama.cpp's own server: scripts written for it run unchanged.",
     "operation": "Health, metrics, debugging and administration.",
 }
@@ -89,7 +82,7 @@ _UNDOCUMENTED = '{"content": {}, "schemas": {}, "computes": false, "errors": {}}
 
 
 def install(app: FastAPI, *, closed: bool) -> None:
-    """Give an app made with neither `docs_url` nor `redoc_url` its description and its page.
+    """Give an app made with neither `docs_url` nor `redoc_url` its description.
 
     `closed`: keys are needed.
     """
@@ -100,10 +93,6 @@ def install(app: FastAPI, *, closed: bool) -> None:
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(), headers={"Content-Security-Policy": POLICY})
 
 
 def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
@@ -156,7 +145,7 @@ def _responses(path: str, method: str, about: dict[str, Any], required: str | No
         statuses |= {401, 500, 503}
     if method == "post":
         statuses |= {400, 408, 413, 415}
-    if path.startswith("/v1/") and (method == "post" or "{" in path):
+    if path.startswith(("/v1/", "/api/")) and (method == "post" or "{" in path):
         statuses.add(404)
     if about["computes"]:
         statuses |= {429, 504}

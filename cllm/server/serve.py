@@ -117,8 +117,9 @@ async def serve(
     registry.set_tenants(keys.tenants)
     try:
         await registry.start()
+        app = create_app({"default": registry}, config, keys)
         settings = uvicorn.Config(
-            create_app({"default": registry}, config, keys),
+            app,
             log_config=None,
             log_level=logging.ERROR,  # its warnings are one line for each mistake of a client
             access_log=False,
@@ -137,9 +138,10 @@ async def serve(
         host, port = listeners[0].getsockname()[:2]
         scheme = "http" if tls is None else "https"
         announce(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-        unloading = loop.create_task(registry.unload_idle())
+        beside = [loop.create_task(registry.unload_idle()), loop.create_task(app.state.live.run())]
         await server.serve(sockets=listeners)
-        unloading.cancel()
+        for task in beside:
+            task.cancel()
     finally:
         await loop.run_in_executor(None, registry.stop)
 

@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
         "queue-size": 1024,
         "draft-tokens": 0,
     }
-    for name, default in ({"host": "127.0.0.1", "log-level": "warning"} | defaults).items():
+    for name, default in ({"host": "127.0.0.1", "log-level": "warning", "api-key": ""} | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
     engine = EngineConfig(

@@ -171,13 +171,13 @@ def test_a_runner_frees_each_of_its_own_once_and_users_before_the_used(
         monkeypatch.setattr(owner, name, told_and_freed)
 
     spy(library.api, "llama_free")
-    spy(library, "threadpool_free")
+    spy(library.api, "ggml_threadpool_free")
     spy(library.api, "llama_model_free")
     runner = open_runner(models, DENSE)
     feed(runner, 0, words(0, 10))
     assert freed == []
     runner.close()
-    assert freed == ["llama_free", "threadpool_free", "llama_model_free"]
+    assert freed == ["llama_free", "ggml_threadpool_free", "llama_model_free"]
 
 
 def test_a_sampler_that_outlives_its_runner_is_freed_without_it(models: dict[str, Path]) -> None:

@@ -84,7 +84,7 @@ def test_a_preempted_request_can_be_cancelled_and_gives_its_ram_back(
     budget = swap_room(driver)
     while swap_room(driver) == budget and not driver.scheduler.idle:
         driver.step()
-    preempted = driver.scheduler.waiting[0]  # it is older than who has not begun
+    preempted = driver.scheduler.waiting[0].id  # it is older than who has not begun
     driver.scheduler.cancel(preempted)
     assert swap_room(driver) == budget
     answers = driver.finish()

@@ -214,7 +214,7 @@ class StepDriver:
 
     def close_disk(self) -> None:
         """Write what is cached to disk, as at the end of the loop."""
-        self.core.disk.close(self.prefix_cache.candidates())
+        self.core.disk.close(self.prefix_cache.candidates(), within_s=60)
 
     # Answers ----------------------------------------------------------------------------------------
 

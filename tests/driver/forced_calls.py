@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 
 from cllm import LLM, SamplingParams
+from cllm.chat.reply import ChatReply
 from tests.driver.turns import Family
 from tests.tiny_models import CONTROL_TOKENS, make_dense
 
@@ -48,27 +49,35 @@ def make_model(family: Family, path: Path) -> Path:
 
 
 def check_forced(path: Path, seeds: range, max_tokens: int = 400) -> tuple[int, int, list[str]]:
-    """How many answers were complete, how many were cut, and what was wrong."""
-    complete, cut, wrong = 0, 0, []
-    with LLM(path, parallel=1, ctx_size=CONTEXT) as llm:
+    """How many answers were complete, how many were cut, and what was wrong.
+
+    One thread: a step of this model is so short that two spend it waiting for each other.
+    """
+    complete, cut, wrong = 0, 0, list[str]()
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "none"}
+    with LLM(path, parallel=1, ctx_size=CONTEXT, threads=1) as llm:
         for seed in seeds:
-            options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "reasoning_effort": "none"}
             question = [{"role": "user", "content": f"How is it, {seed}?"}]
             sampling = SamplingParams(seed=seed, temperature=1.2)
             reply = llm.chat(question, sampling, max_tokens=max_tokens, **options)
-            calls = list(reply.tool_calls)
-            if reply.finish_reason == "length":
-                cut += 1
-                calls = calls[:-1]
-            elif not calls:
-                wrong.append(f"{seed}: no call in {reply.text!r}")
-            else:
-                complete += 1
-            if reply.text.strip():
-                wrong.append(f"{seed}: text {reply.text!r}")
-            for call in calls:
-                try:
-                    jsonschema.validate(json.loads(call.arguments), CLOSED)
-                except (ValueError, jsonschema.ValidationError) as error:
-                    wrong.append(f"{seed}: {call.arguments!r}: {error}")
+            ended = reply.finish_reason != "length"
+            complete, cut = complete + ended, cut + (not ended)
+            wrong += [f"{seed}: {fault}" for fault in find_faults(reply)]
     return complete, cut, wrong
+
+
+def find_faults(reply: ChatReply) -> list[str]:
+    """What is wrong with an answer that must be calls; the last one may be cut."""
+    calls, faults = list(reply.tool_calls), list[str]()
+    if reply.finish_reason == "length":
+        calls = calls[:-1]
+    elif not calls:
+        faults.append(f"no call in {reply.text!r}")
+    if reply.text.strip():
+        faults.append(f"text {reply.text!r}")
+    for call in calls:
+        try:
+            jsonschema.validate(json.loads(call.arguments), CLOSED)
+        except (ValueError, jsonschema.ValidationError) as error:
+            faults.append(f"{call.arguments!r}: {error}")
+    return faults

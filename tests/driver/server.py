@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.driver.program import Program
 
 ROOT = Path(__file__).parents[2]
 SERVE = ("from cllm.cli.main import main; main()", "serve")
@@ -33,12 +36,22 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
     plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     off = {"CLLM_TUNE": "0", "CLLM_CACHE_DISK_MB": "0"}
-    return {**kept, **plain, **off, **extra}
+    one = {"CLLM_THREADS": "1"}  # two files are tested at a time: two threads would wait for each other
+    return {**one, **kept, **plain, **off, **extra}
 
 
 def cllm(*arguments: str, timeout: float = PATIENCE_S, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    code = "from cllm.cli.main import main; main()"
+    """Run the command line to its end. `serve` is to end before it loads anything, and is forked."""
+    code = SERVE[0]
+    if arguments[0] == "serve":
+        with TemporaryDirectory() as folder:
+            output, errors = Path(folder, "output"), Path(folder, "errors")
+            program = Program(code, arguments, environment(**variables), output, errors)
+            try:
+                status = program.wait(timeout)
+            finally:
+                program.kill()
+            return subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -73,6 +86,24 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class Stopwatch:
+    """Seconds since it was made, less what the main threads of some processes waited for a core meanwhile.
+
+    How busy the machine is otherwise does not count, then; that one of them sleeps or computes does.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
+        self._began = 0.0
+        self._began = self.seconds
+
+    @property
+    def seconds(self) -> float:
+        schedules = (Path(f"/proc/{pid}/schedstat").read_text().split() for pid in self._pids)
+        waited_ns = sum(int(waited) for _, waited, _ in schedules)
+        return time.monotonic() - waited_ns / 1e9 - self._began
+
+
 def get_children(pid: int) -> dict[int, str]:
     """The living child processes and their command lines."""
     found: dict[int, str] = {}
@@ -104,14 +135,8 @@ class Server:
         **variables: str,
     ) -> None:
         self.log = log
-        with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", *program, *arguments, *port],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment(**{"CLLM_LOG_LEVEL": "debug", **variables}),
-            )
+        variables = environment(**{"CLLM_LOG_LEVEL": "debug", **variables})
+        self.process = Program(program[0], (*program[1:], *arguments, *port), variables, log)
         self.url = ""
         self.client = httpx.Client(timeout=PATIENCE_S, trust_env=False)
 

@@ -18,7 +18,8 @@ DECIDED = ("positive_data_acceptance", "negative_data_rejection")
 # A request that asks for a time limit of a millisecond gets its 504.
 SETTINGS = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]\n'
 # A reload takes seconds, and replaces the children on purpose. POST /props is a 501, as in llama-server.
-LEFT_OUT = ("/admin/reload", "/props")
+# /api/pull asks a hub, and /api/delete deletes.
+LEFT_OUT = ("/admin/reload", "/props", "/api/pull", "/api/delete")
 
 
 def fuzz(

@@ -147,7 +147,7 @@ def test_run_of_a_prompt_too_long_is_one_line(tiny_model: Path) -> None:
 
 
 def test_doctor_names_what_it_found() -> None:
-    done = cllm("doctor")
+    done = cllm("doctor", "--threads", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("CPU features", "library", "threads", "memory", "probe", "model"):
         assert name in done.stdout

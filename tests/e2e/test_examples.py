@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
 import pytest
 
-from cllm.server.protocol.base import EVENTS, JSON
+from cllm.server.protocol.base import EVENTS, JSON, NDJSON
 from tests.driver.server import Server
 from tests.unit.server.test_openapi import ROUTES
 
@@ -32,9 +33,10 @@ def same(found: Any, shown: Any) -> bool:
     return found == shown or "anything" in (found, shown)
 
 
-# What changes the server or needs a folder of its own: test_reload, test_state_files.
+# What changes the server, or needs a folder or a hub of its own: test_reload, test_state_files, test_ollama.
 NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
-SHOWN = sorted(f"{method} {path}" for method, path, _ in ROUTES if "/admin/" not in path)
+CHANGING = ("/admin/", "/api/pull", "/api/delete")
+SHOWN = sorted(f"{method} {path}" for method, path, _ in ROUTES if not path.startswith(CHANGING))
 
 
 @cache
@@ -70,6 +72,11 @@ def test_the_example_is_answered_as_shown(route: str, tiny: Server) -> None:
         assert streamed.headers["content-type"].startswith(EVENTS)
         ends_with_done = shown[EVENTS]["example"].endswith("[DONE]\n\n")
         assert streamed.text.endswith("data: [DONE]\n\n") == ends_with_done
+    if NDJSON in shown:
+        streamed = tiny.post(path, {**(body or {}), "stream": True})
+        assert streamed.headers["content-type"].startswith(NDJSON)
+        last, example = streamed.text.splitlines()[-1], shown[NDJSON]["example"].splitlines()[-1]
+        assert same(shape(json.loads(last)), shape(json.loads(example)))
 
 
 @pytest.mark.parametrize("route", [route for route in SHOWN if route.startswith("POST")])

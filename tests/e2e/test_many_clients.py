@@ -63,7 +63,7 @@ def test_200_clients_on_8_slots_tiny_model(tiny: Server, tiny_model: Path) -> No
     check(tiny, tiny_model, [f"client {number}: " + "ab " * (number % 7) for number in range(200)], 12)
 
 
-def test_24_clients_on_8_slots_embedded_model(embedded: Server) -> None:
+def test_12_clients_on_8_slots_embedded_model(embedded: Server) -> None:
     animals = ("cat", "dog", "owl", "fox", "bee", "cow")
-    prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (2, 3, 5, 7)]
-    check(embedded, None, prompts, 12)
+    prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (3, 7)]
+    check(embedded, None, prompts, 10)

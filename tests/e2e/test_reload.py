@@ -14,7 +14,7 @@ from tests.driver.http import refusal
 from tests.driver.server import PATIENCE_S, Server, StartServer, alive, get_children, stream_text, wait_for
 from tests.tiny_models import make_dense, make_sliding_window
 
-LONG = 3000  # longer than a reload takes
+LONG = 2000  # longer than a reload takes
 
 
 @pytest.fixture(scope="module")

@@ -114,14 +114,19 @@ def test_debug_requests_and_debug_kv_while_it_runs(tiny: Server) -> None:
     assert set(entry) == keys
     assert (entry["id"], entry["place"], entry["max_tokens"]) == (request_id, "engine", LONG)
     assert entry["generated_tokens"] > 0 and entry["age_s"] >= 0
-    assert set(lease) == {"seq_id", "request_id", "tokens", "position", "state", "age_s"}
+    assert set(lease) == {"seq_id", "request_id", "tokens", "position", "state", "age_s"} | {
+        "prompt_tokens",
+        "cached_tokens",
+    }
     assert (lease["request_id"], lease["state"]) == (request_id, "running")
     assert lease["position"] in (lease["tokens"] - 1, lease["tokens"])
     assert kv["cells"]["used"] == lease["position"] > 0
     assert kv["sequences"] == {"total": 8, "leased": 1, "free": 7, "cached": kv["sequences"]["cached"]}
     assert set(kv["cells"]) == {"total", "used", "cached"}
     counters = {"leased_total", "released_total", "cleared_cells_total", "integrity_failures"}
-    assert set(kv) == {"sequences", "cells", "leases", "counters"} and set(kv["counters"]) == counters
+    keys = {"snapshot", "sequences", "cells", "leases", "cached", "preempted", "counters"}
+    assert set(kv) == keys and set(kv["counters"]) == counters
+    assert tiny.kv()["snapshot"] > kv["snapshot"]
     wait_for(tiny.idle)
 
 

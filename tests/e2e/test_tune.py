@@ -31,6 +31,10 @@ def records(tmp_path: Path) -> list[Path]:
 def test_the_first_start_measures_and_the_second_remembers(
     start: StartServer, tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]
 ) -> None:
+    untuned = start(str(tiny_model), *SMALL, "--no-tune", **own_cache)
+    assert MEASURING not in untuned.log_text and not records(tmp_path)
+    assert untuned.get("/model/info")["limits"]["batch_tokens"] == 512
+    untuned.stop()
     first = start(str(tiny_model), *SMALL, **own_cache)
     assert MEASURING in first.log_text and "tuned: " in first.log_text
     assert first.generate("tuned", 4)["generated_tokens"] == 4
@@ -44,17 +48,6 @@ def test_the_first_start_measures_and_the_second_remembers(
     assert MEASURING not in second.log_text
     assert second.get("/model/info")["limits"]["batch_tokens"] == 96
     second.stop()
-    third = start(str(tiny_model), *SMALL, "--no-tune", **own_cache)
-    assert third.get("/model/info")["limits"]["batch_tokens"] == 512
-    third.stop()
-
-
-def test_without_tuning_nothing_is_measured(
-    start: StartServer, tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]
-) -> None:
-    server = start(str(tiny_model), *SMALL, "--no-tune", **own_cache)
-    assert MEASURING not in server.log_text and not records(tmp_path)
-    server.stop()
 
 
 def test_an_interrupt_skips_it(tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]) -> None:
@@ -72,29 +65,7 @@ def test_an_interrupt_skips_it(tiny_model: Path, tmp_path: Path, own_cache: dict
         server.kill()
 
 
-def test_tune_and_doctor_show_what_was_found(
-    tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any]
-) -> None:
-    page = tmp_path / "page.html"
-    arguments = (str(tiny_model), "--parallel", "2", "--ctx-size", "2048", "--threads", "1")
-    done = cllm("tune", *arguments, "--budget-s", "2", "--kv-types", "--html", str(page), **own_cache)
-    assert done.returncode == 0, done.stderr
-    for word in ("flash attention", "KV layout", "batch tokens", "poll", "K/V types", "perplexity", "█", "●"):
-        assert word in done.stdout, done.stdout
-    assert "flash attention" in page.read_text() and "█" in page.read_text()
-    (file,) = records(tmp_path)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "provisional": ""}))
-    again = cllm("tune", *arguments, **own_cache)
-    assert "remembered" in again.stderr and "flash attention" in again.stdout
-    seen = cllm("doctor", str(tiny_model), **own_cache)
-    assert seen.returncode == 0 and "tuned" in seen.stdout and "█" in seen.stdout
-
-
-def test_doctor_says_when_nothing_was_measured(tiny_model: Path, own_cache: dict[str, Any]) -> None:
-    assert "not yet" in cllm("doctor", str(tiny_model), **own_cache).stdout
-
-
-def test_the_python_api_remembers_but_never_measures(
+def test_tune_and_doctor_show_what_was_found_and_python_remembers_it(
     tiny_model: Path, tmp_path: Path, own_cache: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CLLM_CACHE_DIR", "CLLM_LIBRARY"):
@@ -105,10 +76,22 @@ def test_the_python_api_remembers_but_never_measures(
             assert llm._engine.limits is not None
             return llm._engine.limits.batch_tokens
 
-    assert batch_tokens() == 512 and not records(tmp_path)
-    arguments = ("--parallel", "2", "--ctx-size", "2048", "--threads", "1", "--budget-s", "2")
-    assert cllm("tune", str(tiny_model), *arguments, **own_cache).returncode == 0
+    assert "not yet" in cllm("doctor", str(tiny_model), **own_cache).stdout
+    assert batch_tokens() == 512 and not records(tmp_path), "Python's API never measures"
+    page = tmp_path / "page.html"
+    arguments = (str(tiny_model), "--parallel", "2", "--ctx-size", "2048", "--threads", "1")
+    done = cllm("tune", *arguments, "--budget-s", "2", "--kv-types", "--html", str(page), **own_cache)
+    assert done.returncode == 0, done.stderr
+    for word in ("flash attention", "KV layout", "batch tokens", "poll", "K/V types", "perplexity", "█", "●"):
+        assert word in done.stdout, done.stdout
+    assert "flash attention" in page.read_text() and "█" in page.read_text()
     (file,) = records(tmp_path)
-    file.write_text(json.dumps({**json.loads(file.read_text()), "settings": {"batch_tokens": 96}}))
+    found = {**json.loads(file.read_text()), "provisional": ""}
+    file.write_text(json.dumps(found))
+    again = cllm("tune", *arguments, **own_cache)
+    assert "remembered" in again.stderr and "flash attention" in again.stdout
+    seen = cllm("doctor", str(tiny_model), **own_cache)
+    assert seen.returncode == 0 and "tuned" in seen.stdout and "█" in seen.stdout
+    file.write_text(json.dumps({**found, "settings": {"batch_tokens": 96}}))
     assert batch_tokens() == 96
     assert batch_tokens(tune=False) == 512

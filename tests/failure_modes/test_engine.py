@@ -83,12 +83,12 @@ def test_disconnect_in_mid_prefill_frees_kv_at_once(four: Server) -> None:
     body = {"prompt": tokens(LONG_PROMPT, 1), "n_predict": 1}
     with four.connect(body, "/completion"):
         wait_for(lambda: places(four) == ["engine"] and in_its_step(four, computed))
-    left = time.monotonic()
+    computed = cpu_s(four.child("engine"))
     wait_for(lambda: four.finished("cancelled") == cancelled + 1)
-    took = time.monotonic() - left
+    took = cpu_s(four.child("engine")) - computed
     assert four.metrics()["cllm_steps_interrupted"] == interrupted + 1
-    # 250 ms are promised; a busy machine needs longer, for this and for the several seconds of the prefill.
-    assert took < 2.0, f"freed after {took:.3f} s"
+    # 250 ms are promised. Computing time: a busy machine takes longer, for this and for the whole prefill.
+    assert took < 1.0, f"freed after {took:.3f} s"
     wait_for(four.idle)
 
 
@@ -202,7 +202,7 @@ def test_deadline_passed_in_the_queue_is_an_error_and_nothing_is_computed(one: S
 @pytest.mark.failure_mode("deadline-passed")
 def test_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one: Server) -> None:
     wait_for(one.idle)
-    with one.open_stream("slow", LONG, timeout=0.5) as stream:
+    with one.open_stream("slow", LONG, timeout=1.0) as stream:
         *pieces, end = list(stream)
     assert pieces and end["error"] == "deadline_exceeded" and end["done"] is True
     answer = one.post("/generate", {"prompt": "slow", "max_tokens": LONG, "timeout": 0.5})

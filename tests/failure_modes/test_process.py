@@ -23,6 +23,7 @@ from tests.driver.server import (
     SERVE,
     Server,
     StartServer,
+    Stopwatch,
     alive,
     cllm,
     get_children,
@@ -97,10 +98,10 @@ def test_an_error_event_when_the_drain_is_over(start: StartServer, tiny_model: P
     with server.open_stream("cut short", LONG) as events:
         next(events)
         children = get_children(server.process.pid)
-        signalled = time.monotonic()
+        watch = Stopwatch(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         *_, last = events
-        assert time.monotonic() - signalled < 0.3 + 2.0
+        assert watch.seconds < 0.3 + 2.0
     assert last.pop("id") and last.pop("message")
     assert last == {"error": "shutting_down", "done": True}
     server.wait_gone(children)
@@ -175,7 +176,7 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
     expected = server.generate("stopped", 8)["text"]
     stopped = [server.child("engine"), server.child("tokenizer")]
     text = "x" * 200_000
-    with ThreadPoolExecutor(6) as pool, HealthWatch(server.url) as health:
+    with ThreadPoolExecutor(6) as pool, HealthWatch(server.url, server.process.pid) as health:
         os.kill(stopped[0], signal.SIGSTOP)
         waiting = [pool.submit(server.generate, "stopped", 8) for _ in range(2)]
         wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 2)
@@ -184,7 +185,6 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
         wait_for(lambda: ready_status(server) == 503, 30)
         assert [future.result(PATIENCE_S)["text"] for future in waiting] == [expected] * 2
         assert [len(future.result(PATIENCE_S).json()["tokens"]) for future in large] == [len(text)] * 4
-    # The median: on a machine that is busy otherwise a single answer may wait for its turn.
     assert health.median < 0.1 and max(health.took) < 1.0
     assert not any(map(alive, stopped))
     assert server.metrics()["cllm_engine_restarts_total"] == 1

@@ -47,6 +47,7 @@ def pass_thinking(url: str) -> str:
     assert kinds == ["thinking", "text"], kinds
     thought = first.content[0]
     assert isinstance(thought, anthropic.types.ThinkingBlock) and thought.thinking.strip() == "A plan."
+    assert thought.signature, "clients drop reasoning without a signature from their history"
     signed = thought.model_copy(update={"signature": SIGNATURE})
     second = client.messages.create(
         model=MODEL,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cllm.build.toolchain import cache_directory
+from cllm.cli.launch import AGENTS, AgentServer, Settings
 from cllm.errors import SetupError
 from cllm.testing import call_tool
 
@@ -43,6 +44,12 @@ class Program(ABC):
     moves_text: ClassVar[bool] = False  # to the end of each prompt: no cache can have what follows history
     compacts: ClassVar[bool] = True  # or shows the server's refusal
     prompt_on_stdin: ClassVar[bool] = False
+    agent: ClassVar[str] = ""  # its name for `cllm launch`
+    context = 0
+
+    def settings(self, url: str) -> Settings:
+        """The variables and words with which `cllm launch` runs it."""
+        return AGENTS[self.agent].settings(AgentServer(url, MODEL, self.context))
 
     @property
     def folder(self) -> Path:
@@ -71,8 +78,9 @@ class Program(ABC):
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
         return {}
 
-    def configure(self, home: Path, url: str, context: int) -> None:  # noqa: B027
+    def configure(self, home: Path, url: str, context: int) -> None:
         """Write its configuration files, if it has any."""
+        self.context = context
 
 
 def run_quietly(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
@@ -125,15 +133,10 @@ class NodeProgram(Program):
 
 class ClaudeCode(NodeProgram):
     name, package, executable = "Claude Code", "@anthropic-ai/claude-code", "claude"
+    agent = "claude"
 
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
-        return {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": "none",
-            "ANTHROPIC_MODEL": MODEL,
-            "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        }
+        return self.settings(url)[0]
 
     def command(self, prompt: str, home: Path, url: str, *, later: bool) -> Sequence[str]:
         flags = ("--output-format", "stream-json", "--verbose", "--allowedTools", "Read,Edit")
@@ -147,23 +150,23 @@ class ClaudeCode(NodeProgram):
 class Codex(NodeProgram):
     name, package, executable = "Codex CLI", "@openai/codex", "codex"
     keeps_user_text = True
+    agent = "codex"
 
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
         return {"CODEX_HOME": str(home / ".codex")}
 
     def configure(self, home: Path, url: str, context: int) -> None:
+        super().configure(home, url, context)
         folder = home / ".codex"
         folder.mkdir()
         (folder / "config.toml").write_text(
-            f'model = "{MODEL}"\nmodel_provider = "cllm"\nmodel_context_window = {context}\n'
-            f"model_auto_compact_token_limit = {context * 8 // 10}\n"
             "check_for_update_on_startup = false\n[analytics]\nenabled = false\n"
-            f'[model_providers.cllm]\nname = "cllm"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
         )
 
     def command(self, prompt: str, home: Path, url: str, *, later: bool) -> Sequence[str]:
         flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-        return (self.path, "exec", *flags, *(("resume", "--last") if later else ()), prompt)
+        resume = ("resume", "--last") if later else ()
+        return (self.path, *self.settings(url)[1], "exec", *flags, *resume, prompt)
 
     def change_file(self, file: Path) -> Sequence[str]:
         read = call_tool("exec_command", {"cmd": f"cat {file}"})
@@ -174,25 +177,15 @@ class OpenCode(NodeProgram):
     name, package, executable = "opencode", "opencode-ai", "opencode"
     platform_package = "opencode"
     prompt_on_stdin = True  # it escapes quotes in arguments
+    agent = "opencode"
 
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
         return {
-            "OPENCODE_CONFIG": str(home / "opencode.json"),
+            **self.settings(url)[0],
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
         }
-
-    def configure(self, home: Path, url: str, context: int) -> None:
-        model = {"name": MODEL, "limit": {"context": context, "output": 4096}}
-        provider = {
-            "npm": "@ai-sdk/openai-compatible",
-            "name": "cllm",
-            "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
-            "models": {MODEL: model},
-        }
-        config = {"provider": {"cllm": provider}, "model": f"cllm/{MODEL}", "autoupdate": False}
-        (home / "opencode.json").write_text(json.dumps(config))
 
     def command(self, prompt: str, home: Path, url: str, *, later: bool) -> Sequence[str]:
         return (self.path, "run", "--pure", "--auto", *(("--continue",) if later else ()))
@@ -257,11 +250,13 @@ class Aider(PythonProgram):
     edits_in_text = moves_text = True
 
     name, package, packages = "aider", "aider-chat", ("aider-chat",)
+    agent = "aider"
 
     def environment(self, home: Path, url: str) -> Mapping[str, str]:
-        return {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "none"}
+        return self.settings(url)[0]
 
     def configure(self, home: Path, url: str, context: int) -> None:
+        super().configure(home, url, context)
         limits = {"max_input_tokens": context, "max_tokens": context, "max_output_tokens": 4096}
         about = {**limits, "litellm_provider": "openai", "mode": "chat"}
         (home / ".aider.model.metadata.json").write_text(json.dumps({f"openai/{MODEL}": about}))
@@ -275,8 +270,7 @@ class Aider(PythonProgram):
             "--no-pretty",
             "--no-stream",
         )
-        file = ("--edit-format", "diff", "--file", "notes.txt")
-        model = ("--model", f"openai/{MODEL}", *file, "--map-tokens", "0")
+        model = (*self.settings(url)[1], "--file", "notes.txt", "--map-tokens", "0")
         more = ("--restore-chat-history",) if later else ()
         executable = str(self.folder / "bin" / "aider")
         return (executable, *flags, *model, *more, "--message", prompt)

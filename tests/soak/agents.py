@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,13 +135,25 @@ def describe(exchanges: Sequence[Exchange]) -> str:
     return "; ".join(f"{one.path} {one.status} {one.answer[:200].decode()}" for one in refused[:2])
 
 
-def measure_cached(exchanges: Sequence[Sequence[Exchange]]) -> float:
-    """The cached part of the prompt tokens from the second turn on; every request of a turn counts."""
-    later = [one.prompt_tokens for turn in exchanges[1:] for one in turn]
-    prompts = [tokens for tokens in later if tokens is not None and tokens.total]
-    if not prompts:
+def measure_cached(exchanges: Iterable[Exchange]) -> float:
+    """The cached part of the prompt tokens of some exchanges."""
+    sizes = [tokens for one in exchanges if (tokens := one.prompt_tokens) is not None and tokens.total]
+    if not sizes:
         raise Failed("no later turn reached the model")
-    return sum(tokens.cached for tokens in prompts) / sum(tokens.total for tokens in prompts)
+    return sum(tokens.cached for tokens in sizes) / sum(tokens.total for tokens in sizes)
+
+
+def find_later(exchanges: Iterable[Exchange]) -> list[Exchange]:
+    """The answered requests that continue a conversation.
+
+    A program may have another one beside it, which gives the session a title and has no tools: its requests
+    come at any time, and the first of each has nothing to continue.
+    """
+    by_tools: dict[bool, list[Exchange]] = {}
+    for one in exchanges:
+        if one.prompt_tokens is not None:
+            by_tools.setdefault(bool(one.json.get("tools")), []).append(one)
+    return [one for conversation in by_tools.values() for one in conversation[1:]]
 
 
 def measure_repeated(run: Run) -> float:
@@ -160,6 +172,11 @@ def measure_repeated(run: Run) -> float:
 def _count_shared(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def list_tokens(exchanges: Iterable[Exchange]) -> list[tuple[int, int]]:
+    """Tokens of each answered prompt, and how many of them were cached."""
+    return [(tokens.total, tokens.cached) for one in exchanges if (tokens := one.prompt_tokens)]
 
 
 def prompt_sizes(exchanges: Sequence[Exchange]) -> list[int]:
@@ -188,9 +205,11 @@ def tool_loop(run: Run) -> str:
         run.expect("Change notes.txt.", *steps, "It is changed.")
     if (found := run.file.read_text()).strip() != AFTER.strip():
         raise Failed(f"the file says {found!r}")
-    answered = [[one] for one in run.exchanges[0] if one.prompt_tokens is not None]
-    cached = f", {measure_cached(answered):.1%} cached" if len(answered) > 1 else ""
-    return f"{len(answered)} requests{cached}"
+    answered = [one for one in run.exchanges[0] if one.prompt_tokens is not None]
+    later = find_later(answered)
+    if later and measure_cached(later) < MIN_CACHED:
+        raise Failed(f"{measure_cached(later):.1%} cached: {list_tokens(answered)}")
+    return f"{len(answered)} requests" + (f", {measure_cached(later):.1%} cached" if later else "")
 
 
 def long_session(run: Run) -> str:
@@ -200,11 +219,10 @@ def long_session(run: Run) -> str:
     else:
         for turn in range(TURNS):
             run.expect(f"This is message {turn}.", f"This is answer {turn}.")
-    cached = measure_cached(run.exchanges)
+    cached = measure_cached(one for turn in run.exchanges[1:] for one in turn)
     repeated = measure_repeated(run) if run.program.moves_text else 1.0
     if cached < MIN_CACHED * repeated:
-        tokens = [one.prompt_tokens for turn in run.exchanges for one in turn]
-        raise Failed(f"{cached:.1%} cached: {[tuple(each) for each in tokens if each]}")
+        raise Failed(f"{cached:.1%} cached: {list_tokens(one for turn in run.exchanges for one in turn)}")
     return f"{cached:.1%} cached" + (f" of {repeated:.1%} repeated" if run.program.moves_text else "")
 
 

@@ -19,6 +19,7 @@ from bench.report import Table
 from cllm.backend.base import Batch, StepResult
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
+from cllm.core.step_cost import StepCost, StepCostModel
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver, Tokens, ask, words
 from tests.driver.runner import CheckedRunner
@@ -118,15 +119,22 @@ def run_density(
     seed: int = 1,
     draft_tokens: int = 0,
     out: Path | None = None,
+    known: StepCost | None = None,
 ) -> int:
-    """Run with 8 and 16 at once, print a table; 0 if decode-only steps are dense enough, else 1."""
+    """Run with 8 and 16 at once, print a table; 0 if decode-only steps are dense enough, else 1.
+
+    With a `known` cost of steps, the batches are the same on every machine; without one it is measured.
+    """
     rows, means = [], []
     with tempfile.TemporaryDirectory() as folder:
         path = model or make_dense(Path(folder) / "dense.gguf")
         for at_once in (SLOTS // 2, SLOTS):
             runner = open_model(path)
             counting = CountingRunner(runner)
-            driver = StepDriver(counting, cache_mb=CACHE_MB, draft_tokens=draft_tokens)
+            cost = StepCostModel(known=known, frozen=True) if known is not None else None
+            driver = StepDriver(
+                counting, cache_mb=CACHE_MB, draft_tokens=draft_tokens, cost=cost, learns=True
+            )
             draw = random.Random(f"density {seed} {at_once}")
             talks = [Conversation(draw, draw.randint(*TURNS)) for _ in range(conversations)]
             load = Load(driver, at_once, talks, draw)

@@ -41,7 +41,8 @@ def check_template(family: Family, options: Any) -> dict[str, Any]:
     if options.forced:
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(family, Path(folder, "tiny.gguf"))
-            complete, cut, broken = check_forced(model, range(options.forced), max_tokens=MAX_TOKENS)
+            seeds = range(options.seed, options.seed + options.forced)
+            complete, cut, broken = check_forced(model, seeds, MAX_TOKENS)
             faults += broken[:SHOWN_FAULTS]
     return {
         "style": str(family.format.calls.style),
@@ -58,6 +59,13 @@ def check_template(family: Family, options: Any) -> dict[str, Any]:
     }
 
 
+def is_done(found: dict[str, Any] | None, options: Any) -> bool:
+    """Whether a template has been tried as often as is wanted."""
+    return found is not None and (
+        found["drawn"]["answers"] >= options.drawn and sum(found["forced"].values()) >= options.forced
+    )
+
+
 def show(results: dict[str, dict[str, Any]]) -> str:
     """The figures by the style of the calls."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0] * 7)
@@ -66,7 +74,7 @@ def show(results: dict[str, dict[str, Any]]) -> str:
         figures = (1, found["turns"], drawn["answers"], drawn["complete"], drawn["calls"], drawn["wrong"])
         for style in (found["style"], "all"):
             sums[style] = [a + b for a, b in zip(sums[style], (*figures, forced["complete"]), strict=True)]
-    heads = ("calls", "templates", "turns", "drawn answers", "complete", "calls read", "wrong", "on a model")
+    heads = ("calls", "templates", "turns", "drawn answers", "complete", "calls read", "wrong", "forced")
     rows = [(style, *(f"{figure:,}" for figure in figures)) for style, figures in sorted(sums.items())]
     return Table(heads, rows).markdown()
 
@@ -75,7 +83,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.formats", description=__doc__)
     parser.add_argument("--turns", type=int, default=200, help="conversations of each template")
     parser.add_argument("--drawn", type=int, default=200, help="answers of each template by its grammar")
-    parser.add_argument("--forced", type=int, default=1, help="answers of each template on a tiny model")
+    parser.add_argument("--forced", type=int, default=200, help="answers of each template on a tiny model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only templates with this in their name")
     parser.add_argument("--out", type=Path, default=Path("build/formats.json"), help="where results are kept")
@@ -86,7 +94,7 @@ def main(arguments: list[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     started, left = time.monotonic(), 0
     for name, path in template_files().items():
-        if options.only not in name or name in known:
+        if options.only not in name or is_done(known.get(name), options):
             continue
         if time.monotonic() - started > options.seconds:
             left += 1

@@ -36,6 +36,7 @@ PROSE = (
     "The harbour town had kept its market for three hundred years, and every Thursday the farmers came down "
     "from the hills with apples, cheese and stories. This autumn, however, one of the stalls stayed empty. "
 )
+Clock = Callable[[], float]  # seconds
 _ALL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.5}
 _ANY = {"type": "string", "maxLength": 400}
 KINDS: dict[str, dict[str, Any]] = {
@@ -79,10 +80,11 @@ def kinds(number: int) -> Mapping[str, Mapping[str, Any]]:
 
 
 class PlainStream:
-    """A greedy stream of `/v1/completions`, and when each of its tokens came."""
+    """A greedy stream of `/v1/completions`, and when each of its tokens came, by a clock."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, clock: Clock = time.perf_counter) -> None:
         self.url = url
+        self._clock = clock
         self.times: list[float] = []
 
     def read(
@@ -94,7 +96,7 @@ class PlainStream:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    self.times.append(time.perf_counter())
+                    self.times.append(self._clock())
                     if len(self.times) == WARM_UP:
                         then()
                 if stopped is not None and stopped.is_set():
@@ -147,12 +149,14 @@ def longest_gap(url: str, fields: Mapping[str, Any], tokens: int = 8) -> float:
     return stream.longest_gap_s
 
 
-def gaps_of_all(url: str, number: int, neighbours: int, **shorter: Any) -> dict[str, float]:
+def gaps_of_all(
+    url: str, number: int, neighbours: int, clock: Clock = time.perf_counter, **shorter: Any
+) -> dict[str, float]:
     """The longest gap of one plain stream during each kind of costly request, one kind after another.
 
     `shorter` are fields that make a request of any kind less work.
     """
-    stream, stopped = PlainStream(url), Event()
+    stream, stopped = PlainStream(url, clock), Event()
     begun: dict[str, float] = {}
     with ThreadPoolExecutor(1 + neighbours) as pool:
         reading = pool.submit(stream.read, 4000, stopped=stopped)
@@ -161,11 +165,11 @@ def gaps_of_all(url: str, number: int, neighbours: int, **shorter: Any) -> dict[
                 assert not reading.done(), reading.exception()
                 time.sleep(0.01)
             for name, fields in kinds(number).items():
-                begun[name] = time.perf_counter()
+                begun[name] = clock()
                 asked = [pool.submit(ask, url, {**fields, **shorter}, 3, stopped) for _ in range(neighbours)]
                 for each in asked:
                     each.result(PATIENCE_S)
-            end = time.perf_counter()
+            end = clock()
         finally:
             stopped.set()
         reading.result(PATIENCE_S)

@@ -11,18 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cllm.backend.llama.library import (
-    LIBRARY_SUFFIX,
-    exit_reason,
-    find,
-    find_module,
-    load_module,
-    may_use_gpu,
-    modules_for,
-    takes_modules,
-)
+from cllm.backend.llama.library import exit_reason, find, load, may_use_gpu, modules_for, takes_modules
 from cllm.build.gpus import Drivers
 from cllm.build.module import choose_backend, choose_module, describe_time
 from cllm.config import EngineConfig
@@ -85,27 +76,19 @@ def offer_module(drivers: Drivers) -> str | None:
 
 
 def _read_devices() -> Iterator[Device]:
-    """In the process itself: load ggml and its module, without llama.cpp and its bindings."""
-    folder = find()
-    base, ggml = (ctypes.CDLL(str(folder / f"lib{name}.{LIBRARY_SUFFIX}")) for name in ("ggml-base", "ggml"))
-    if (module := find_module(folder)) is not None:
-        load_module(folder, module)
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    for index in range(ggml.ggml_backend_dev_count()):
-        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(index)))
-        kind = base.ggml_backend_dev_type(device)
+    """In the process itself."""
+    api = load(gpu=True).api
+    for index in range(api.ggml_backend_dev_count()):
+        device = api.ggml_backend_dev_get(index)
+        kind = api.ggml_backend_dev_type(device)
         if kind in (_GPU, _INTEGRATED_GPU):
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
-            base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            name = _text(base.ggml_backend_dev_name, device)
-            description = _text(base.ggml_backend_dev_description, device)
+            api.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            name, description = (
+                read(device).decode("utf-8", "replace")
+                for read in (api.ggml_backend_dev_name, api.ggml_backend_dev_description)
+            )
             yield Device(name, description, free.value, total.value, kind == _INTEGRATED_GPU)
-
-
-def _text(read: Any, device: ctypes.c_void_p) -> str:
-    read.restype = ctypes.c_char_p
-    return str(read(device).decode("utf-8", "replace"))
 
 
 def main() -> int:

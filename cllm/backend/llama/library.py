@@ -1,34 +1,32 @@
-"""Native library: find it, load it, and own its pointers.
-
-No other module imports `llama_cpp`. Its package is bypassed on purpose: importing it would load further
-libraries, a second server and a logging hook; only its ctypes declarations are used.
-"""
+"""Native library: find it, load it, and own its pointers."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import importlib.util
+import json
 import logging
 import os
 import re
 import signal
 import sys
-import types
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
 
-from cllm.build.build import find_built
+from cllm.backend.llama import declarations
+from cllm.build.build import BINDINGS_VERSION, find_built
 from cllm.build.gpus import BACKENDS, ask_drivers
 from cllm.build.module import Module, choose_module, find_modules
 from cllm.errors import LibraryError
 
 log = logging.getLogger("llama.cpp")
 
-MAX_THREADS = 512  # GGML_MAX_N_THREADS
+PACKAGE = "cllm_native"
 LIBRARY_SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 _GPU_LIBRARIES = tuple(f"libggml-{name}*" for name in ("cuda", "hip", "metal", "musa", "sycl", "vulkan"))
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of ggml_log_level; its others are for debugging
@@ -38,61 +36,74 @@ _ABORTED = re.compile(
     r"graph_compute_async failed with error 1$|compute status: 1$|failed to decode, ret = 2$"
     r"|removing memory module entries for seq_id"
 )
+_C_NAME = re.compile(r"(llama|ggml)_")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+")  # no paths of this machine in the log
+_loading = threading.Lock()
+_loaded: Library | None = None
 
 
-class ThreadpoolParams(ctypes.Structure):
-    """ggml_threadpool_params, which the bindings do not declare."""
+class Api(SimpleNamespace):
+    """Functions of the library, and the structures and callbacks they take, by their C names."""
 
-    _fields_ = (
-        ("cpumask", ctypes.c_bool * MAX_THREADS),
-        ("n_threads", ctypes.c_int),
-        ("prio", ctypes.c_int),
-        ("poll", ctypes.c_uint32),
-        ("strict_cpu", ctypes.c_bool),
-        ("paused", ctypes.c_bool),
-    )
+    def __init__(self, directory: Path) -> None:
+        """Load the library of a folder. Raises LibraryError if that fails or a function is missing."""
+        super().__init__(**{name: value for name, value in vars(declarations).items() if _C_NAME.match(name)})
+        if "llama_cpp" in sys.modules:  # libraries of the same name are taken for the same: the two would mix
+            raise LibraryError("llama_cpp is imported in this process; use cllm in one without it")
+        try:
+            # What it depends on lies beside it, and is searched for functions, too.
+            library = ctypes.CDLL(str(directory / f"libllama.{LIBRARY_SUFFIX}"))
+            for name, (result, *parameters) in declarations.FUNCTIONS.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, parameters
+                setattr(self, name, function)
+        except (OSError, AttributeError) as error:
+            raise LibraryError(
+                f"the native library in {directory} cannot be loaded ({error}); "
+                "rebuild it with `cllm build --force`"
+            ) from error
 
+    def load_cpu(self, directory: Path) -> None:
+        """Load the backend for this CPU, unless it is a part of the library. Raises LibraryError."""
+        if not self.ggml_backend_reg_by_name(b"CPU"):
+            self.ggml_backend_load_all_from_path(str(directory).encode())
+        registry = self.ggml_backend_reg_by_name(b"CPU")
+        if not registry:
+            raise LibraryError(f"the native library in {directory} has none for this CPU: use `cllm build`")
+        for name, signature in declarations.CPU_FUNCTIONS.items():
+            address = self.ggml_backend_reg_get_proc_address(registry, name.encode())
+            assert address, name
+            setattr(self, name, ctypes.CFUNCTYPE(*signature)(address))
 
-class BufferOverride(ctypes.Structure):
-    """llama_model_tensor_buft_override, which the bindings do not declare: a pattern and a buffer type."""
+    if TYPE_CHECKING:
 
-    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class Library:
-    """The loaded library. `api` holds llama.h's functions, as the bindings declare them."""
+    """The loaded library of a folder."""
 
-    def __init__(self, directory: Path, api: Any) -> None:
-        self.api = api
-        self._directory = directory
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.api = api = Api(directory)
         self._module_looked_for = False
-        self._declare_threadpools(directory)
         # llama.cpp keeps the pointer for the life of the process, and so does this object.
-        self._log_callback = api.llama_log_callback(_log_line)
-        api.llama_log_set(self._log_callback, ctypes.c_void_p(0))
+        self._log_callback = api.ggml_log_callback(_log_line)
+        api.llama_log_set(self._log_callback, None)
+        api.load_cpu(directory)
         api.llama_backend_init()
-
-    def _declare_threadpools(self, directory: Path) -> None:
-        """Functions that the bindings do not declare. All three libraries are loaded already."""
-        names = ("ggml-base", "ggml-cpu", "llama")
-        base, cpu, llama = (ctypes.CDLL(str(directory / f"lib{name}.{LIBRARY_SUFFIX}")) for name in names)
-        pool, params = ctypes.c_void_p, ctypes.POINTER(ThreadpoolParams)
-        declare = ctypes.CFUNCTYPE  # result, arguments
-        self.threadpool_params = declare(None, params, ctypes.c_int)(("ggml_threadpool_params_init", base))
-        self.threadpool_new = declare(pool, params)(("ggml_threadpool_new", cpu))
-        self.threadpool_free = declare(None, pool)(("ggml_threadpool_free", cpu))
-        self.cpu_buffer_type = declare(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", base))
-        self.attach_threadpool = declare(None, ctypes.c_void_p, pool, pool)(
-            ("llama_attach_threadpool", llama)
-        )
 
     def load_module(self) -> None:
         """Load the GPU module that suits, once. Raises LibraryError if it is of no use here."""
         if self._module_looked_for:
             return
-        if (module := find_module(self._directory)) is not None:
-            load_module(self._directory, module)
+        if (module := find_module(self.directory)) is not None:
+            registry = self.api.ggml_backend_load(str(module).encode())
+            if not registry or not self.api.ggml_backend_reg_dev_count(registry):
+                raise LibraryError(
+                    f"the GPU module {module.parent.name} cannot be loaded or finds no GPU; build it again "
+                    "with `cllm build --gpu auto --force`, or serve without the GPU (--gpu-layers 0)"
+                )
         self._module_looked_for = True
 
     def system_info(self) -> str:
@@ -101,15 +112,40 @@ class Library:
 
 
 def find() -> Path:
-    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the bindings' own."""
+    """The library's folder: `CLLM_LIBRARY`, else the build of `cllm build`, else the package cllm-native."""
     if named := os.environ.get("CLLM_LIBRARY"):
         return Path(named)
-    if (built := find_built()) is not None:
-        return built
-    bundled = _bindings_directory() / "lib"
-    if any(bundled.glob("libllama.*")):
-        return bundled
-    raise LibraryError("no native library for this machine: run `cllm build` (about three minutes, once)")
+    found = find_built() or find_packaged()
+    if found is None:
+        raise LibraryError(
+            "no native library for this machine: install the package cllm-native, or run `cllm build` "
+            "(three to four minutes, once)"
+        )
+    return found
+
+
+def find_packaged() -> Path | None:
+    """The library in the package cllm-native, if it is installed. Raises LibraryError for another version."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    version = read_build_info(folder).get("version")
+    if version != BINDINGS_VERSION:
+        raise LibraryError(
+            f"cllm-native {version} is installed, and this cllm needs {BINDINGS_VERSION}: "
+            f"`pip install cllm-native=={BINDINGS_VERSION}`, or `cllm build`"
+        )
+    return folder
+
+
+def read_build_info(folder: Path) -> dict[str, Any]:
+    """What `build.json` says of a library; empty for one that `cllm build` has not made."""
+    try:
+        info: dict[str, Any] = json.loads((folder / "build.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return info
 
 
 def may_use_gpu() -> bool:
@@ -137,20 +173,6 @@ def find_module(directory: Path) -> Path | None:
     return None
 
 
-def load_module(directory: Path, module: Path) -> None:
-    """Load a module beside the library of `directory`. Raises LibraryError if that brings no GPU."""
-    names = ("ggml-base", "ggml")
-    base, ggml = (ctypes.CDLL(str(directory / f"lib{name}.{LIBRARY_SUFFIX}")) for name in names)
-    ggml.ggml_backend_load.restype = ctypes.c_void_p
-    base.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
-    registry = ctypes.c_void_p(ggml.ggml_backend_load(str(module).encode()))
-    if not registry or not base.ggml_backend_reg_dev_count(registry):
-        raise LibraryError(
-            f"the GPU module {module.parent.name} cannot be loaded or finds no GPU; build it again with "
-            "`cllm build --gpu auto --force`, or serve without the GPU (--gpu-layers 0)"
-        )
-
-
 def modules_for(directory: Path) -> list[Module]:
     """The modules that were built for a library. Asks no driver."""
     return find_modules() if takes_modules(directory) else []
@@ -162,23 +184,20 @@ def takes_modules(directory: Path) -> bool:
 
 
 def load(directory: Path | None = None, *, gpu: bool = False) -> Library:
-    """Load the library of `directory` (default: `find()`). One per process: the bindings allow no second.
+    """Load the library of `directory` (default: `find()`), once: a process has one, and keeps it.
 
     With `gpu` also the module for the GPUs that are here, if one was built. Without it no driver is touched.
     """
+    global _loaded
     directory = directory or find()
-    present = sys.modules.get("llama_cpp.llama_cpp")
-    if present is None:
-        present = _import_bindings(directory)
-    elif Path(present._base_path) != directory:
-        log.warning("llama_cpp was imported before cllm; using its library in %s", present._base_path)
-        directory = Path(present._base_path)
-    library: Library | None = getattr(present, "_cllm_library", None)
-    if library is None:  # one log callback per process
-        library = present._cllm_library = Library(directory, present)  # type: ignore[attr-defined]
-    if gpu:
-        library.load_module()
-    return library
+    with _loading:
+        if _loaded is None:
+            _loaded = Library(directory)
+        elif _loaded.directory != directory:
+            log.warning("another library was loaded before; using that in %s", _loaded.directory)
+        if gpu:
+            _loaded.load_module()
+        return _loaded
 
 
 def exit_reason(code: int, stderr: bytes) -> str:
@@ -187,36 +206,6 @@ def exit_reason(code: int, stderr: bytes) -> str:
         return f"it was ended by {signal.Signals(-code).name}"
     last = stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
     return last or f"it exited with code {code}"
-
-
-def _import_bindings(directory: Path) -> types.ModuleType:
-    """Import `llama_cpp.llama_cpp` alone, with its library taken from `directory`."""
-    package = types.ModuleType("llama_cpp")
-    package.__path__ = [str(_bindings_directory())]
-    before = os.environ.get("LLAMA_CPP_LIB_PATH")
-    os.environ["LLAMA_CPP_LIB_PATH"] = str(directory)
-    sys.modules["llama_cpp"] = package
-    try:
-        return importlib.import_module("llama_cpp.llama_cpp")
-    except (OSError, RuntimeError, AttributeError) as error:
-        raise LibraryError(
-            f"the native library in {directory} cannot be loaded ({error}); "
-            "rebuild it with `cllm build --force`"
-        ) from error
-    finally:
-        # A later import of llama_cpp gets the real package.
-        sys.modules.pop("llama_cpp", None)
-        if before is None:
-            del os.environ["LLAMA_CPP_LIB_PATH"]
-        else:
-            os.environ["LLAMA_CPP_LIB_PATH"] = before
-
-
-def _bindings_directory() -> Path:
-    spec = importlib.util.find_spec("llama_cpp")
-    if spec is None or not spec.submodule_search_locations:
-        raise LibraryError("the package llama-cpp-python is not installed")
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _log_line(level: int, text: bytes, _: Any) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cllm.build.sampling import library_path
+from cllm.backend.llama.library import find
+from cllm.build.sampling import NAME, library_path
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
@@ -142,8 +144,8 @@ def _pointer(array: npt.NDArray[np.float32] | npt.NDArray[np.int32]) -> ctypes.c
 
 
 def make_logit_scan(threads: int, library: Path | None = None) -> LogitScan:
-    """The fast one, where `cllm build` has compiled it."""
-    try:
-        return NativeLogitScan(library or library_path(), threads)
-    except OSError:
-        return LogitScan()
+    """The fast one, where `cllm build` has compiled it or the library comes with it."""
+    for path in (library,) if library is not None else (library_path(), find() / NAME):
+        with suppress(OSError):
+            return NativeLogitScan(path, threads)
+    return LogitScan()

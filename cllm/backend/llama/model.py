@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import BufferOverride, DeferredFrees, Library, Owned
+from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.placement import asked_layers, experts_pattern
 from cllm.config import EngineConfig
 from cllm.errors import ModelFileError
@@ -37,24 +37,24 @@ _POOLING = {"1": Pooling.MEAN, "2": Pooling.CLS, "3": Pooling.LAST, "4": Pooling
 
 def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_only: bool) -> list[Any]:
     """Set in `params` where the layers go. Returns what has to live until the model is loaded."""
-    layers = asked_layers(config)
+    api, layers = library.api, asked_layers(config)
     # A negative number means all. Without a layer there no GPU is touched: its context would take memory.
     params.n_gpu_layers = -1 if layers is None else layers
     if vocabulary_only or layers == 0:
         devices = (ctypes.c_void_p * 1)()
-        params.devices = ctypes.addressof(devices)
+        params.devices = devices
         return [devices]
     params.split_mode = _SPLIT_MODES[config.split_mode]
     params.main_gpu = config.main_gpu
-    split = (ctypes.c_float * library.api.llama_max_devices())()
+    split = (ctypes.c_float * api.llama_max_devices())()
     for index, part in enumerate(part for part in config.tensor_split.split(",") if part):
         split[index] = float(part)
-    params.tensor_split = ctypes.cast(split, ctypes.POINTER(ctypes.c_float))
-    overrides = (BufferOverride * 2)()  # the second one is the end
+    params.tensor_split = split
+    overrides = (api.llama_model_tensor_buft_override * 2)()  # the second one is the end
     if config.n_cpu_moe:
         overrides[0].pattern = experts_pattern(config.n_cpu_moe).encode()
-        overrides[0].buffer_type = library.cpu_buffer_type()
-        params.tensor_buft_overrides = ctypes.addressof(overrides)
+        overrides[0].buft = api.ggml_backend_cpu_buffer_type()
+        params.tensor_buft_overrides = overrides
     return [split, overrides]
 
 

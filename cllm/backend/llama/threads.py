@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cllm.backend.llama.library import DeferredFrees, Library, Owned, ThreadpoolParams
+from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.config import EngineConfig
 from cllm.workers.compute_turns import get_turns
 
@@ -148,16 +148,16 @@ class Workers:
             self.threads = self.governor.look()
         if self._attached.get(context) == self.threads:
             return
-        library = self._library
+        api = self._library.api
         pool = self._pools.get(self.threads)
         if pool is None:
-            params = ThreadpoolParams()
-            library.threadpool_params(params, self.threads)
+            params = api.ggml_threadpool_params()
+            api.ggml_threadpool_params_init(params, self.threads)
             params.poll = self._poll
-            pool = Owned(library.threadpool_new(params), library.threadpool_free, self._deferred_frees)
+            pool = Owned(api.ggml_threadpool_new(params), api.ggml_threadpool_free, self._deferred_frees)
             self._pools[self.threads] = pool
-        library.attach_threadpool(context, pool.pointer, pool.pointer)
-        library.api.llama_set_n_threads(context, self.threads, self.threads)
+        api.llama_attach_threadpool(context, pool.pointer, pool.pointer)
+        api.llama_set_n_threads(context, self.threads, self.threads)
         self._attached[context] = self.threads
 
     def close(self) -> None:

@@ -124,6 +124,13 @@ class CellCounts(msgspec.Struct, frozen=True):
     cached: int  # by free slots
 
 
+class CachedSlot(msgspec.Struct, frozen=True):
+    """A free slot that keeps what a request computed."""
+
+    seq_id: int
+    tokens: int
+
+
 class LeaseCounters(msgspec.Struct, frozen=True):
     leased_total: int
     released_total: int
@@ -134,18 +141,40 @@ class LeaseCounters(msgspec.Struct, frozen=True):
 class KVResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The slots and KV cells, and every lease, between two steps."""
 
+    snapshot: int  # its number, since the engine started
     sequences: SlotCounts
     cells: CellCounts
     leases: tuple[SlotInfo, ...]
+    cached: list[CachedSlot]
+    preempted: tuple[SlotInfo, ...]  # requests that wait for room
     counters: LeaseCounters
 
 
+_LEASE = SlotInfo(
+    seq_id=0,
+    request_id="8f0c2d7e",
+    tokens=58,
+    position=57,
+    state="running",
+    age_s=0.31,
+    prompt_tokens=42,
+    cached_tokens=32,
+)
 KV_EXAMPLE = KVResponse(
+    snapshot=17,
     sequences=SlotCounts(8, 1, 7, 2),
     cells=CellCounts(32768, 57, 913),
-    leases=(SlotInfo(seq_id=0, request_id="8f0c2d7e", tokens=58, position=57, state="running", age_s=0.31),),
+    leases=(_LEASE,),
+    cached=[CachedSlot(1, 600), CachedSlot(2, 313)],
+    preempted=(),
     counters=LeaseCounters(12, 11, 913, 0),
 )
+
+
+class CancelledResponse(msgspec.Struct, frozen=True):
+    """The request that was ended."""
+
+    cancelled: str
 
 
 class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):

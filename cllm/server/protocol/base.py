@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
@@ -34,6 +34,7 @@ MAX_DEPTH = 64
 LARGE_BODY = 1 << 18  # bytes; decoded in about a millisecond
 
 JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
+NDJSON = "application/x-ndjson"
 DOCUMENTED = "x-documented"  # what `documented` says, on its way to the OpenAPI page
 _encoder = msgspec.json.Encoder()
 
@@ -86,13 +87,15 @@ def documented(
     response: Any,
     *,
     events: Sequence[bytes] = (),
+    lines: Iterable[bytes] = (),
     computes: bool = False,
     errors: Mapping[int, tuple[str, str, str]] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for a route's decorator: what the OpenAPI page says of its responses.
 
     `response` is an example: a struct, a list of structs, or plain text; None where the route only streams.
-    A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream. `computes`:
+    A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream, `lines` those
+    of one that is lines of JSON. `computes`:
     the request goes through the queue. `errors` are responses that other routes do not have: status → code,
     message, when it happens.
     """
@@ -109,6 +112,8 @@ def documented(
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if events:
         content[EVENTS] = {"example": b"".join(events).decode()}
+    if example_lines := b"".join(lines):
+        content[NDJSON] = {"example": example_lines.decode()}
     # As text: FastAPI drops every null on the way, in examples too.
     about = {"content": content, "schemas": schemas, "computes": computes, "errors": errors or {}}
     return {"response_model": None, "openapi_extra": {DOCUMENTED: _encoder.encode(about).decode()}}

@@ -152,7 +152,9 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"] = Field(description="Always `thinking`")
     thinking: Text = Field(description="The reasoning", examples=[chat.REASONING])
-    signature: Text | None = Field(None, description="Ignored: reasoning is not signed here", examples=[""])
+    signature: Text | None = Field(
+        None, description="Of any server, or none: taken as it comes, not checked", examples=["bm9uZQ=="]
+    )
 
     def add_to(self, builder: MessageBuilder, role: str) -> None:
         if self.thinking:
@@ -435,6 +437,7 @@ class ContentDelta(msgspec.Struct):
     text: str | UnsetType = UNSET
     thinking: str | UnsetType = UNSET
     partial_json: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
 
 
 class MessageEvent(StreamEvent):

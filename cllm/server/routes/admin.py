@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.errors import EngineNotReady
+from cllm.errors import EngineNotReady, NotFound
 from cllm.frontend.async_calls import loaded
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.protocol import admin as api
@@ -107,13 +107,23 @@ async def inspect(engine: EngineClient) -> Snapshot:
 
 @router.get("/debug/kv", **documented(api.KV_EXAMPLE))
 async def debug_kv(http: HttpRequest) -> Response:
-    """Show the slots, the KV cells and every lease, taken between two steps."""
-    snapshot = await inspect(await use_engine(http))
+    """Show the slots, the KV cells and every lease, taken between two steps.
+
+    `?snapshot=N` shows one of the last snapshots that /live has sent.
+    """
+    kept: dict[str, Snapshot] = {str(each.number): each for each in http.app.state.live.snapshots}
+    if (asked := http.query_params.get("snapshot")) is None:
+        snapshot = await inspect(await use_engine(http))
+    elif (snapshot := kept.get(asked)) is None:  # type: ignore[assignment]
+        raise NotFound("there is no such snapshot: only the last ones that /live has sent are kept")
     total, leased = snapshot.sequences_total, len(snapshot.leases)
     response = api.KVResponse(
+        snapshot=snapshot.number,
         sequences=api.SlotCounts(total, leased, total - leased, snapshot.slots_cached),
         cells=api.CellCounts(snapshot.cells_total, snapshot.cells_used, snapshot.cells_cached),
         leases=snapshot.leases,
+        cached=[api.CachedSlot(slot, tokens) for slot, tokens in sorted(snapshot.cached.items())],
+        preempted=snapshot.preempted,
         counters=api.LeaseCounters(
             snapshot.leased_total,
             snapshot.released_total,

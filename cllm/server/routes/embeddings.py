@@ -44,7 +44,7 @@ _RANKED = api.RerankResponse(model="bge-reranker-v2-m3", results=[api.Ranked(0, 
 router = APIRouter(tags=["embeddings"], route_class=LargeJsonRoute)
 
 
-async def encode_entries(entries: Iterable[msgspec.Struct]) -> list[Any]:
+async def encode_entries(entries: Iterable[Any]) -> list[Any]:
     """Entries as JSON. A call may hold a million numbers: the event loop gets a turn every few entries."""
     encoded: list[Any] = []
     for entry in entries:

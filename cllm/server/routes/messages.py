@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
@@ -52,7 +54,7 @@ class MessageRenderer(BlockRenderer):
         return [api.MessageEvent("message_start", message=self.body()), api.MessageEvent("ping")]
 
     def add(self, events: Sequence[OutputEvent], output: RequestOutput) -> list[StreamEvent]:
-        rendered = [_render(event) for event in self._reply.add(events, output)]
+        rendered = [sent for event in self._reply.add(events, output) for sent in _render(event)]
         if output.error is not None:
             rendered.append(api.MessageEvent("error", error=failure_body(ROUTE, output.error)["error"]))
         elif output.finish_reason is not None:
@@ -93,7 +95,7 @@ class MessageRenderer(BlockRenderer):
 def _make_content(block: Block) -> api.Content:
     match block.kind:
         case BlockKind.REASONING:
-            return api.ThinkingContent(block.text)
+            return api.ThinkingContent(block.text, _sign(block.text))
         case BlockKind.TEXT:
             return api.TextContent(block.text)
         case BlockKind.TOOL_CALL:
@@ -101,16 +103,27 @@ def _make_content(block: Block) -> api.Content:
             return api.ToolUseContent(f"toolu_{block.id}", block.name, arguments)
 
 
-def _render(event: BlockEvent) -> api.MessageEvent:
+def _sign(reasoning: str) -> str:
+    """A digest of reasoning; "" of none. Clients take a block without a signature for one that is cut."""
+    return base64.b64encode(hashlib.sha256(reasoning.encode()).digest()).decode() if reasoning else ""
+
+
+def _render(event: BlockEvent) -> Iterator[api.MessageEvent]:
     block = event.block
     if isinstance(event, BlockStart):
         empty = _make_content(Block(block.index, block.kind, block.id, block.name))
-        return api.MessageEvent("content_block_start", index=block.index, content_block=empty)
-    if isinstance(event, BlockDelta):
+        yield api.MessageEvent("content_block_start", index=block.index, content_block=empty)
+    elif isinstance(event, BlockDelta):
         kind, field = _DELTAS[block.kind]
-        delta = api.ContentDelta(kind, **{field: event.text})
-        return api.MessageEvent("content_block_delta", index=block.index, delta=delta)
-    return api.MessageEvent("content_block_stop", index=block.index)
+        yield _make_delta(block, api.ContentDelta(kind, **{field: event.text}))
+    else:
+        if block.kind is BlockKind.REASONING:
+            yield _make_delta(block, api.ContentDelta("signature_delta", signature=_sign(block.text)))
+        yield api.MessageEvent("content_block_stop", index=block.index)
+
+
+def _make_delta(block: Block, delta: api.ContentDelta) -> api.MessageEvent:
+    return api.MessageEvent("content_block_delta", index=block.index, delta=delta)
 
 
 @router.post(ROUTE, **documented(api.EXAMPLE, events=[EXAMPLE_EVENTS], computes=True))

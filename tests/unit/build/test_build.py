@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from cllm.build import build, module, toolchain
+from cllm.build import build, module, options, toolchain
 from cllm.build.gpus import Drivers, Gpu
 from cllm.build.options import BuildOptions, features, machine, revision
 from cllm.build.toolchain import Compiler
@@ -105,6 +106,44 @@ def test_hot_sources_are_optimised_and_openmp_is_off(tmp_path: Path, monkeypatch
     assert "-DGGML_OPENMP=OFF" in arguments and "-DGGML_NATIVE=ON" in arguments
     levels = (tmp_path / "optimisation.cmake").read_text()
     assert "llama-kv-cache.cpp" in levels and "-O3" in levels
+
+
+def test_variants_are_for_every_cpu(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiler, "native_flags", lambda self: ("-mno-avx512fp16",))
+    monkeypatch.setattr(Compiler, "tile_flags", lambda self, *_: ("-fno-dse", "-fno-tree-dse"))
+    variants = BuildOptions(GCC, variants=True)
+    key = variants.key
+    assert "-variants-" in key and variants.flags == (), "none of this CPU"
+    monkeypatch.setattr(options, "features", lambda: ("quantum",))
+    assert variants.key == key, "whichever CPU builds them"
+    arguments = variants.cmake_arguments(tmp_path, with_server=False)
+    assert {"-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_OPENMP=OFF"} <= set(arguments)
+    assert not [word for word in arguments if word in ("-DGGML_NATIVE=ON", "-DGGML_AVX2=ON")]
+    assert any("-static-libstdc++" in word and "--exclude-libs,ALL" in word for word in arguments)
+    monkeypatch.setattr(options, "machine", lambda: "linux-x86_64")
+    variants.cmake_arguments(tmp_path, with_server=False)
+    assert (
+        'amx/mmq.cpp TARGET_DIRECTORY ggml PROPERTIES COMPILE_OPTIONS "-fno-dse;-fno-tree-dse"'
+        in (tmp_path / "optimisation.cmake").read_text()
+    ), "GCC 12 drops the stores of the tile shapes"
+    monkeypatch.setattr(options, "machine", lambda: "linux-aarch64")
+    variants.cmake_arguments(tmp_path, with_server=False)
+    assert "ggml-cpu-armv9.2_2 PROPERTY SOURCES" in (tmp_path / "optimisation.cmake").read_text()
+    written = [tmp_path / name for name in ("hidden.map", "random.c", "empty.c")]
+    assert all(file.exists() for file in written), "what CMake and the linker are pointed at"
+    zig = Compiler(("zig",), ("zig",), "zig 0.13")
+    monkeypatch.setattr(toolchain, "find_compiler", lambda *_: zig)
+    assert build.main(["--variants"]) == 2, "it has another C++ library"
+
+
+def test_a_library_for_every_cpu_is_not_taken_for_the_build_for_this_one(cache: Path) -> None:
+    folder = finished(cache, "linux-variants")
+    assert build.find_built() == folder
+    arguments = Namespace(programs=())
+    info = build._info(BuildOptions(GCC, variants=True), arguments)
+    assert info["variants"] and "cpu_features" not in info
+    (folder / "build.json").write_text(json.dumps(info))
+    assert build.find_built() is None
 
 
 class Steps:

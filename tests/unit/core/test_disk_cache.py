@@ -306,11 +306,11 @@ def test_at_exit_the_most_recently_used_come_first(tmp_path: Path) -> None:
 
 def test_at_exit_only_what_fits_the_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_file, "SLICE_BYTES", 50)
-    disk = SlowDisk(0.02)
+    disk = SlowDisk(0.005)  # the first takes a tenth of a second, the second ten
     tier = Tier(tmp_path, disk=disk)
     began = time.monotonic()
-    tier.close([candidate(make(words(1))), candidate(make(words(2), size=9000))], within_s=0.8)
-    assert time.monotonic() - began < 3
+    tier.close([candidate(make(words(1))), candidate(make(words(2), size=90_000))], within_s=0.8)
+    assert time.monotonic() - began < 8
     assert len(files(tmp_path)) == 1, "nothing half-written is left"
     assert Tier(tmp_path).fetch(words(1)) is not None
 
@@ -359,7 +359,7 @@ def test_a_disk_that_does_not_answer_holds_up_nothing(tmp_path: Path) -> None:
     tier.put(make(words(2)))
     assert tier.idle((), LONG_AGO) is None and tier.idle((), LONG_AGO) is None
     tier.close([candidate(make(words(3)))], within_s=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     disk.answers.set()
     assert load.result(30) is not None
     wait_until(lambda: not disk.busy_s and disk._operations.empty())

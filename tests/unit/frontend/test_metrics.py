@@ -67,7 +67,14 @@ def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> Non
 
 def ended(cached: int, source: str) -> tuple[Any, RequestOutput, float]:
     """A request that has ended: its state, its last output, and when that was."""
-    state = SimpleNamespace(arrived=1.0, dispatched=1.5, first_token=2.0)
+    state = SimpleNamespace(
+        arrived=1.0,
+        dispatched=1.5,
+        first_token=2.0,
+        last_token=2.5,
+        generated=2,
+        tenant=SimpleNamespace(name=""),
+    )
     usage = Usage(prompt_tokens=90, completion_tokens=4, cached_tokens=cached, cached_from=source)
     return state, RequestOutput(request_id="r1", finish_reason=FinishReason.STOP, usage=usage), 3.0
 

@@ -52,6 +52,7 @@ def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
         sdk("RawMessageStreamEvent").validate_python(event)
     blocks: list[dict[str, Any]] = []
     texts: list[str] = []
+    signatures: list[str] = []
     open_block: int | None = None
     for event in events:
         if event["type"] == "content_block_start":
@@ -61,7 +62,10 @@ def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
             texts.append("")
         elif event["type"] == "content_block_delta":
             assert event["index"] == open_block
-            texts[-1] += event["delta"][FIELDS[event["delta"]["type"]]]
+            if event["delta"]["type"] == "signature_delta":
+                signatures.append(event["delta"]["signature"])
+            else:
+                texts[-1] += event["delta"][FIELDS[event["delta"]["type"]]]
         else:
             assert event == {"type": "content_block_stop", "index": open_block}
             open_block = None
@@ -72,6 +76,8 @@ def test_any_answer_is_a_well_formed_stream(steps: list[ParsedOutput]) -> None:
     for block, text in zip(message["content"], texts, strict=True):
         if block["type"] != "tool_use":
             assert block[block["type"]] == text
+    thoughts = [block for block in message["content"] if block["type"] == "thinking"]
+    assert [block["signature"] for block in thoughts] == signatures and all(signatures)
     assert {**delta["delta"], "usage": delta["usage"]} == {
         key: message[key] for key in ("stop_reason", "stop_sequence", "usage")
     }
@@ -92,7 +98,7 @@ def test_the_events_of_an_answer_in_order() -> None:
     ]
     assert (begun[2]["type"], begun[2]["name"], begun[2]["input"]) == ("tool_use", "look", {})
     assert [event["type"].removeprefix("content_block_") for event in events] == [
-        *["start", "delta", "stop"] * 2,
+        *["start", "delta", "delta", "stop", "start", "delta", "stop"],  # reasoning ends with a signature
         *["start", "delta", "delta", "stop", "message_delta", "message_stop"],
     ]
     assert start["message"]["usage"]["input_tokens"] == 12

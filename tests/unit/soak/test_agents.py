@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -15,13 +17,13 @@ import pytest
 from cllm.testing import call_tool, say
 from tests.driver.recorder import Exchange, PromptTokens, Recorder
 from tests.soak.agent_programs import PROGRAMS
-from tests.soak.agents import Failed, measure_cached, run_group, shows
+from tests.soak.agents import Failed, find_later, measure_cached, run_group, shows
 
 
-def exchange(usage: dict[str, object], holder: str = "", status: int = 200) -> Exchange:
+def exchange(usage: dict[str, object], holder: str = "", body: bytes = b"{}") -> Exchange:
     event = {holder: {"usage": usage}} if holder else {"usage": usage}
     answer = f"event: x\ndata: {json.dumps(event)}\n\ndata: [DONE]\n\n"
-    return Exchange("POST", "/v1/x", b"{}", status, answer.encode())
+    return Exchange("POST", "/v1/x", body, 200, answer.encode())
 
 
 @pytest.mark.parametrize(
@@ -36,12 +38,22 @@ def test_cached_tokens_are_read_from_every_api(holder: str, usage: dict[str, obj
     assert exchange(usage, holder).prompt_tokens == PromptTokens(100, 96)
 
 
-def test_the_first_turn_does_not_count_as_cached() -> None:
+def test_the_cached_part_is_of_all_prompts() -> None:
     cold = exchange({"prompt_tokens": 1000})
     warm = exchange({"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 990}})
-    assert measure_cached([[cold], [warm], [warm, cold]]) == pytest.approx(0.66)
+    assert measure_cached([warm, warm, cold, Exchange("GET", "/v1/models", b"")]) == pytest.approx(0.66)
     with pytest.raises(Failed):
-        measure_cached([[cold]])
+        measure_cached([Exchange("POST", "/v1/x", b"{}")])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_a_title_may_be_asked_for_at_any_time(order: Sequence[int]) -> None:
+    """opencode asks for one beside its first request; either may come first."""
+    title = exchange({"prompt_tokens": 100}, body=b'{"messages": []}')
+    asked = [exchange({"prompt_tokens": size}, body=b'{"tools": [{}]}') for size in (1000, 1001, 1002)]
+    exchanges = [title, *asked]
+    with_tools = [exchanges[at] for at in order if at]
+    assert find_later(exchanges[at] for at in order) == with_tools[1:]
 
 
 def test_an_answer_does_not_count_where_the_prompt_is_shown() -> None:

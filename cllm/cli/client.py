@@ -1,0 +1,167 @@
+"""Client of a running server: its address, its key, its models, its answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import Annotated, Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import httpx
+import typer
+
+from cllm.config import ServerConfig
+from cllm.errors import CllmError, ServerUnreachable, from_code
+
+URL_VARIABLE, KEY_VARIABLE = "CLLM_URL", "CLLM_API_KEY"
+CONNECT_S = 3.0
+READ_S = 600.0  # a server that computes a long prompt is silent meanwhile
+DATA = "data:"
+Url = Annotated[
+    str,
+    typer.Option(
+        "--url", envvar=URL_VARIABLE, metavar="URL", show_default=False, help="Address of the server."
+    ),
+]
+
+
+def default_url() -> str:
+    """Where `cllm serve` listens unless it is configured otherwise."""
+    server = ServerConfig()
+    return f"http://{server.host}:{server.port}"
+
+
+def get_key() -> str:
+    """The API key of the user: the first of the variable, which may list those of a server."""
+    return os.environ.get(KEY_VARIABLE, "").split(",")[0].strip()
+
+
+def _is_here(url: str) -> bool:
+    """Whether an address is one of this machine only."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ServedModel(NamedTuple):
+    """A model as `/v1/models` lists it."""
+
+    name: str
+    context: int
+    aliases: tuple[str, ...] = ()
+    loaded: bool = True
+
+    def is_called(self, name: str) -> bool:
+        wanted = name.lower().removesuffix(":latest")
+        return wanted in (known.lower() for known in (self.name, *self.aliases))
+
+
+class ServerClient:
+    """A connection to a server. Its errors are those that the server gave, in one line each."""
+
+    def __init__(self, url: str = "", key: str = "") -> None:
+        """Without a `url`: the default address. Without a `key`: that of CLLM_API_KEY."""
+        self.url = (url or default_url()).rstrip("/").removesuffix("/v1")
+        if "://" not in self.url:
+            self.url = f"http://{self.url}"
+        key = key or get_key()
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+            trust_env=not _is_here(self.url),  # no proxy on the way to this machine
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def is_running(self) -> bool:
+        """Whether a server answers there, be its engine ready or not."""
+        try:
+            answer = self._client.get("/health", timeout=CONNECT_S)
+            return isinstance(answer.json(), dict) and "status" in answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+            return False
+
+    def get(self, path: str) -> Any:
+        return self._request("GET", path)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._request("POST", path, json=body)
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        with self._reporting():
+            answer = self._client.request(method, path, **options)
+            _check(answer)
+            return answer.json()
+
+    def models(self) -> list[ServedModel]:
+        """The models of the server; those that are loaded come first."""
+        found = [
+            ServedModel(
+                entry["id"],
+                entry.get("context_length") or entry.get("max_model_len") or 0,
+                tuple(entry.get("aliases") or ()),
+                entry.get("loaded", True) is not False,
+            )
+            for entry in self.get("/v1/models").get("data") or []
+        ]
+        return sorted(found, key=lambda model: not model.loaded)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a stream. Leaving the loop closes the connection, which cancels the request."""
+        with self._reporting(), self._client.stream("POST", path, json=body) as answer:
+            if answer.is_error:
+                answer.read()
+            _check(answer)
+            for line in answer.iter_lines():
+                text = line.removeprefix(DATA).strip()
+                if not line.startswith(DATA) or text == "[DONE]":
+                    continue
+                event = json.loads(text)
+                if event.get("error"):
+                    raise _make_error(event)
+                yield event
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turns failures of the connection into errors with one line."""
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise ServerUnreachable(f"no server answers at {self.url}; `cllm serve` starts one") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"the connection to {self.url} failed: {reason}") from None
+        except ValueError:
+            raise ServerUnreachable(f"what answers at {self.url} is no cllm server") from None
+
+
+def _check(answer: httpx.Response) -> None:
+    """Raises the error that the server answered with."""
+    if not answer.is_error:
+        return
+    try:
+        raise _make_error(answer.json())
+    except ValueError:
+        raise ServerUnreachable(f"the server answered with status {answer.status_code}") from None
+
+
+def _make_error(body: Any) -> CllmError:
+    """The error of a body, in the shape of any API."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict):
+        return from_code(str(error.get("code")), str(error.get("message") or error))
+    message = body.get("message") if isinstance(body, dict) else None
+    return from_code(str(error), str(message or error or body))

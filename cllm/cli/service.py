@@ -1,0 +1,126 @@
+"""`cllm service`: run the server as a systemd unit of this user: install, status, remove."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cllm.cli.options import fail
+from cllm.errors import SetupError
+
+_KEPT = ("CLLM_CACHE_DIR", "CLLM_LIBRARY", "HF_HOME", "HF_ENDPOINT")  # where things are; never a secret
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+service_app = typer.Typer(help="Run the server as a systemd unit of this user.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Option("--name", help="The unit's name")]
+Print = Annotated[bool, typer.Option("--print", help="Print what would be done; change nothing")]
+
+
+def make_unit(arguments: Sequence[str], directory: Path) -> str:
+    """The unit's text: `cllm serve` with these arguments, in this folder, by this Python."""
+    command = " ".join(map(_quote, (sys.executable, "-m", "cllm", "serve", *arguments)))
+    kept = "".join(
+        f"Environment={_quote(f'{name}={os.environ[name]}')}\n" for name in _KEPT if os.environ.get(name)
+    )
+    return (
+        "[Unit]\n"
+        "Description=cllm, a server for GGUF models\n"
+        "\n"
+        "[Service]\n"
+        "Type=exec\n"
+        f"ExecStart={command}\n"
+        f"WorkingDirectory={str(directory).replace('%', '%%')}\n"
+        f"{kept}"
+        "Restart=on-failure\n"
+        "RestartSec=5\n"
+        "RestartPreventExitStatus=2\n"  # a setting or a file is wrong: starting again does not help
+        "KillMode=mixed\n"  # the server ends its workers itself
+        "TimeoutStopSec=60\n"
+        "NoNewPrivileges=yes\n"
+        "\n"
+        "[Install]\n"
+        "WantedBy=default.target\n"
+    )
+
+
+def _quote(word: str) -> str:
+    """A word of a command line, as systemd reads it."""
+    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{word}"' if not word or any(character in word for character in " \t'\"\\;") else word
+
+
+def unit_path(name: str) -> Path:
+    """Where systemd looks for a user's unit."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(home, "systemd", "user", f"{name}.service").expanduser()
+
+
+@service_app.command("install", context_settings=_PASSED_ON)
+def install(context: typer.Context, name: Name = "cllm", show: Print = False) -> None:
+    """Start `cllm serve` with the arguments that follow, now and at each login."""
+    path, unit = unit_path(name), make_unit(context.args, Path.cwd())
+    commands = [("daemon-reload",), ("enable", name), ("restart", name)]
+    if show:
+        typer.echo(f"# {path}\n{unit}")
+        _show(commands)
+        return
+    _check()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(unit, encoding="utf-8")
+    _run(commands)
+    typer.echo(
+        f"installed {path}; its log: journalctl --user -u {name} -f; "
+        "to run without a login: loginctl enable-linger",
+        err=True,
+    )
+
+
+@service_app.command("status")
+def status(name: Name = "cllm") -> None:
+    """Show the unit's state and its last lines."""
+    _check()
+    raise typer.Exit(subprocess.run(["systemctl", "--user", "--no-pager", "status", name]).returncode)
+
+
+@service_app.command("remove")
+def remove(name: Name = "cllm", show: Print = False) -> None:
+    """Stop the unit and delete it. Models and cache stay."""
+    path = unit_path(name)
+    if show:
+        _show([("disable", "--now", name)])
+        typer.echo(f"# rm {path}")
+        _show([("daemon-reload",)])
+        return
+    if not path.exists():
+        raise fail(SetupError(f"no unit {name} is installed: there is no {path}"))
+    _check()
+    _run([("disable", "--now", name)])
+    path.unlink()
+    _run([("daemon-reload",)])
+
+
+def _check() -> None:
+    if shutil.which("systemctl") is None:
+        raise fail(
+            SetupError("systemd is not here (no systemctl); `cllm service install --print` shows the unit")
+        )
+
+
+def _show(commands: Sequence[tuple[str, ...]]) -> None:
+    for words in commands:
+        typer.echo(f"# systemctl --user {' '.join(words)}")
+
+
+def _run(commands: Sequence[tuple[str, ...]]) -> None:
+    for words in commands:
+        done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True)
+        if done.returncode != 0:
+            reason = done.stderr.strip() or f"it ended with code {done.returncode}"
+            raise fail(SetupError(f"`systemctl --user {' '.join(words)}` failed: {reason}"))

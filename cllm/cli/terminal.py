@@ -1,0 +1,67 @@
+"""Text of a model on a terminal: it cannot control the terminal; what is beside the answer is dim."""
+
+from __future__ import annotations
+
+import os
+import sys
+from io import TextIOWrapper
+
+# Control characters become visible signs; a line feed and a tab stay.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def make_visible(text: str) -> str:
+    """The text with every control character replaced: none of it is a command to the terminal."""
+    return text if text.isprintable() else text.translate(_VISIBLE)
+
+
+class Screen:
+    """Standard output. On a terminal answers are made harmless and remarks are dim; a pipe gets answers.
+
+    Remarks go to standard error where there is no terminal to tell them from the answer.
+    """
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stdout.isatty()
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding shows what it can
+        self._styled = self.is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._dim = False
+        self._column = False  # the cursor is within a line
+
+    def write(self, text: str, *, dim: bool = False) -> None:
+        """More of an answer. What is dim is not for a pipe."""
+        if not text or (dim and not self.is_terminal):
+            return
+        if self._styled and dim != self._dim:
+            sys.stdout.write(_DIM if dim else _PLAIN)
+        self._dim = dim
+        sys.stdout.write(make_visible(text) if self.is_terminal else text)
+        sys.stdout.flush()
+        self._column = not text.endswith("\n")
+
+    def end(self) -> None:
+        """End the answer: style and line."""
+        if self._styled and self._dim:
+            sys.stdout.write(_PLAIN)
+        self._dim = False
+        if self._column:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        self._column = False
+
+    def remark(self, text: str) -> None:
+        """A dim line beside the answers."""
+        self.end()
+        if self._styled:
+            sys.stdout.write(f"{_DIM}{make_visible(text)}{_PLAIN}\n")
+            sys.stdout.flush()
+        else:
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        """A plain line beside the answers: an error, or what a command shows."""
+        self.end()
+        print(make_visible(text), file=sys.stdout if self.is_terminal else sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""History of an engine's metrics: one row a second, encoded, for the last hour."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from cllm.frontend.metrics import EngineMetrics
+
+_encoder = msgspec.json.Encoder()
+# Columns of a row, after its time: growth of counters in that second …
+RATES = {
+    "generated": "generated_tokens",
+    "prompt": "prompt_tokens",
+    "cached": "cached_tokens",
+    "drafted": "drafted_tokens",
+    "accepted": "accepted_tokens",
+    "finished": "requests_finished",
+    "refused": "requests_refused",
+    "preempted": "preemptions",
+    "steps": "steps",
+    "step_s": "step_seconds",
+    "compute_s": "step_compute_seconds",
+    "sample_s": "step_sample_seconds",
+    "transfer_s": "kv_transfer_seconds",
+}
+# … gauges as they are …
+GAUGES = {
+    "running": "running_requests",
+    "waiting": "queue_requests",
+    "cells_used": "kv_cells_used",
+    "cells_cached": "kv_cells_cached",
+    "ram_bytes": "prefix_ram_bytes",
+    "disk_bytes": "prefix_disk_bytes",
+    "swapped_bytes": "swapped_ram_bytes",
+}
+# … and the quantiles of histograms over the last seconds, in milliseconds.
+QUANTILES = {
+    "first": "time_to_first_token_seconds",
+    "gap": "inter_token_seconds",
+    "queue": "queue_seconds",
+}
+PARTS = {"p50": 0.5, "p99": 0.99}
+COLUMNS = ("t", *RATES, *GAUGES, *(f"{name}_{part}" for name in QUANTILES for part in PARTS))
+
+
+class History:
+    """The rows of the last hour. A row costs what reading some twenty metrics costs."""
+
+    LENGTH = 3600
+    WINDOW = 10  # seconds of which quantiles are taken
+
+    def __init__(self) -> None:
+        self.rows: deque[bytes] = deque(maxlen=self.LENGTH)
+        self.totals: dict[str, float] = {}  # by metric, as of the last row
+        self._at = time.monotonic()  # when the last row was taken
+        self._buckets: deque[dict[str, list[float]]] = deque(maxlen=self.WINDOW + 1)
+
+    def sample(self, metrics: EngineMetrics) -> bytes:
+        """Take a row: what has happened a second since the last one."""
+        now = time.monotonic()
+        passed_s, self._at = max(now - self._at, 0.001), now
+        last, totals = self.totals, metrics.read((*RATES.values(), *GAUGES.values()))
+        buckets = {name: metrics.read_buckets(name) for name in QUANTILES.values()}
+        if any(totals[name] < last.get(name, 0.0) for name in RATES.values()):
+            last = {}  # metrics of another engine: they begin anew
+            self._buckets.clear()
+        self.totals = totals
+        self._buckets.append(buckets)
+        row: list[float | None] = [round(time.time(), 2)]
+        row += [_round((totals[name] - last.get(name, totals[name])) / passed_s) for name in RATES.values()]
+        row += [totals[name] for name in GAUGES.values()]
+        for name in QUANTILES.values():
+            then = self._buckets[0][name]
+            grown = [count - before for count, before in zip(buckets[name], then, strict=True)]
+            row += [quantile_ms(metrics.bounds, grown, part) for part in PARTS.values()]
+        encoded = _encoder.encode([int(x) if x is not None and x == int(x) else x for x in row])
+        self.rows.append(encoded)
+        return encoded
+
+
+def _round(rate: float) -> float:
+    """Four digits of small ones: a period is never quite a second."""
+    return round(rate, 4) if rate < 10 else float(round(rate))
+
+
+def quantile_ms(bounds: Sequence[float], cumulative: Sequence[float], part: float) -> float | None:
+    """A quantile by linear interpolation in its bucket, as PromQL's `histogram_quantile` has it."""
+    rank = part * cumulative[-1]
+    if not rank:
+        return None
+    place = next(index for index, count in enumerate(cumulative) if count >= rank)
+    if place == len(bounds):  # beyond every bound
+        return 1000.0 * bounds[-1]
+    below, low = (cumulative[place - 1], bounds[place - 1]) if place else (0.0, 0.0)
+    inside = (rank - below) / (cumulative[place] - below)
+    return round(1000 * (low + (bounds[place] - low) * inside), 2)

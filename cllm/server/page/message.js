@@ -1,0 +1,122 @@
+// Message: one turn of a conversation on the page, and what can be done with it.
+import { button, copy, make } from "./dom.js";
+import { count, digits, duration, t } from "./language.js";
+import { MarkdownView } from "./markdown.js";
+
+// What is known of an answer that has ended, in one line.
+export function describeEnd(node) {
+  const words = [];
+  const { usage, timings } = node.end || {};
+  if (timings?.predicted_per_second) words.push(t("speed", { value: digits(timings.predicted_per_second) }));
+  if (usage) {
+    words.push(t("tokens", { count: count(usage.completion_tokens) }));
+    const cached = usage.prompt_tokens_details?.cached_tokens || 0;
+    words.push(t("cached", { cached: count(cached), prompt: count(usage.prompt_tokens) }));
+  }
+  if (timings?.prompt_ms) words.push(t("first_token", { value: duration(timings.prompt_ms / 1000) }));
+  if (node.stopped) words.unshift(t("stopped"));
+  else if (node.end?.reason === "length") words.unshift(t("cut"));
+  return words.join(" · ");
+}
+
+// `act` has what can be done: edit(node, text), regenerate(node), choose(node).
+export class MessageView {
+  constructor(conversation, node, act) {
+    this.conversation = conversation;
+    this.message = node;
+    this.act = act;
+    const name = { user: "you", assistant: "assistant", tool: "tool" }[node.role];
+    this.body = make("div", { className: "body" });
+    this.foot = make("div", { className: "foot" });
+    this.node = make("article", { className: "message " + node.role, ariaLabel: t(name) }, this.body, this.foot);
+    this.node.dataset.id = node.id;
+    if (node.role === "assistant") this.fillAnswer();
+    else this.body.append(make("div", { className: "plain" }, node.content));
+    this.fillFoot();
+  }
+
+  fillAnswer() {
+    this.thoughts = make("pre", { className: "thoughts" });
+    this.summary = make("summary", {});
+    this.reasoning = make("details", { className: "reasoning", hidden: true }, this.summary, this.thoughts);
+    this.markdown = new MarkdownView();
+    this.calls = make("div", { className: "calls" });
+    this.status = make("p", { className: "status", role: "status", hidden: true });
+    this.body.append(this.reasoning, this.markdown.node, this.calls, this.status);
+    this.update();
+  }
+
+  // Shows what the message holds now; `waiting` is the text while there is nothing, and the answer has not ended.
+  update(waiting = "") {
+    const { content = "", reasoning = "", calls = [], error } = this.message;
+    this.reasoning.hidden = !reasoning;
+    if (reasoning) {
+      this.summary.textContent = t("reasoning_for", { count: count(reasoning.length) });
+      if (this.thoughts.textContent !== reasoning) this.thoughts.textContent = reasoning;
+    }
+    this.markdown.set(content, !waiting);
+    calls.forEach((call, index) => {
+      const shown = this.calls.children[index] || this.calls.appendChild(make("details", { className: "call", open: true },
+        make("summary", {}), make("pre", {})));
+      shown.firstChild.textContent = t("calls", { name: call.name });
+      shown.lastChild.textContent = pretty(call.text);
+    });
+    const text = error || (!content && !reasoning && !calls.length ? waiting : "");
+    this.status.hidden = !text;
+    this.status.textContent = text;
+    this.status.classList.toggle("wrong", Boolean(error));
+    this.status.classList.toggle("pulse", !error);
+  }
+
+  // The line below: figures of the answer, its actions, and its branches.
+  fillFoot(running = false) {
+    const { message, conversation, act } = this;
+    const controls = [];
+    const siblings = conversation.children(message.parent);
+    if (siblings.length > 1) {
+      const place = siblings.indexOf(message);
+      const go = step => () => act.choose(siblings[place + step], step);
+      controls.push(make("span", { className: "branch" },
+        make("button", { type: "button", className: "icon earlier", title: t("earlier"), ariaLabel: t("earlier"), disabled: running || place === 0, onclick: go(-1) }, "‹"),
+        make("span", {}, t("version", { index: place + 1, count: siblings.length })),
+        make("button", { type: "button", className: "icon later", title: t("later"), ariaLabel: t("later"), disabled: running || place === siblings.length - 1, onclick: go(1) }, "›")));
+    }
+    if (!running && message.content) {
+      const control = button("copy", t("copy"), () => copy(message.content, control, t("copied")), "icon copy");
+      controls.push(control);
+    }
+    if (!running && message.role === "user") controls.push(button("edit", t("edit"), () => this.edit(), "icon edit"));
+    if (!running && message.role === "assistant") controls.push(button("again", t("regenerate"), () => act.regenerate(message), "icon again"));
+    const words = message.role === "assistant" && !running ? describeEnd(message) : "";
+    this.foot.replaceChildren(make("span", { className: "actions" }, ...controls), make("span", { className: "figures" }, words));
+  }
+
+  edit() {
+    const input = make("textarea", { value: this.message.content, ariaLabel: t("edit_placeholder"), className: "editing" });
+    const leave = () => {
+      this.body.replaceChildren(make("div", { className: "plain" }, this.message.content));
+      this.node.classList.remove("edited");
+      this.foot.hidden = false;
+    };
+    const done = () => {
+      const text = input.value.trim();
+      leave();
+      if (text) this.act.edit(this.message, text);
+    };
+    input.onkeydown = event => {
+      if (event.key === "Escape") { event.stopPropagation(); leave(); }
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); done(); }
+    };
+    this.node.classList.add("edited");
+    this.foot.hidden = true;
+    this.body.replaceChildren(input, make("div", { className: "row choices" },
+      make("button", { type: "button", className: "primary", onclick: done }, t("save")),
+      make("button", { type: "button", className: "quiet", onclick: leave }, t("cancel"))));
+    input.style.height = input.scrollHeight + 2 + "px";
+    input.focus();
+  }
+}
+
+function pretty(text) {
+  try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
+}

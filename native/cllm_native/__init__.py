@@ -1,0 +1,1 @@
+"""The native library of cllm. Importing it loads nothing: cllm finds the files beside this one."""

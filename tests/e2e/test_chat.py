@@ -1,0 +1,225 @@
+"""`cllm chat` on a terminal and in a pipe: every command, Ctrl-C, Ctrl-D, errors; `cllm run`."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cllm.testing import say
+from tests.driver.server import Server, environment, wait_for
+from tests.driver.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, TAB, Terminal
+from tests.e2e.golden.record import scripted_server
+
+PROMPT = ">>>"
+STATS = "first token"
+LONG = "one two three " * 30  # takes two seconds
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that answers by script, in steps of 4 ms."""
+    with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
+        yield server
+
+
+def open_chat(server: Server, folder: Path, *script: str, **variables: str) -> Terminal:
+    """A chat whose answers are those of the script, one after the other."""
+    system = ("--system", say(*script)) if script else ()
+    return Terminal("chat", "--url", server.url, *system, XDG_STATE_HOME=str(folder), **variables)
+
+
+def ask(terminal: Terminal, question: str, answer: str) -> str:
+    """Ask, wait for the answer and its line of figures; that line."""
+    terminal.send(question)
+    terminal.expect(answer)
+    line = terminal.expect(STATS) + terminal.expect("context")
+    terminal.expect(PROMPT)
+    return line
+
+
+def test_every_command(scripted: Server, tmp_path: Path) -> None:
+    saved, notes, schema = tmp_path / "chat.json", tmp_path / "notes.txt", tmp_path / "schema.json"
+    notes.write_text("the notes")
+    schema.write_text('{"type": "object"}')
+    with open_chat(scripted, tmp_path, "First answer", "Second answer", "Third answer") as terminal:
+        terminal.expect(f"fake ({scripted.url}); /help lists the commands")
+        terminal.expect(PROMPT)
+        line = ask(terminal, "hello", "First answer")
+        assert "12 tokens, " in line and "tokens/s" in line and "prompt tokens cached" in line
+        ask(terminal, "and then?", "Second answer")
+
+        def command(text: str, *said: str) -> None:
+            terminal.send(text)
+            for each in said:
+                terminal.expect(each)
+            terminal.expect(PROMPT)
+
+        command("/stats", "fake", "2 questions, 2 answers, 25 tokens", "last")
+        terminal.send("/retry")
+        terminal.expect("Second answer")
+        terminal.expect(PROMPT)
+        command("/undo", "1 question left")
+        command("/set", "all settings are the defaults")
+        command("/set temperature 0.25", "temperature 0.25")
+        command("/set temperature 99", "cllm: temperature is 99")
+        command("/set tempratur 1", "did you mean 'temperature'?")
+        command("/set max_tokens 4", "max_tokens 4")
+        terminal.send("short")
+        terminal.expect("Seco")
+        terminal.expect("cut by the limit of tokens")
+        terminal.expect(PROMPT)
+        command("/set max_tokens", "temperature 0.25")
+        command("/think hide", "reasoning is folded")
+        command("/think sometimes", "say /think on, off or hide")
+        command("/json", "any object")
+        command(f"/json {schema}", "by the schema")
+        command("/json {1", "cllm: this is no JSON schema")
+        command("/json off", "answers are text")
+        command(f"/file {notes}", "notes.txt, 9 characters")
+        command(f"/file {tmp_path}", "Is a directory")
+        ask(terminal, "what is in it?", "Third answer")
+        command(f"/save {saved}", "3 questions")
+        command("/clear", "all is forgotten")
+        command("/retry", "cllm: there is no question yet")
+        command("/undo", "cllm: there is no question to forget")
+        command(f"/load {saved}", "3 questions")
+        command(f"/load {notes}", "is no saved chat")
+        command("/model", "* fake")
+        command("/model other", "has no model 'other'; it serves: fake")
+        command("/model FAKE:latest", "fake answers now")
+        command("/system off", "there is no system prompt")
+        command("/system Be brief.", "Be brief.")
+        command("/nonsense", "there is no command 'nonsense'; /help lists them")
+        command(
+            "/help",
+            "/system",
+            "/set",
+            "/think",
+            "/file",
+            "/json",
+            "/retry",
+            "/undo",
+            "/save",
+            "/load",
+            "/bye",
+        )
+        terminal.send("/bye")
+        assert terminal.wait_closed() == 0
+    chat = json.loads(saved.read_text())
+    assert chat["messages"][-2] == {
+        "role": "user",
+        "content": "notes.txt:\n```\nthe notes\n```\n\nwhat is in it?",
+    }
+    assert chat["settings"] == {"temperature": 0.25} and chat["model"] == "fake"
+    history = tmp_path / "cllm" / "chat_history"
+    for private in (saved, history):
+        assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    assert "+hello" in history.read_text()
+
+
+def test_keys_and_failures(scripted: Server, tmp_path: Path) -> None:
+    """Texts of several lines, completion, Ctrl-C, an error, and text that would control the terminal."""
+    failing, wild = tmp_path / "failing.txt", tmp_path / "wild.txt"
+    failing.write_text(say("begun", fails=True))
+    wild.write_text(say("a\x1b]0;owned\x07b\x1b[2Jc\x9b1md\re"), newline="")
+    with open_chat(scripted, tmp_path, "answer", "again", LONG, "short answer") as terminal:
+        terminal.expect(PROMPT)
+        terminal.type(f"one{ALT_ENTER}two\\{ENTER}three{ENTER}")
+        terminal.expect(STATS)
+        terminal.expect(PROMPT)
+        terminal.type(f'"""four{ENTER}five"""{ENTER}')
+        terminal.expect(STATS)
+        terminal.expect(PROMPT)
+        terminal.type(f"/sta{TAB}")
+        terminal.expect("/stats")
+        terminal.type(ENTER)
+        terminal.expect("2 questions")
+        terminal.expect(PROMPT)
+
+        terminal.send("go")
+        terminal.expect("one two")
+        terminal.type(CTRL_C)
+        terminal.expect("stopped")
+        terminal.expect(PROMPT)
+        wait_for(scripted.idle)  # the server computes no more
+        ask(terminal, "go on", "short answer")  # what there was of the answer counts
+        terminal.send("/save " + str(tmp_path / "chat.json"))
+        terminal.expect("saved")
+        terminal.expect(PROMPT)
+
+        terminal.send(f"/file {failing}")
+        terminal.expect(PROMPT)
+        terminal.send("fail")
+        terminal.expect("begun")
+        said = terminal.expect("/retry asks again")
+        assert "cllm: " in said and "Traceback" not in said and "{" not in said
+        terminal.expect(PROMPT)
+        terminal.send(f"/file {wild}")
+        terminal.expect(PROMPT)
+        ask(terminal, "go wild", "a␛]0;owned␇b␛[2Jc")
+        assert "\x1b]0;" not in terminal.raw and "\x1b[2Jc" not in terminal.raw and "d␍e" in terminal.text
+
+        terminal.type("half a question" + CTRL_C)
+        terminal.expect("Ctrl-C again")
+        terminal.expect(PROMPT)
+        terminal.type(CTRL_C)
+        assert terminal.wait_closed() == 0
+    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    asked = [each["content"] for each in messages if each["role"] == "user"]
+    assert asked == ["one\ntwo\nthree", "four\nfive", "go", "go on"]
+
+
+def pipe(text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from cllm.cli.main import main; main()", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(**variables),
+    )
+
+
+def test_a_pipe_is_answered_once(scripted: Server) -> None:
+    done = pipe(say("just this"), "chat", CLLM_URL=scripted.url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "just this\n", "")
+    assert pipe("", "chat", "--url", scripted.url).returncode == 2
+
+
+def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
+    with Terminal(
+        "chat", str(tiny_model), "--local", "--ctx-size", "512", XDG_STATE_HOME=str(tmp_path)
+    ) as terminal:
+        terminal.expect("dense (loaded here)")
+        terminal.expect(PROMPT)
+        terminal.send("/set max_tokens 8")
+        terminal.expect(PROMPT)
+        terminal.send("hello")
+        terminal.expect("8 tokens, ")
+        terminal.expect("of 512")
+        terminal.expect(PROMPT)
+        terminal.send("/model /nonsense.gguf")
+        terminal.expect("cllm: there is no model file")
+        terminal.expect(PROMPT)
+        terminal.send("/set max_tokens 400")
+        terminal.expect(PROMPT)
+        terminal.send("again")
+        terminal.expect("again\n")
+        terminal.wait_output(20)
+        terminal.type(CTRL_C)
+        terminal.expect("stopped")
+        terminal.type(CTRL_D)
+        assert terminal.wait_closed() == 0
+
+
+def test_run_says_tokens_a_second(tiny_model: Path) -> None:
+    with Terminal("run", "hello", "--model", str(tiny_model), "--max-tokens", "8", "--raw") as terminal:
+        line = terminal.expect("tokens/s")
+        assert "[8 tokens, " in line
+        assert terminal.wait_closed() == 0

@@ -1,0 +1,296 @@
+"""The page at `/` in a real Chromium, on the scripted model. What takes longer: tests/soak/page.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cllm.testing import call_tool, say
+from tests.driver.browser import Visitor, open_browser, visiting
+from tests.driver.server import Server, wait_for
+from tests.e2e.golden.record import scripted_server
+from tests.e2e.xss import PAYLOADS
+
+FAST = ("--step-ms", "4", "--draft-tokens", "16")  # an answer is in its prompt: drafts are right
+LONG = "A sentence that takes a while. " * 200
+MARKDOWN = """# Title
+
+Some **bold** text and `code`.
+
+```python
+print(1)
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+Visit = Callable[..., Visitor]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("page") / "log"
+    with scripted_server(log, *FAST, "--parallel", "4", "--ctx-size", "65536") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("keyed") / "log"
+    with scripted_server(log, *FAST, "--parallel", "2", "--api-key", "open sesame") as server:
+        server.client.headers["authorization"] = "Bearer open sesame"
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(browser: Any, server: Server) -> Iterator[Visit]:
+    with ExitStack() as stack:
+        yield lambda path="/", **options: stack.enter_context(
+            visiting(browser, options.pop("server", server), path, **options)
+        )
+
+
+def test_an_answer_streams_as_markdown_with_its_figures(visit: Visit) -> None:
+    visitor = visit()
+    visitor.ask(say(MARKDOWN))
+    page = visitor.page
+    assert page.locator(".markdown h1").inner_text() == "Title"
+    assert page.locator(".markdown strong").inner_text() == "bold"
+    assert page.locator(".code pre").inner_text().strip() == "print(1)"
+    assert page.locator(".markdown td").all_inner_texts() == ["1", "2"]
+    figures = page.locator(".message.assistant .figures").inner_text()
+    assert "tokens/s" in figures and "from cache" in figures and "first token" in figures
+    body = visitor.bodies[-1]
+    assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
+    visitor.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator(".code button").click()
+    assert page.evaluate("navigator.clipboard.readText()").strip() == "print(1)"
+
+
+def test_reasoning_is_folded_and_tool_calls_are_shown(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.ask(say("<think>\nTwo and two.\n</think>\n\nFour."))
+    assert visitor.answer == "Four."
+    assert not page.locator(".thoughts").is_visible()
+    page.locator(".reasoning summary").click()
+    assert "Two and two." in page.locator(".thoughts").inner_text()
+    page.locator("#new-chat").click()
+    page.locator("#show-settings").click()
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+    page.fill("#set-tools", json.dumps([tool]))
+    visitor.ask(say(call_tool("get_weather", {"city": "Paris"}), "It rains."))
+    assert "get_weather" in page.locator(".call summary").inner_text()
+    assert json.loads(page.locator(".call pre").inner_text()) == {"city": "Paris"}
+    visitor.ask("rain")
+    assert visitor.bodies[-1]["messages"][-1]["role"] == "tool"
+    assert visitor.answer == "It rains."
+
+
+def test_stop_ends_the_request_and_keeps_what_there_is(visit: Visit, server: Server) -> None:
+    visitor = visit()
+    visitor.ask(say(LONG), wait=False)
+    visitor.until("document.querySelector('.markdown')?.innerText.length > 20")
+    visitor.page.click("#stop")
+    visitor.wait_answered()
+    wait_for(server.idle, 5)
+    assert 20 < len(visitor.answer) < len(LONG)
+    assert "Stopped" in visitor.page.locator(".message.assistant .figures").inner_text()
+
+
+def test_regenerate_and_edit_are_branches_and_history_lasts(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.ask(say("First answer."))
+    page.locator(".message.assistant .again").click()
+    visitor.wait_answered()
+    assert page.locator(".message.assistant .branch span").inner_text() == "2 of 2"
+    page.locator(".message.user").hover()
+    page.locator(".message.user .edit").click()
+    page.fill(".editing", say("Second answer."))
+    page.keyboard.press("Enter")
+    visitor.wait_answered()
+    assert visitor.answer == "Second answer."
+    assert page.locator(".message.user .branch span").inner_text() == "2 of 2"
+    page.locator(".message.user .earlier").click()
+    assert visitor.answer == "First answer."
+    assert page.locator(".message.assistant .branch span").inner_text() == "2 of 2"
+    visitor.open()
+    assert visitor.answer == "First answer."
+    assert page.locator("#conversations li").count() == 1
+    with page.expect_download() as download:
+        page.click("#export")
+    (exported,) = json.loads(Path(download.value.path()).read_text())
+    assert len(exported["nodes"]) == 5
+    page.click("#delete-all")
+    page.click("#ask-ok")
+    page.wait_for_selector("#chat.blank")
+    visitor.open()
+    assert page.locator("#conversations li").count() == 0
+
+
+def test_system_prompt_sampling_and_schema_are_sent(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.click("#show-settings")
+    page.fill("#set-system", "Be brief.")
+    page.fill("#set-temperature", "0.2")
+    page.fill("#set-schema", "{")
+    assert page.locator(".settings .wrong:visible").count() == 1
+    page.fill("#set-schema", json.dumps(SCHEMA))
+    assert page.locator(".settings .wrong:visible").count() == 0
+    visitor.ask(say('{"answer":42}'))
+    assert json.loads(visitor.answer) == {"answer": 42}
+    body = visitor.bodies[-1]
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["temperature"] == 0.2
+    assert body["response_format"]["json_schema"]["schema"] == SCHEMA
+
+
+INERT = """root => [...root.querySelectorAll("*")].flatMap(node => [
+  ...(ALLOWED.includes(node.localName) ? [] : [node.localName]),
+  ...[...node.attributes].filter(({ name, value }) => /^(on.*|style|src)$/.test(name)
+    || (name === "href" && !/^(https?:|mailto:)/.test(value))).map(each => each.name + "=" + each.value)])"""
+ALLOWED = (
+    "a blockquote br button code del div em figcaption figure h1 h2 h3 h4 h5 h6 hr input li ol p path pre "
+    "span strong svg table tbody td th thead tr ul"
+)
+
+
+def test_a_hundred_scripts_in_an_answer_are_inert(visit: Visit) -> None:
+    assert len(set(PAYLOADS)) >= 100
+    visitor = visit()
+    page = visitor.page
+    inert = INERT.replace("ALLOWED", json.dumps(ALLOWED.split()))
+    for begin in range(0, len(PAYLOADS), 30):
+        visitor.ask(say("\n\n".join(PAYLOADS[begin : begin + 30])))
+        assert page.locator(".markdown").last.evaluate(inert) == []
+    assert page.evaluate("window.violations") == []
+    # The sanitizer alone, as if `marked` let everything through. What it parses meets the policy already.
+    sanitize = f"""async payloads => {{
+      const {{ sanitize }} = await import(new URL("page/markdown.js", document.baseURI));
+      const box = document.body.appendChild(document.createElement("div"));
+      const put = html => box.replaceChildren(sanitize(html));
+      const found = payloads.flatMap(html => {{ put(html); return ({inert})(box); }});
+      await new Promise(done => setTimeout(done, 100));
+      return found; }}"""
+    assert page.evaluate(sanitize, list(PAYLOADS)) == []
+    page.evaluate("window.violations.splice(0)")
+    visitor.errors[:] = [each for each in visitor.errors if "Content Security Policy" not in each]
+
+
+def test_scripts_elsewhere_are_inert(visit: Visit) -> None:
+    """In a question, its title, reasoning, the name and arguments of a call, and an error."""
+    visitor = visit()
+    script = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+    visitor.ask(script + say(f"<think>\n{script}\n</think>\n\n" + script))
+    visitor.page.locator("#new-chat").click()
+    visitor.page.locator("#show-settings").click()
+    visitor.page.fill("#set-tools", json.dumps([{"type": "function", "function": {"name": "f"}}]))
+    visitor.ask(script + say(call_tool("f", {script: script})))
+    visitor.open()
+    assert visitor.page.locator("#chat img, #chat script").count() == 0
+
+
+def test_an_error_is_said_and_the_next_try_works(visit: Visit) -> None:
+    visitor = visit()
+    visitor.ask("too long " * 3000)
+    assert "too long" in visitor.page.locator(".status.wrong").inner_text()
+    visitor.page.click("#new-chat")
+    visitor.ask(say("Whole."))
+    assert visitor.answer == "Whole."
+
+
+def test_a_key_is_asked_for(visit: Visit, keyed: Server, browser: Any) -> None:
+    visitor = Visitor(browser, keyed)
+    page = visitor.page
+    page.goto(keyed.url)
+    page.wait_for_selector("#key-dialog[open]")
+    page.fill("#key-input", "wrong")
+    page.keyboard.press("Enter")
+    visitor.until("document.getElementById('key-why').textContent.includes('refused')")
+    page.fill("#key-input", "open sesame")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("html[data-ready]")
+    visitor.ask(say("Welcome."))
+    assert visitor.answer == "Welcome."
+    page.click("#tab-live")
+    page.wait_for_selector(".state[data-state=on]")
+    visitor.check()
+    visitor.close()
+
+
+def test_keyboard_alone_is_enough(visit: Visit) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.focus("#tab-chat")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#live").is_visible()
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#chat").is_visible()
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "prompt":
+            break
+    page.keyboard.insert_text(say(LONG))
+    page.keyboard.press("Enter")
+    visitor.until("document.querySelector('.markdown')?.innerText.length > 5")
+    page.keyboard.press("Escape")
+    visitor.wait_answered()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Control+A")
+    page.keyboard.insert_text(say("Edited."))
+    page.keyboard.press("Enter")
+    visitor.wait_answered()
+    assert visitor.answer == "Edited."
+
+
+@pytest.mark.parametrize(("locale", "tab"), [("en-GB", "Live"), ("zh-CN", "实时"), ("de-DE", "Live")])
+def test_the_language_is_the_browsers(visit: Visit, locale: str, tab: str) -> None:
+    page = visit(locale=locale).page
+    assert page.locator("#tab-live").inner_text() == tab
+    texts = page.evaluate("[...document.querySelectorAll('[data-text]')].map(node => node.textContent)")
+    assert len(texts) > 10 and all(texts)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_clipped_on_a_phone(visit: Visit, scheme: str) -> None:
+    visitor = visit(viewport={"width": 390, "height": 844}, color_scheme=scheme, has_touch=True)
+    page = visitor.page
+    visitor.ask(say(MARKDOWN + "\n" + "unbroken" * 40))
+    for tab in ("chat", "live", "api"):
+        page.click(f"#tab-{tab}")
+        if tab == "live":
+            page.wait_for_selector(".state[data-state=on]")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
+        assert page.evaluate(f"document.getElementById('{tab}').scrollWidth") <= 390, tab
+    page.click("#tab-chat")
+    page.click("#menu")
+    page.locator("#conversations .title").click()
+    page.wait_for_selector("#history", state="hidden")
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_the_api_tab_lists_and_tries_routes(visit: Visit) -> None:
+    visitor = visit("/docs")
+    page = visitor.page
+    page.wait_for_selector("#api .route")
+    page.locator("[id='get/health'] summary").first.click()
+    page.locator("[id='get/health'] button.primary").click()
+    visitor.until("document.getElementById('get/health').innerText.includes('\"status\": \"ok\"')")
+    page.fill("#api input[type=search]", "/v1/chat")
+    assert page.locator("#api .route:visible").count() == 1

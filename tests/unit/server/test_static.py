@@ -1,0 +1,133 @@
+"""The files of the page: those that were vendored are what they say, all of them are small and found."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from cllm.config import EngineConfig, ServerConfig
+from cllm.frontend.engine_client import EngineClient
+from cllm.server.app import create_app
+from cllm.server.static import FOLDER, POLICY, read_files
+from cllm.testing import FakeRunner
+from cllm.workers.engine_worker import ThreadExecutor
+
+MANIFEST: dict[str, Any] = json.loads((FOLDER / "vendor" / "manifest.json").read_text())
+SCRIPTS = sorted(FOLDER.glob("*.js"))
+MAX_FIRST_LOAD = 120 << 10
+HTML = {"Accept": "text/html,*/*;q=0.8"}  # as browsers say
+
+
+def get(path: str, api_key: str = "", **headers: str) -> httpx.Response:
+    engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(), EngineConfig()))
+    app = create_app({"default": engine}, ServerConfig(api_key=api_key))
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(ask())
+
+
+def test_vendored_files_match_their_recorded_hashes() -> None:
+    listed = {file: entry for entry in MANIFEST["packages"] for file in entry["files"]}
+    there = {path.name for path in (FOLDER / "vendor").iterdir()} - {"manifest.json"}
+    assert listed.keys() == there
+    for file, entry in listed.items():
+        content = (FOLDER / "vendor" / file).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == entry["files"][file], file
+    assert {entry["name"] for entry in MANIFEST["packages"]} == {"marked", "dompurify", "uplot"}
+    assert all(entry["version"] and entry["license"] for entry in MANIFEST["packages"])
+
+
+def test_the_first_load_is_small() -> None:
+    """All files together: whatever a visit loads is less."""
+    assert sum(file.compressed_size for file in read_files().values()) <= MAX_FIRST_LOAD
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    index = (FOLDER / "index.html").read_text()
+    named = re.findall(r'(?:src|href)="page/([^"]+)"', index)
+    for script in SCRIPTS:
+        named += re.findall(r'"\./([\w/]+\.js)"', script.read_text())
+    assert len(named) > 20 and set(named) <= read_files().keys()
+
+
+def test_the_page_asks_nothing_of_others_and_has_no_inline_code() -> None:
+    index = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", index)
+    for script in SCRIPTS:
+        text = script.read_text()
+        assert not re.search(r"\beval\(|new Function|innerHTML|insertAdjacentHTML|document\.write", text)
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)[\w.]", text), script.name
+    assert "unsafe" not in POLICY and "http" not in POLICY and "default-src 'none'" in POLICY
+
+
+def test_markdown_is_never_used_without_the_sanitizer() -> None:
+    users = [script.name for script in SCRIPTS if "marked" in script.read_text()]
+    assert users == ["markdown.js"]
+    calls = re.findall(r"\w*\(?marked\.(?:parse|parser)\(", (FOLDER / "markdown.js").read_text())
+    assert calls == ["sanitize(marked.parser("]
+
+
+def test_both_languages_have_the_same_texts() -> None:
+    tables = {}
+    for name in ("en", "zh"):
+        text = (FOLDER / "strings" / f"{name}.js").read_text()
+        pairs = re.findall(r'\b(\w+): "((?:[^"\\]|\\.)*)"', text)
+        assert len(pairs) == len(dict(pairs)), "a text is there twice"
+        tables[name] = dict(pairs)
+    assert tables["en"].keys() == tables["zh"].keys()
+    for key, english in tables["en"].items():
+        values = {name: sorted(re.findall(r"\{\w+\}", tables[name][key])) for name in tables}
+        assert values["en"] == values["zh"], key
+        assert english and tables["zh"][key]
+
+
+def test_every_text_that_is_named_exists() -> None:
+    table = (FOLDER / "strings" / "en.js").read_text()
+    known = set(re.findall(r'\b(\w+): "', table))
+    sources = [*(script.read_text() for script in SCRIPTS)]
+    named = set(re.findall(r'\bt\("(\w+)"[,)]', "\n".join(sources)))
+    named |= set(re.findall(r'data-(?:text|label|placeholder)="(\w+)"', (FOLDER / "index.html").read_text()))
+    assert len(named) > 60 and named <= known, named - known
+
+
+def test_a_file_is_compressed_and_asked_for_again_only_when_it_has_changed() -> None:
+    whole = get("/", **HTML, **{"Accept-Encoding": "identity"})
+    assert whole.status_code == 200 and whole.headers["content-type"] == "text/html; charset=utf-8"
+    assert whole.headers["content-security-policy"] == POLICY
+    assert (
+        whole.headers["cache-control"] == "no-cache" and whole.headers["x-content-type-options"] == "nosniff"
+    )
+    packed = get("/page/style.css", **{"Accept-Encoding": "gzip"})
+    assert packed.headers["content-encoding"] == "gzip" and "Accept-Encoding" in packed.headers["vary"]
+    assert packed.content == (FOLDER / "style.css").read_bytes()
+    assert int(packed.headers["content-length"]) == len(gzip.compress(packed.content, 9, mtime=0))
+    again = get("/", **HTML, **{"If-None-Match": whole.headers["etag"]})
+    assert again.status_code == 304 and again.content == b""
+    assert get("/", **HTML, **{"If-None-Match": '"other"'}).status_code == 200
+
+
+def test_other_clients_get_a_line() -> None:
+    assert re.fullmatch(r"cllm [\w.]+ is running", get("/").text)
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../app.py", "..%2Fapp.py", "%2e%2e/app.py", "vendor", ""])
+def test_nothing_else_is_served(name: str) -> None:
+    assert get(f"/page/{name}").status_code == 404
+
+
+def test_the_page_needs_no_key_and_what_it_asks_does() -> None:
+    assert get("/", "secret", **HTML).status_code == get("/", "secret").status_code == 200
+    assert get("/page/main.js", "secret").status_code == 200
+    for path in ("/docs", "/live", "/v1/models", "/page", "/pages/x"):
+        assert get(path, "secret").status_code == 401, path
