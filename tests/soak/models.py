@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from cllm.models.store import embedded_model
-from tests.driver.server import PATIENCE_S, Server, cpu_s, find_workers, get_children
+from tests.driver.server import PATIENCE_S, Server, cpu_s, find_workers, get_children, wait_for
 from tests.tiny_models import make_dense
 
 NAMES = ("ant", "bee", "cat", "dog")
@@ -44,6 +44,7 @@ FLAGS = (
     "16",
     "--no-tune",
 )
+START_S = 600.0
 MAX_IDLE_RSS = 120_000_000  # bytes of the HTTP process with all models unloaded
 MAX_LOST_HITS = 0.05
 MIN_TOTAL = 0.9
@@ -68,7 +69,13 @@ class Answer(NamedTuple):
 
 @contextmanager
 def serve_models(folder: Path, *flags: str, log: str = "server.log") -> Iterator[Server]:
-    with Server(folder / log, *flags) as server:
+    server = Server(folder / log, *flags)
+    try:
+        wait_for(server._announced, START_S)  # files that are new here are probed
+    except BaseException:
+        server.kill()
+        raise
+    with server:
         yield server
 
 
