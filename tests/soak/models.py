@@ -33,6 +33,7 @@ from tests.tiny_models import make_dense
 
 NAMES = ("ant", "bee", "cat", "dog")
 PAIR = ("left", "right")
+PREFIX_WORDS = 300  # about 1,000 tokens
 FLAGS = (
     "--parallel",
     "4",
@@ -101,11 +102,11 @@ def ask(server: Server, model: str, prompt: str, max_tokens: int) -> Answer:
     return Answer(model, max_tokens, usage["cached_tokens"], usage["prompt_tokens"], gaps[:-1])
 
 
-def make_prompts(seed: int, count: int = 6) -> dict[str, list[str]]:
-    """Texts of some hundred letters for each model, of which several have a beginning in common."""
+def make_prompts(seed: int, count: int = 6, length: int = 40) -> dict[str, list[str]]:
+    """Texts of so many words for each model."""
     drawn = random.Random(seed)
     words = [f"{''.join(drawn.choices('abcdefghij', k=5))} " for _ in range(200)]
-    return {name: ["".join(drawn.choices(words, k=40)) for _ in range(count)] for name in NAMES}
+    return {name: ["".join(drawn.choices(words, k=length)) for _ in range(count)] for name in NAMES}
 
 
 # Swapping --------------------------------------------------------------------------------------------------
@@ -223,13 +224,16 @@ def run_swap(folder: Path, models: list[str], requests: int, clients: int) -> li
 def run_prefixes(folder: Path, rounds: int) -> list[str]:
     """Conversations with two models that grow, with memory for one of them and for both.
 
-    With real weights: a prefix of a tiny model is computed sooner than it is read, and so it is.
+    With real weights: a prefix of a tiny model is computed sooner than it is read, and so it is. And long: what
+    a conversation grew by since it was written is written again from 64 tokens on.
     """
     models = copy_embedded(folder)
     size = measure_size(folder, models)
     rates = []
     for label, room in (("swapped", 1.5), ("never swapped", 3.0)):
-        prompts = {name: make_prompts(3, count=2)[tiny] for name, tiny in zip(PAIR, NAMES, strict=False)}
+        prompts = {
+            name: make_prompts(3, 1, PREFIX_WORDS)[tiny] for name, tiny in zip(PAIR, NAMES, strict=False)
+        }
         limit = ("--models-memory-mb", str(int(room * size) >> 20))
         cache = ("--cache-disk-mb", "512", "--cache-dir", str(folder / f"cache-{room}"))
         answers: list[Answer] = []
