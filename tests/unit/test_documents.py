@@ -61,3 +61,19 @@ def test_each_invariant_is_enforced_and_tested(name: str) -> None:
 
 def test_the_reference_is_what_the_code_says() -> None:
     assert reference.main(["--check"]) == 0, "run python scripts/reference.py"
+
+
+def test_the_chinese_readme_is_in_step() -> None:
+    english, chinese = (read(ROOT / name) for name in ("README.md", "README.zh-CN.md"))
+    blocks = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+    assert blocks.findall(english) == blocks.findall(chinese)
+    plain = [blocks.sub("", text) for text in (english, chinese)]
+    levels, rows, links = (
+        [re.findall(pattern, text, re.MULTILINE) for text in plain]
+        for pattern in (r"^(#+) ", r"^\|(?: [^|]*`)?", r"\]\((?!README)(docs/[^)]+|SECURITY\.md)\)")
+    )
+    assert levels[0] == levels[1] and len(rows[0]) == len(rows[1])
+    assert set(links[0]) <= set(links[1])
+    assert len(english.splitlines()) <= 150 and len(chinese.splitlines()) <= 150
+    for target in {*links[0], *links[1]}:
+        assert (ROOT / target).is_file(), target
