@@ -248,9 +248,9 @@ def open_session(folder: Path, model: str, group: str) -> Iterator[Session]:
     """A server of this model that can be killed by plan."""
     plan = folder / f"{model}-{group}.plan"
     drafts: tuple[str, ...] = ("--draft-tokens", "32" if group == "drafts" else "0")
-    flags: tuple[str, ...] = ("--step-ms", "1", "--ctx-size", "16384", "--parallel", "8")
+    flags: tuple[str, ...]
     if model == "scripted":
-        program = SCRIPTED
+        program, flags = SCRIPTED, ("--step-ms", "1", "--ctx-size", "16384", "--parallel", "8")
     else:
         path = make_dense(folder / "tiny.gguf")
         program = SERVE
