@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.driver.server import PATIENCE_S, Server, environment
+from tests.driver.server import PATIENCE_S, Server, environment, make_client
 from tests.tiny_models import make_dense
 
 LIMIT_S = 3600.0
@@ -31,6 +31,8 @@ def fuzz(
     checks: str = "not_a_server_error",
 ) -> subprocess.CompletedProcess[str]:
     """Every route, valid and invalid data; the same requests for the same seed. 0: nothing was found."""
+    with make_client() as client:
+        client.get(f"{url}/openapi.json")  # the first takes longest, and schemathesis waits for 10 s only
     settings = folder / "schemathesis.toml"
     settings.write_text(SETTINGS)
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(settings), "run"]

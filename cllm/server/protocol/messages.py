@@ -150,9 +150,7 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"] = Field(description="Always `thinking`")
     thinking: Text = Field(description="The reasoning", examples=[chat.REASONING])
-    signature: Text | None = Field(
-        None, description="Of any server, or none: taken as it comes, not checked", examples=["bm9uZQ=="]
-    )
+    signature: Text | None = Field(None, description="Of any server, not checked", examples=["bm9uZQ=="])
 
     def add_to(self, builder: MessageBuilder, role: str) -> None:
         if self.thinking:
