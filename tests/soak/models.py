@@ -224,8 +224,8 @@ def run_swap(folder: Path, models: list[str], requests: int, clients: int) -> li
 def run_prefixes(folder: Path, rounds: int) -> list[str]:
     """Conversations with two models that grow, with memory for one of them and for both.
 
-    With real weights: a prefix of a tiny model is computed sooner than it is read, and so it is. And long: what
-    a conversation grew by since it was written is written again from 64 tokens on.
+    With real weights: a prefix of a tiny model is computed sooner than it is read, and so it is. And long:
+    what a conversation grew by since it was written is written again from 64 tokens on.
     """
     models = copy_embedded(folder)
     size = measure_size(folder, models)
