@@ -20,7 +20,8 @@ Replicas = Mapping[int, SimulatedReplica]  # those that are alive
 class Policy:
     """Places requests, of one gateway. It hears what a gateway hears."""
 
-    def __init__(self, replicas: Replicas, seed: int) -> None:
+    def __init__(self, replicas: Replicas, seed: int, gateway: int, gateways: int) -> None:
+        """One of so many gateways."""
         self.replicas = replicas
         self.random = random.Random(seed)
         self.load: Counter[int] = Counter()  # requests that it placed, by replica
@@ -75,8 +76,8 @@ class PrefixHash(Policy):
     POINTS = 100  # of each replica, on the ring
     BOUND = 1.25  # of the mean load
 
-    def __init__(self, replicas: Replicas, seed: int) -> None:
-        super().__init__(replicas, seed)
+    def __init__(self, replicas: Replicas, seed: int, gateway: int, gateways: int) -> None:
+        super().__init__(replicas, seed, gateway, gateways)
         self._ring = sorted(
             (_point(number, turn), number) for number in replicas for turn in range(self.POINTS)
         )
@@ -101,8 +102,8 @@ class CacheAware(Policy):
     MIN_MATCH = 0.5  # of the prompt; less goes to the smallest tree
     MAX_DIFFERENCE, MAX_RATIO = 32, 1.1  # of loads, then the least loaded is next
 
-    def __init__(self, replicas: Replicas, seed: int) -> None:
-        super().__init__(replicas, seed)
+    def __init__(self, replicas: Replicas, seed: int, gateway: int, gateways: int) -> None:
+        super().__init__(replicas, seed, gateway, gateways)
         self._index = BlockIndex()
 
     def choose(self, job: Job) -> int:
@@ -128,9 +129,9 @@ class CacheAware(Policy):
 class Expected(Policy):
     """cllm's placer: the least expected time to the first token."""
 
-    def __init__(self, replicas: Replicas, seed: int) -> None:
-        super().__init__(replicas, seed)
-        self.placer = Placer(BLOCK_TOKENS)
+    def __init__(self, replicas: Replicas, seed: int, gateway: int, gateways: int) -> None:
+        super().__init__(replicas, seed, gateway, gateways)
+        self.placer = Placer(BLOCK_TOKENS, gateway=gateway, gateways=gateways)
         self._placements: dict[str, Placement] = {}
         self.took_s: list[float] = []  # of each decision
         for number, replica in replicas.items():
@@ -186,7 +187,7 @@ class Oracle(Policy):
         return found
 
 
-POLICIES: dict[str, Callable[[Replicas, int], Policy]] = {
+POLICIES: dict[str, Callable[[Replicas, int, int, int], Policy]] = {
     "random": RandomPolicy,
     "round robin": RoundRobin,
     "least requests": LeastRequests,

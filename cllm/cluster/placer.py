@@ -85,10 +85,18 @@ class _Replica:
 
 
 class Placer:
-    """Places requests on replicas, which are numbers. One for each gateway."""
+    """Places requests on replicas, which are numbers. One for each gateway.
 
-    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+    Gateways do not see what the others place between two reports, and all would choose the same idle replica.
+    So each has its share of them, and expects one more prompt of average length on any other.
+    """
+
+    MEMORY = 0.95
+
+    def __init__(self, block_tokens: int = BLOCK_TOKENS, *, gateway: int = 0, gateways: int = 1) -> None:
         self._block_tokens = block_tokens
+        self._gateway, self._gateways = gateway, gateways
+        self._mean_tokens = 0.0  # that a prompt is expected to take
         self._replicas: dict[int, _Replica] = {}
         self.index = BlockIndex()
 
@@ -117,6 +125,8 @@ class Placer:
         for number, replica in self._replicas.items():
             hit = min(hits[number] * self._block_tokens, tokens - 1) if number in hits else 0
             seconds = replica.seconds(tokens, hit)
+            if number % self._gateways != self._gateway:
+                seconds += self._mean_tokens * replica.speed.prefill_token_s
             if seconds > best_s or number in without:
                 continue
             if seconds < best_s or replica.free_cells > free_cells:
@@ -124,6 +134,7 @@ class Placer:
         if best < 0:
             raise EngineNotReady("no replica is there to compute this request")
         placement = Placement(request_id, best, tokens - best_hit, blocks)
+        self._mean_tokens += (1 - self.MEMORY) * (placement.tokens - self._mean_tokens)
         chosen = self._replicas[best]
         chosen.placed[request_id] = placement
         chosen.set_pending(request_id, placement.tokens)

@@ -1,8 +1,8 @@
 """Workers whose engine kills itself (SIGKILL) at an exact place of its answers.
 
 `KILLED` goes before the code of a server's program. The file named by the variable `KILL_PLAN` says where:
-while it exists, an engine waits until so many requests are there, holds each back that has had so many tokens,
-and dies when all have (or have ended). What was reported until then reached the parent, nothing else did.
+while it exists, an engine waits until so many requests are there, holds back each that has had so many
+tokens, and dies when all have (or have ended). What was reported until then reached the parent, nothing else.
 """
 
 from __future__ import annotations
@@ -106,20 +106,20 @@ class KilledEngine:
 def watch_engine(killed: KilledEngine) -> None:
     step, emit, schedule = EngineCore.step, EngineWorker._emit, PrefillBudget.schedule_tokens
 
-    def step_or_wait(core: EngineCore) -> None:
-        if killed.waits(core):
+    def step_or_wait(self: EngineCore) -> None:
+        if killed.waits(self):
             time.sleep(0.001)
         else:
-            step(core)
+            step(self)
 
-    def emit_and_follow(worker: EngineWorker, report: Report) -> None:
-        emit(worker, report)
+    def emit_and_follow(self: EngineWorker, report: Report) -> None:
+        emit(self, report)
         killed.follow(report)
 
     def schedule_or_hold(
-        budget: PrefillBudget, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
+        self: PrefillBudget, running: Iterable[Sequence], urgency: Callable[[Sequence], int]
     ) -> dict[str, int]:
-        return schedule(budget, [sequence for sequence in running if not killed.holds(sequence)], urgency)
+        return schedule(self, [sequence for sequence in running if not killed.holds(sequence)], urgency)
 
     EngineCore.step, EngineWorker._emit = step_or_wait, emit_and_follow  # type: ignore[method-assign]
     PrefillBudget.schedule_tokens = schedule_or_hold  # type: ignore[method-assign]

@@ -247,7 +247,8 @@ def find_fault(said: Said, expected: Said) -> str:
 def open_session(folder: Path, model: str, group: str) -> Iterator[Session]:
     """A server of this model that can be killed by plan."""
     plan = folder / f"{model}-{group}.plan"
-    drafts = ("--draft-tokens", "32" if group == "drafts" else "0")
+    drafts: tuple[str, ...] = ("--draft-tokens", "32" if group == "drafts" else "0")
+    flags: tuple[str, ...]
     if model == "scripted":
         program, flags = SCRIPTED, ("--step-ms", "1", "--ctx-size", "16384", "--parallel", "8")
     else:
