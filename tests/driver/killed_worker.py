@@ -2,7 +2,7 @@
 
 `KILLED` goes before the code of a server's program. The file named by the variable `KILL_PLAN` says where:
 while it exists, an engine waits until so many requests are there, holds each back that has had so many
-tokens, and dies when all have (or have ended). What was reported until then reached the parent, nothing else did.
+tokens, and dies when all have (or have ended). What was reported until then reached the parent, nothing else.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def watch_engine(killed: KilledEngine) -> None:
     ) -> dict[str, int]:
         return schedule(budget, [sequence for sequence in running if not killed.holds(sequence)], urgency)
 
-    EngineCore.step, EngineWorker._emit = step_or_wait, emit_and_follow  # type: ignore[method-assign]
-    PrefillBudget.schedule_tokens = schedule_or_hold  # type: ignore[method-assign]
+    EngineCore.step = step_or_wait  # type: ignore[method-assign, assignment]
+    EngineWorker._emit = emit_and_follow  # type: ignore[method-assign, assignment]
+    PrefillBudget.schedule_tokens = schedule_or_hold  # type: ignore[method-assign, assignment]
 
 
 def main(arguments: list[str]) -> int:

@@ -247,20 +247,18 @@ def find_fault(said: Said, expected: Said) -> str:
 def open_session(folder: Path, model: str, group: str) -> Iterator[Session]:
     """A server of this model that can be killed by plan."""
     plan = folder / f"{model}-{group}.plan"
-    drafts = ("--draft-tokens", "32" if group == "drafts" else "0")
+    program = SCRIPTED if model == "scripted" else SERVE
+    flags = ["--parallel", "8", "--ctx-size", "16384", "--draft-tokens", "32" if group == "drafts" else "0"]
     if model == "scripted":
-        program, flags = SCRIPTED, ("--step-ms", "1", "--ctx-size", "16384", "--parallel", "8")
+        flags += ["--step-ms", "1"]
     else:
-        path = make_dense(folder / "tiny.gguf")
-        program = SERVE
-        flags = (str(path), "--parallel", "8", "--ctx-size", "16384", "--threads", "1", *EXACT)
+        path = str(make_dense(folder / "tiny.gguf"))
+        flags = [path, *flags, "--threads", "1", *EXACT]
         if group == "drafts":  # what it writes does not repeat itself; its own drafts come true
-            drafts += ("--draft-model", str(path))
+            flags += ["--draft-model", path]
     log = folder / f"{model}-{group}.log"
-    program = (KILLED + program[0], *program[1:])
-    with Server(
-        log, *flags, *drafts, program=program, KILL_PLAN=str(plan), CLLM_LOG_LEVEL="warning"
-    ) as server:
+    killed = (KILLED + program[0], *program[1:])
+    with Server(log, *flags, program=killed, KILL_PLAN=str(plan), CLLM_LOG_LEVEL="warning") as server:
         yield Session(server, plan, model, group)
 
 
