@@ -2,19 +2,22 @@
 
 import os
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 
-class PlatformWheel(bdist_wheel):
-    """A wheel of libraries that need no Python of their own."""
+class NativeDistribution(Distribution):
+    """Libraries that setuptools has not compiled."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class PlatformWheel(bdist_wheel):
+    """They need no Python of their own."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", os.environ["CLLM_PLATFORM"]
 
 
-setup(cmdclass={"bdist_wheel": PlatformWheel})
+setup(distclass=NativeDistribution, cmdclass={"bdist_wheel": PlatformWheel})

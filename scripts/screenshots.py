@@ -50,33 +50,23 @@ The cost of a step depends on what runs *now*, not on how many requests came bef
 WORDS = ("a", "server", "answers", "many", "readers", "while", "memory", "keeps", "computed", "prefixes")
 
 
-def describe_model(
-    name: str, state: str, quantization: str, gib: float, used_s: float | None
-) -> dict[str, Any]:
-    facts = {"architecture": "llama", "quantization": quantization, "context": 32768, "slots": 8}
-    last_used = None if used_s is None else time.time() - used_s
-    memory = {"host": int(gib * 2**30)}
-    return {
-        "name": name,
-        "state": state,
-        "memory_bytes": memory,
-        "last_used": last_used,
-        "error": "",
-        **facts,
-    }
+def list_models() -> dict[str, Any]:
+    """As /admin/models answers where several are served; the scripted server has one."""
 
+    def describe(name: str, kind: str, state: str, gib: float, used_s: float | None) -> dict[str, Any]:
+        last_used = None if used_s is None else time.time() - used_s
+        facts = {"architecture": kind, "quantization": "Q4_K_M", "context": 32768, "slots": 8, "error": ""}
+        memory = {"host": int(gib * 2**30)}
+        return {"name": name, "state": state, "memory_bytes": memory, "last_used": last_used, **facts}
 
-# As /admin/models answers where several are served; the scripted server has one.
-MODELS = {
-    "models": [
-        {**describe_model("Qwen3-8B", "ready", "Q4_K_M", 6.4, 2), "default": True},
-        describe_model("SmolLM2-135M-Instruct", "ready", "Q4_1", 0.4, 340),
-        describe_model("gemma-3-12b-it", "loading", "Q4_K_M", 9.1, 4),
-        describe_model("Qwen3-Coder-30B-A3B", "unloaded", "Q4_K_M", 19.2, None),
-    ],
-    "memory_bytes": {"host": int(15.9 * 2**30)},
-    "memory_limit_bytes": {"host": 24 * 2**30},
-}
+    models = [
+        {**describe("Qwen3-8B", "qwen3", "ready", 6.4, 2), "default": True},
+        describe("SmolLM2-135M-Instruct", "llama", "ready", 0.4, 340),
+        describe("gemma-3-12b-it", "gemma3", "loading", 9.1, 4),
+        describe("Qwen3-Coder-30B-A3B", "qwen3moe", "unloaded", 19.2, None),
+    ]
+    taken, limit = {"host": int(15.9 * 2**30)}, {"host": 24 * 2**30}
+    return {"models": models, "memory_bytes": taken, "memory_limit_bytes": limit}
 
 
 class Load:
@@ -122,7 +112,7 @@ def visit(browser: Any, server: Server, folder: Path, width: int, scheme: str) -
     options = {"viewport": {"width": width, "height": SIZES[width]}, "color_scheme": scheme}
     visitor = Visitor(browser, server, reduced_motion="reduce", **options)
     visitor.context.set_default_timeout(90_000)
-    visitor.context.route("**/admin/models", lambda route: route.fulfill(json=MODELS))
+    visitor.context.route("**/admin/models", lambda route: route.fulfill(json=list_models()))
     visitor.open()
     page = visitor.page
     name = f"{width}-{scheme}.png"

@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
         source = source_directory() / "vendor" / "llama.cpp"
         for licence in (source / "LICENSE", *(source / "licenses").glob("LICENSE*")):
             shutil.copy(licence, stage)
+        shutil.copy(ROOT / "LICENSE", stage / "LICENSE-cllm")
         native = make_wheel(stage, ROOT / "dist", CLLM_PLATFORM=platform_tag(files))
     for wheel in (native, make_wheel(ROOT, ROOT / "dist")):
         print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 2**20:.1f} MiB", file=sys.stderr)

@@ -86,6 +86,8 @@ def _build(arguments: Namespace, force: bool) -> Path:
                 for name in LEFT_OUT_VARIANTS:
                     (work / "bin" / f"libggml-cpu-{name}.so").unlink(missing_ok=True)
                 _install(work / "bin", target, {**_info(options, arguments), **_when(started)})
+                if options.variants:
+                    shutil.rmtree(work)
                 return target
             except BuildError as error:
                 failures.append(f"{options}: {error}")

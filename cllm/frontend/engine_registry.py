@@ -377,7 +377,7 @@ class EngineRegistry:
     def stop(self) -> None:
         """End all engines, at the same time. From any thread."""
         self._closing = True
-        with ThreadPoolExecutor(len(self.served)) as pool:
+        with ThreadPoolExecutor(max(1, sum(bool(model.engines) for model in self.served))) as pool:
             list(pool.map(ServedModel.stop, self.served))
 
 

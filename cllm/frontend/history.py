@@ -70,7 +70,8 @@ class History:
             self._buckets.clear()
         self.totals = totals
         self._buckets.append(buckets)
-        row: list[float | None] = [round(time.time(), 2)]
+        sampled_at = time.time()
+        row: list[float | None] = [round(sampled_at, 2)]
         row += [_round((totals[name] - last.get(name, totals[name])) / passed_s) for name in RATES.values()]
         row += [totals[name] for name in GAUGES.values()]
         for name in QUANTILES.values():

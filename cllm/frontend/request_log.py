@@ -103,13 +103,13 @@ class RequestLog:
             if state.generated > 1:
                 gap_ms = 1000 * (state.last_token - state.first_token) / (state.generated - 1)
             self.curve.add(first_ms, gap_ms)
-        usage = output.usage
+        usage, ended_at = output.usage, time.time()
         record = RequestRecord(
             self.count,
             output.request_id[-8:],  # as much as finds it in the log
             state.tenant.name,
             output.error.code if output.error is not None else output.finish_reason.value,
-            round(time.time(), 1),
+            round(ended_at, 1),
             shorten(1000 * ((state.dispatched or now) - state.arrived)),
             None if first_ms is None else shorten(first_ms),
             None if gap_ms is None else shorten(gap_ms),

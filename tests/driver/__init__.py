@@ -25,6 +25,8 @@ a client can see, and for what happens to processes::
         wait_for(server.idle)          # /debug/kv: no lease, no cell in use
 
 - `http` has the shape of a refusal, and bare sockets for requests that no client library would send.
+- `program` forks servers from a process that has imported cllm; their workers are new interpreters, as ever.
+- A duration is judged by `Stopwatch` or `cpu_s`, which do not grow because the machine is busy.
 
 Which way? A property of scheduling, memory or sampling: step by step. A status, a stream, a signal or a
 process: a server. Every wait has a limit: `wait_for` takes one, and `pytest-timeout` ends a test that hangs.

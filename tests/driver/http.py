@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import httpx
 
-from tests.driver.server import PATIENCE_S, ROOT, Server, Stopwatch, wait_for
+from tests.driver.server import PATIENCE_S, ROOT, Server, Stopwatch, make_client, wait_for
 
 JSON = {"content-type": "application/json"}
 LEAKS = (str(ROOT), "/home", "/root", "/tmp", "Traceback", ".py", ".gguf", "pydantic", 'File "', "canary")
@@ -31,7 +31,7 @@ class HealthWatch:
     def __init__(self, url: str, *pids: int) -> None:
         self.took: list[float] = []
         self._pids = pids
-        self._client = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
+        self._client = make_client(base_url=url)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.driver.server import Server
 from tests.e2e.clients import only_loopback
+from tests.e2e.golden.record import scripted_server
 from tests.e2e.thinking import make_thinking
 from tests.tiny_models import make_dense
 
@@ -41,6 +42,13 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("thinking")
     model = make_thinking(folder / "thinking.gguf")
     with Server(folder / "log", str(model), "--parallel", "2", "--threads", "1") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that answers by script (`cllm.testing.say`), in steps of 4 ms."""
+    with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
         yield server
 
 

@@ -6,26 +6,18 @@ import json
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from typer.testing import CliRunner
 
+from cllm.cli.main import app
 from cllm.testing import say
 from tests.driver.server import Server, environment, wait_for
 from tests.driver.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, TAB, Terminal
-from tests.e2e.golden.record import scripted_server
 
 PROMPT = ">>>"
 STATS = "first token"
 LONG = "one two three " * 30  # takes two seconds
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that answers by script, in steps of 4 ms."""
-    with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
-        yield server
 
 
 def open_chat(server: Server, folder: Path, *script: str, **variables: str) -> Terminal:
@@ -189,7 +181,8 @@ def pipe(text: str, *arguments: str, **variables: str) -> subprocess.CompletedPr
 def test_a_pipe_is_answered_once(scripted: Server) -> None:
     done = pipe(say("just this"), "chat", CLLM_URL=scripted.url)
     assert (done.returncode, done.stdout, done.stderr) == (0, "just this\n", "")
-    assert pipe("", "chat", "--url", scripted.url).returncode == 2
+    empty = CliRunner().invoke(app, ["chat", "--url", scripted.url], input="")
+    assert empty.exit_code == 2 and "no question" in empty.output
 
 
 def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
@@ -214,6 +207,7 @@ def test_a_model_is_loaded_here(tiny_model: Path, tmp_path: Path) -> None:
         terminal.wait_output(20)
         terminal.type(CTRL_C)
         terminal.expect("stopped")
+        terminal.expect(PROMPT)
         terminal.type(CTRL_D)
         assert terminal.wait_closed() == 0
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 
-from tests.driver.server import Server, wait_for
+from tests.driver.server import Server
 from tests.e2e.golden.cases import CASES, TEXT
 from tests.e2e.golden.normal import normal
-from tests.e2e.golden.record import RECORDINGS, ask, recorded, scripted_server
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
-        yield server
-        wait_for(server.idle)
+from tests.e2e.golden.record import RECORDINGS, ask, recorded
 
 
 @pytest.mark.parametrize("name", CASES)

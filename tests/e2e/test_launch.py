@@ -45,6 +45,8 @@ def test_models_of_a_server(start: StartServer, tiny_model: Path, tmp_path: Path
 
     assert states() == {"alpha": "ready", "beta": "unloaded"}
     assert run("load", "beta:latest").startswith("beta is ready")
+    body = {"model": "beta:latest", "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
+    assert server.post("/v1/chat/completions", body).json()["model"] == "beta:latest"
     assert run("unload", "alpha") == "alpha is unloaded\n"
     assert states() == {"alpha": "unloaded", "beta": "ready"}
     shown = run("ps").splitlines()
@@ -57,13 +59,9 @@ def test_models_of_a_server(start: StartServer, tiny_model: Path, tmp_path: Path
         assert [model.model for model in client.list().models] == ["alpha:latest", "beta:latest"]
         assert [model.model for model in client.ps().models] == ["beta:latest"]
         options = {"num_predict": 4}
-        answer = client.generate("alpha:latest", "x", options=options, keep_alive=0)
-        assert answer.eval_count == 4
-        wait_for(lambda: states()["alpha"] == "unloaded")
+        assert client.generate("beta:latest", "x", options=options, keep_alive=0).eval_count == 4
+        wait_for(lambda: states()["beta"] == "unloaded")
         assert client.generate("beta", "", keep_alive=0).done_reason == "unload"
-        assert states() == {"alpha": "unloaded", "beta": "unloaded"}
         assert client.show("alpha").details
         with pytest.raises(ollama.ResponseError, match="gamma"):
             client.chat("gamma", [{"role": "user", "content": "?"}])
-    body = {"model": "beta:latest", "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
-    assert server.post("/v1/chat/completions", body).json()["model"] == "beta:latest"

@@ -14,7 +14,7 @@ def test_no_request_stops_a_stream_beside_it(embedded: Server) -> None:
     watch = Stopwatch(embedded.process.pid, embedded.child("engine"))
     late: list[dict[str, float]] = []
     for number in range(ATTEMPTS):
-        gaps = gaps_of_all(embedded.url, number, 3, lambda: watch.seconds, prompt="One fine morning")
+        gaps = gaps_of_all(embedded.url, number, 2, lambda: watch.seconds, prompt="One fine morning")
         late.append({name: gap for name, gap in gaps.items() if gap > MAX_GAP * TARGET_S})
         if not late[-1]:
             return

@@ -21,17 +21,10 @@ from cllm.server.keys import add_key
 from cllm.testing import call_tool, say
 from tests.driver.hub import FakeHub
 from tests.driver.server import ROOT, Server, StartServer, environment, wait_for
-from tests.e2e.golden.record import scripted_server
 from tests.tiny_models import make_dense
 
 GREEDY = {"temperature": 0, "num_predict": 16}
 REPO = "Example/Tiny-GGUF"
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with scripted_server(tmp_path_factory.mktemp("scripted") / "log") as server:
-        yield server
 
 
 @contextmanager
@@ -222,40 +215,35 @@ def test_logprobs(client: ollama.Client) -> None:
     assert [entry.token for entry in answer.logprobs or ()] == ["a", "b", "c"]
 
 
-def test_a_model_is_pulled_and_deleted(start: StartServer, tmp_path: Path) -> None:
-    folder = tmp_path / "files"
+def test_operators_pull_and_delete_models(start: StartServer, tmp_path: Path) -> None:
+    folder, keys = tmp_path / "files", tmp_path / "keys.toml"
     folder.mkdir()
     served = make_dense(folder / "tiny-F32.gguf")
+    user, operator = add_key(keys, "ann", admin=False), add_key(keys, "bob", admin=True)
     with FakeHub({REPO: {served.name: served.read_bytes()}}) as hub:
         home = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": "", "HF_HUB_OFFLINE": "", "HF_TOKEN": ""}
-        server = start(str(served), "--ctx-size", "512", "--parallel", "1", **hub.environment, **home)
-        with connect(server) as client:
-            statuses = [part.status for part in client.pull(f"hf:{REPO}:F32", stream=True)]
+        options = ("--ctx-size", "512", "--parallel", "1", "--api-keys", str(keys))
+        server = start(str(served), *options, **hub.environment, **home)
+        with connect(server, operator) as client:
+            statuses = [part.status for part in client.pull(f"hf.co/{REPO}:F32", stream=True)]
             assert statuses[0] == "pulling manifest" and statuses[-1] == "success"
-            assert client.pull(f"hf.co/{REPO}").status == "success"
             assert client.delete(f"hf:{REPO}:F32").status == "success"
             with pytest.raises(ollama.ResponseError, match="there is no model"):
                 client.delete(f"hf:{REPO}:F32")
             for name, said in (("llama3.2", "names of Ollama's own library"), ("hf:Example/None", "None")):
                 with pytest.raises(ollama.ResponseError, match=said):
                     client.pull(name)
-
-
-def test_pull_and_delete_are_for_operators(start: StartServer, tiny_model: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    key = add_key(keys, "ann", admin=False)
-    server = start(str(tiny_model), "--ctx-size", "512", "--parallel", "1", "--api-keys", str(keys))
-    with connect(server, key) as client:
-        assert client.list().models
-        for call in (client.pull, client.delete):
-            with pytest.raises(ollama.ResponseError, match="admin") as refused:
-                call(f"hf:{REPO}")
-            assert refused.value.status_code == 403
+        with connect(server, user) as client:
+            assert client.list().models
+            for call in (client.pull, client.delete):
+                with pytest.raises(ollama.ResponseError, match="admin") as refused:
+                    call(f"hf:{REPO}")
+                assert refused.value.status_code == 403
     assert server.client.get("/api/tags").status_code == 401
-    shown = CliRunner().invoke(app, ["ps", "--url", server.url], env={"CLLM_API_KEY": key}).output
-    assert shown.splitlines()[1].split()[:2] == ["dense", "ready"], "what any key may see"
-    refused_ps = CliRunner().invoke(app, ["ps", "--url", server.url], env={"CLLM_API_KEY": ""})
-    assert refused_ps.exit_code == 2 and "API key" in refused_ps.output
+    shown = CliRunner().invoke(app, ["ps", "--url", server.url], env={"CLLM_API_KEY": user}).output
+    assert shown.splitlines()[1].split()[:2] == ["tiny-F32", "ready"], "what any key may see"
+    keyless = CliRunner().invoke(app, ["ps", "--url", server.url], env={"CLLM_API_KEY": ""})
+    assert keyless.exit_code == 2 and "API key" in keyless.output
 
 
 def test_the_snippet_of_the_page_runs(scripted: Server) -> None:

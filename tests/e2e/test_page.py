@@ -285,6 +285,35 @@ def test_nothing_is_clipped_on_a_phone(visit: Visit, scheme: str) -> None:
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
+def test_several_models_have_a_tab(browser: Any, server: Server) -> None:
+    """The server here has one: what it would answer with two is made up."""
+    states = {"small": "ready", "large": "unloaded"}
+
+    def answer(route: Any) -> None:
+        if route.request.method == "POST":
+            asked = "ready" if route.request.url.endswith("/load") else "unloaded"
+            states[route.request.post_data_json["model"]] = asked
+        size = {"host": 1 << 30}
+        models = [{"name": name, "state": state, "memory_bytes": size} for name, state in states.items()]
+        route.fulfill(json={"models": models, "memory_bytes": {}, "memory_limit_bytes": {}})
+
+    visitor = Visitor(browser, server, viewport={"width": 390, "height": 844})
+    visitor.context.route("**/admin/models**", answer)
+    page = visitor.open().page
+    page.click("#tab-models")
+    for name, word in (("large", "Load"), ("small", "Unload")):
+        page.locator(f"[aria-label='{word} {name}']").click()
+        page.wait_for_selector(f"[aria-label='{'Unload' if word == 'Load' else 'Load'} {name}']")
+    assert states == {"small": "unloaded", "large": "ready"}
+    assert page.evaluate("document.querySelector('#models .scroll').scrollWidth") <= 390
+    visitor.check()
+    visitor.close()
+
+
+def test_one_model_has_no_tab(visit: Visit) -> None:
+    assert not visit().page.locator("#tab-models").is_visible()
+
+
 def test_the_api_tab_lists_and_tries_routes(visit: Visit) -> None:
     visitor = visit("/docs")
     page = visitor.page

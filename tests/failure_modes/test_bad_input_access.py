@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.driver.http import dial, refusal, unharmed
-from tests.driver.server import PATIENCE_S, Server, StartServer, cllm, wait_for
+from tests.driver.server import Server, StartServer, cllm, make_client, wait_for
 
 OK = {"prompt": "x", "max_tokens": 1}
 
@@ -29,6 +29,7 @@ class Keyed:
         self.user, self.admin = self.new("canary-user"), self.new("boss", "--admin")
         self.server = start("--api-keys", str(file))
         self.server.client.headers["authorization"] = f"Bearer {self.admin}"
+        self.client = make_client()  # without a key
 
     def new(self, name: str, *arguments: str) -> str:
         done = cllm("keys", "new", name, "--file", str(self.file), *arguments)
@@ -37,12 +38,14 @@ class Keyed:
 
     def get(self, path: str, key: str | None, scheme: str = "Bearer") -> httpx.Response:
         headers = {b"authorization": f"{scheme} {key}".strip().encode()} if key is not None else {}
-        return httpx.get(self.server.url + path, headers=headers, trust_env=False, timeout=PATIENCE_S)
+        return self.client.get(self.server.url + path, headers=headers)
 
 
 @pytest.fixture(scope="module")
-def keyed_server(start_for_module: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Keyed:
-    return Keyed(start_for_module, tmp_path_factory.mktemp("keys") / "keys.toml")
+def keyed_server(start_for_module: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    keyed = Keyed(start_for_module, tmp_path_factory.mktemp("keys") / "keys.toml")
+    yield keyed
+    keyed.client.close()
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def test_every_method_of_every_route_needs_a_key(keyed: Keyed) -> None:
     assert "/v1/chat/completions" in routes and "/debug/kv" in routes
     for path, methods in routes.items():
         for method in {*methods, "options", "head"}:
-            answer = httpx.request(method, keyed.server.url + path, trust_env=False, timeout=PATIENCE_S)
+            answer = keyed.client.request(method, keyed.server.url + path)
             assert answer.status_code == (401 if path != "/health" else answer.status_code), (method, path)
 
 
@@ -90,7 +93,7 @@ def test_a_right_key_is_let_in(keyed: Keyed) -> None:
         assert keyed.get("/v1/models", key).status_code == 200
         assert keyed.get("/v1/models", key, "bearer").status_code == 200
         headers = {"x-api-key": key}
-        answer = httpx.post(keyed.server.url + "/generate", json=OK, headers=headers, trust_env=False)
+        answer = keyed.client.post(keyed.server.url + "/generate", json=OK, headers=headers)
         assert answer.status_code == 200
     assert keyed.get("/nothing", keyed.user).status_code == 404
 

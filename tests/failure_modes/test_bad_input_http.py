@@ -108,7 +108,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 @pytest.fixture(scope="module")
 def hasty_server(start_for_module: StartServer) -> Server:
-    return start_for_module("--header-timeout-s", "1", "--body-timeout-s", "2", "--keep-alive-s", "1")
+    server = start_for_module("--header-timeout-s", "1", "--body-timeout-s", "2", "--keep-alive-s", "1")
+    server.client.headers["connection"] = "close"  # no race with the end of an idle connection
+    return server
 
 
 @pytest.fixture
@@ -226,7 +228,7 @@ def test_wrong_method_path_and_content_type(tiny: Server, route: str) -> None:
 
 @pytest.mark.failure_mode("unknown-route")
 @pytest.mark.parametrize(
-    "path", ["/", "/nothing", "/v1/nothing", "/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "/debug%00/kv"]
+    "path", ["/nothing", "/v1/nothing", "/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "/debug%00/kv"]
 )
 def test_an_unknown_path(tiny: Server, path: str) -> None:
     refusal(tiny.client.get(path), 404)

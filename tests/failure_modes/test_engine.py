@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, cpu_s, stream_text, wait_for
+from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, cpu_s, make_client, stream_text, wait_for
 from tests.driver.slot_log import SlotLog
 from tests.tiny_models import make_dense
 
@@ -216,7 +215,7 @@ def test_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one: Server)
 @pytest.mark.failure_mode("deadline-passed")
 def test_deadline_in_mid_prefill_frees_kv_like_a_cancel(four: Server) -> None:
     interrupted = four.metrics()["cllm_steps_interrupted"]
-    with httpx.Client(base_url=four.url, timeout=PATIENCE_S, trust_env=False) as client:
+    with make_client(base_url=four.url) as client:
         body = {"prompt": tokens(LONG_PROMPT, 5), "n_predict": 1, "timeout": 1.0, "stream": True}
         answer = client.post("/completion", json=body)
     assert "not done within its 1 s" in answer.text

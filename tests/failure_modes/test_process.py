@@ -9,7 +9,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import httpx
 import pytest
 
 from cllm.backend.llama.library import find
-from tests.driver.http import HealthWatch
+from tests.driver.http import HealthWatch, read_all
 from tests.driver.server import (
     PATIENCE_S,
     SERVE,
@@ -192,13 +191,12 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
     children = get_children(server.process.pid)
     for pid in children:
         os.kill(pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        body = {"text": text}
-        late = pool.submit(httpx.post, f"{server.url}/encode", json=body, timeout=60, trust_env=False)
-        time.sleep(0.3)
+    with server.connect({"text": text}, "/encode") as late:
+        for _ in range(3):
+            server.get("/health")  # so it has been read, and waits for a worker
         server.process.send_signal(signal.SIGTERM)
-        answer = late.result(PATIENCE_S)
-        assert answer.status_code == 503 and answer.json()["error"] == "shutting_down"
+        answer = read_all(late)
+        assert answer.startswith(b"HTTP/1.1 503 ") and b'"shutting_down"' in answer, answer
     server.wait_gone(children, limit_s=10)
 
 

@@ -2,8 +2,8 @@
 
 `swap`: four tiny models, memory for two, random requests of eight clients. All are answered whole, memory
 stays below the limit (predicted and measured), evictions are those of a simulated LRU, and with all models
-unloaded the HTTP process is small. `prefixes`: the same conversations with memory for two models and for all:
-prefixes come back after a swap. `turns`: two models at once on the same cores, against each alone.
+unloaded the HTTP process is small. `prefixes`: the same conversations with memory for one of two models and
+for both: prefixes come back after a swap. `turns`: two models at once on the same cores, against each alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from typing import Any, NamedTuple
 import httpx
 
 from cllm.models.store import embedded_model
-from tests.driver.server import PATIENCE_S, Server, get_children
+from tests.driver.server import PATIENCE_S, Server, cpu_s, find_workers, get_children, wait_for
 from tests.tiny_models import make_dense
 
 NAMES = ("ant", "bee", "cat", "dog")
+PAIR = ("left", "right")
+PREFIX_WORDS = 300  # about 1,000 tokens
 FLAGS = (
     "--parallel",
     "4",
@@ -43,6 +45,7 @@ FLAGS = (
     "16",
     "--no-tune",
 )
+START_S = 600.0
 MAX_IDLE_RSS = 120_000_000  # bytes of the HTTP process with all models unloaded
 MAX_LOST_HITS = 0.05
 MIN_TOTAL = 0.9
@@ -67,7 +70,13 @@ class Answer(NamedTuple):
 
 @contextmanager
 def serve_models(folder: Path, *flags: str, log: str = "server.log") -> Iterator[Server]:
-    with Server(folder / log, *flags) as server:
+    server = Server(folder / log, *flags)
+    try:
+        wait_for(server._announced, START_S)  # files that are new here are probed
+    except BaseException:
+        server.kill()
+        raise
+    with server:
         yield server
 
 
@@ -93,11 +102,11 @@ def ask(server: Server, model: str, prompt: str, max_tokens: int) -> Answer:
     return Answer(model, max_tokens, usage["cached_tokens"], usage["prompt_tokens"], gaps[:-1])
 
 
-def make_prompts(seed: int, count: int = 6) -> dict[str, list[str]]:
-    """Texts of some hundred letters for each model, of which several have a beginning in common."""
+def make_prompts(seed: int, count: int = 6, length: int = 40) -> dict[str, list[str]]:
+    """Texts of so many words for each model."""
     drawn = random.Random(seed)
     words = [f"{''.join(drawn.choices('abcdefghij', k=5))} " for _ in range(200)]
-    return {name: ["".join(drawn.choices(words, k=40)) for _ in range(count)] for name in NAMES}
+    return {name: ["".join(drawn.choices(words, k=length)) for _ in range(count)] for name in NAMES}
 
 
 # Swapping --------------------------------------------------------------------------------------------------
@@ -212,20 +221,27 @@ def run_swap(folder: Path, models: list[str], requests: int, clients: int) -> li
     return problems
 
 
-def run_prefixes(folder: Path, models: list[str], rounds: int) -> list[str]:
-    """Conversations that grow, over all models, with swaps and without."""
+def run_prefixes(folder: Path, rounds: int) -> list[str]:
+    """Conversations with two models that grow, with memory for one of them and for both.
+
+    With real weights: a prefix of a tiny model is computed sooner than it is read, and so it is. And long:
+    what a conversation grew by since it was written is written again from 64 tokens on.
+    """
+    models = copy_embedded(folder)
     size = measure_size(folder, models)
     rates = []
-    for label, room in (("swapped", 2.5), ("never swapped", 6.0)):
-        prompts = make_prompts(3, count=2)
+    for label, room in (("swapped", 1.5), ("never swapped", 3.0)):
+        prompts = {
+            name: make_prompts(3, 1, PREFIX_WORDS)[tiny] for name, tiny in zip(PAIR, NAMES, strict=False)
+        }
         limit = ("--models-memory-mb", str(int(room * size) >> 20))
-        cache = ("--cache-disk-mb", "256", "--cache-dir", str(folder / f"cache-{room}"))
+        cache = ("--cache-disk-mb", "512", "--cache-dir", str(folder / f"cache-{room}"))
         answers: list[Answer] = []
         with serve_models(folder, *models, *FLAGS, *cache, *limit, log=f"prefixes-{room}.log") as server:
             for turn in range(rounds):
-                for name in NAMES:
+                for name in PAIR:
                     for number, prompt in enumerate(prompts[name]):
-                        answers.append(ask(server, name, prompt, 8))
+                        answers.append(ask(server, name, prompt, 4))
                         prompts[name][number] = f"{prompt} and then {turn} {name} said so. "
             evictions, _ = check_evictions(server.log_text)
         rates.append(sum(answer.cached for answer in answers) / sum(answer.prompt for answer in answers))
@@ -234,26 +250,33 @@ def run_prefixes(folder: Path, models: list[str], rounds: int) -> list[str]:
     return [f"{lost:.1%} of the hits are lost by swapping"] if lost > MAX_LOST_HITS else []
 
 
+def copy_embedded(folder: Path) -> list[str]:
+    return [str(shutil.copy(embedded_model(), folder / f"{name}.gguf")) for name in PAIR]
+
+
 # Turns -----------------------------------------------------------------------------------------------------
 
 
 def run_turns(folder: Path, rounds: int, tokens: int = 96, streams: int = 2) -> list[str]:
     """Two models at once on the same cores, against each alone in turn."""
-    paths = [str(shutil.copy(embedded_model(), folder / f"{name}.gguf")) for name in ("left", "right")]
+    paths = copy_embedded(folder)
     flags = ("--parallel", "4", "--ctx-size", "8192", "--no-tune", "--no-prefix-cache")
     ratios, worst = [], 0.0
     with serve_models(folder, *paths, *flags, log="turns.log") as server:
-        for name in ("left", "right"):
+        for name in PAIR:
             ask(server, name, "warm up", 16)
 
-        def load(*names: str) -> tuple[float, float, float]:
-            """Tokens, seconds and the longest gap."""
+        engines = find_workers(server.process.pid, "engine")
+
+        def load(*names: str) -> tuple[float, float, float, float]:
+            """Tokens, seconds, the longest gap, and CPU seconds of the engines."""
             jobs = [name for name in names for _ in range(streams)]
-            started = time.perf_counter()
+            started, used = time.perf_counter(), sum(map(cpu_s, engines))
             with ThreadPoolExecutor(len(jobs)) as pool:
                 done = list(pool.map(lambda name: ask(server, name, "Once upon a time " * 20, tokens), jobs))
             gap = max(gap for answer in done for gap in answer.gaps)
-            return sum(answer.tokens for answer in done), time.perf_counter() - started, gap
+            seconds, used = time.perf_counter() - started, sum(map(cpu_s, engines)) - used
+            return sum(answer.tokens for answer in done), seconds, gap, used
 
         for _ in range(rounds):
             left, right = load("left"), load("right")
@@ -263,7 +286,9 @@ def run_turns(folder: Path, rounds: int, tokens: int = 96, streams: int = 2) -> 
             worst = max(worst, both[2])
             print(
                 f"turns: alone {left[0] / left[1]:.1f} and {right[0] / right[1]:.1f} tokens/s, together "
-                f"{both[0] / both[1]:.1f}: {ratios[-1]:.2f}; longest gap {both[2] * 1000:.0f} ms"
+                f"{both[0] / both[1]:.1f}: {ratios[-1]:.2f}; longest gap {both[2] * 1000:.0f} ms (alone "
+                f"{max(left[2], right[2]) * 1000:.0f}); CPU {1000 * both[3] / both[0]:.1f} ms a token (alone "
+                f"{1000 * (left[3] + right[3]) / (left[0] + right[0]):.1f})"
             )
     print(f"turns: {median(ratios):.2f} of each alone in turn; longest gap {worst * 1000:.0f} ms")
     problems = [f"together only {median(ratios):.2f} of alone"] if median(ratios) < MIN_TOTAL else []
@@ -283,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
         models = [str(make_dense(folder / f"{model}.gguf", seed=seed)) for seed, model in enumerate(NAMES)]
         parts: dict[str, Callable[[], list[Any]]] = {
             "swap": lambda: run_swap(folder, models, options.requests, options.clients),
-            "prefixes": lambda: run_prefixes(folder, models, options.rounds),
+            "prefixes": lambda: run_prefixes(folder, options.rounds),
             "turns": lambda: run_turns(folder, options.rounds),
         }
         for part, check in parts.items():

@@ -1,6 +1,6 @@
 """The wheels of dist/ in an environment of their own, without a compiler: install, answer, serve.
 
-    python -m tests.soak.wheel [--qemu]
+    python -m tests.soak.wheel [--qemu [CPU …]]
 
 Not part of `make test`: it downloads every dependency (once, into build/wheels) and takes a minute. With
 `--qemu` also the tiny model on CPUs that qemu-user emulates (Debian: apt install qemu-user): each has to find
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -145,7 +146,7 @@ def check_installed(bars: Bars, environment: Environment) -> None:
     bars.check("one process with llguidance and NumPy", str(answer or done.stderr.decode()[-600:]), right)
 
 
-def check_emulated(bars: Bars, environment: Environment, folder: Path) -> None:
+def check_emulated(bars: Bars, environment: Environment, folder: Path, cpus: Sequence[str]) -> None:
     """The tiny model on each CPU: one process, since qemu does not emulate what a program starts."""
     architecture = platform.machine()
     qemu = shutil.which(f"qemu-{architecture}") or shutil.which(f"qemu-{architecture}-static")
@@ -154,7 +155,7 @@ def check_emulated(bars: Bars, environment: Environment, folder: Path) -> None:
     model = folder / "tiny.gguf"
     make_dense(model)
     config = EngineConfig(model=str(model), parallel=1, ctx_size=512, threads=1, gpu_layers=0)
-    for cpu in CPUS[architecture]:
+    for cpu in cpus or CPUS[architecture]:
         command = [qemu, "-cpu", cpu, str(environment.bin / "python"), "-c", EMULATED]
         done = subprocess.run(
             command,
@@ -171,7 +172,7 @@ def check_emulated(bars: Bars, environment: Environment, folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.wheel", description=__doc__)
-    parser.add_argument("--qemu", action="store_true", help="also on CPUs that qemu-user emulates")
+    parser.add_argument("--qemu", nargs="*", metavar="CPU", help="also on CPUs that qemu-user emulates")
     options = parser.parse_args()
     bars = Bars()
     (native,) = (ROOT / "dist").glob("cllm_native-*.whl")
@@ -181,8 +182,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         environment = Environment(Path(scratch))
         check_installed(bars, environment)
-        if options.qemu:
-            check_emulated(bars, environment, Path(scratch))
+        if options.qemu is not None:
+            check_emulated(bars, environment, Path(scratch), options.qemu)
     return int(bars.missed)
 
 

@@ -31,13 +31,15 @@ function control(section, model, said) {
 
 function row(section, model, said) {
   const facts = [model.architecture, model.quantization, model.context ? t("context", { count: count(model.context) }) : "", model.slots ? t("slots", { count: model.slots }) : ""];
+  const memory = sum(model.memory_bytes) ? bytes(sum(model.memory_bytes)) : "–";
   const used = model.last_used ? t("ago", { value: duration(Math.max(0, Date.now() / 1000 - model.last_used)) }) : "–";
   return make("tr", {},
     make("td", {}, make("b", {}, model.name), model.default ? make("small", { className: "tag" }, t("models_default")) : null,
-      make("div", { className: "dim" }, model.error || facts.filter(Boolean).join(" · "))),
+      make("div", { className: "dim" }, model.error || facts.filter(Boolean).join(" · ")),
+      make("div", { className: "dim narrow" }, memory)),
     make("td", {}, make("span", { className: "state", "data-state": model.state === "ready" ? "on" : model.state }, t("model_" + model.state))),
-    make("td", {}, sum(model.memory_bytes) ? bytes(sum(model.memory_bytes)) : "–"),
-    make("td", {}, used),
+    make("td", { className: "wider" }, memory),
+    make("td", { className: "wider" }, used),
     make("td", { className: "end" }, control(section, model, said)));
 }
 
@@ -49,7 +51,7 @@ export async function openModels(section, message = "") {
   section.replaceChildren(make("div", { className: "column" },
     make("header", { className: "lead" }, make("h1", {}, t("models_title")), make("span", { className: "space" }), make("span", { className: "dim" }, memory)), said,
     make("div", { className: "scroll", tabIndex: 0 }, make("table", {},
-      make("thead", {}, make("tr", {}, ...["model", "state", "memory", "last_used"].map(each => make("th", { scope: "col" }, t(each))), make("th", {}))),
+      make("thead", {}, make("tr", {}, ...["model", "state", "memory", "last_used"].map((each, index) => make("th", { scope: "col", className: index > 1 ? "wider" : "" }, t(each))), make("th", {}))),
       make("tbody", {}, ...models.map(model => row(section, model, said)))))));
   timer = setTimeout(() => { if (!section.hidden) openModels(section, said.textContent); }, REFRESH_MS);
 }

@@ -37,9 +37,7 @@ from cllm.text.chat_format import Tool
 
 log = logging.getLogger(__name__)
 BILLING_HEADER = "x-anthropic-billing-header:"
-MAX_MESSAGES = 4096
-MAX_TOOLS = 4096
-MAX_BLOCKS = 4096
+MAX_MESSAGES = MAX_TOOLS = MAX_BLOCKS = 4096
 _KNOWN = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _OTHER: dict[str, Any] = {"not": {"enum": [*_KNOWN, "mcp_tool_use", "mcp_tool_result"]}}
 

@@ -8,9 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from tests.driver.server import PATIENCE_S, Server
+from tests.driver.server import Server, make_client
 from tests.e2e.golden.cases import CASES, Case
 from tests.e2e.golden.normal import Event, normal, parse
 
@@ -29,7 +27,7 @@ def ask(server: Server, case: Case) -> list[Event]:
     """A case's events as they came."""
     body: dict[str, Any] = {**case.body, "stream": True}
     with (
-        httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client,
+        make_client(base_url=server.url) as client,
         client.stream("POST", case.path, json=body) as response,
     ):
         assert response.status_code == 200, response.read()
