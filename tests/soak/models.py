@@ -34,17 +34,8 @@ from tests.tiny_models import make_dense
 NAMES = ("ant", "bee", "cat", "dog")
 PAIR = ("left", "right")
 PREFIX_WORDS = 300  # about 1,000 tokens
-FLAGS = (
-    "--parallel",
-    "4",
-    "--ctx-size",
-    "8192",
-    "--cache-ram-mb",
-    "16",
-    "--swap-space-mb",
-    "16",
-    "--no-tune",
-)
+FLAGS = ("--parallel", "4", "--ctx-size", "8192", "--no-tune")
+SMALL = (*FLAGS, "--cache-ram-mb", "16", "--swap-space-mb", "16")  # memory is that of the weights and the KV
 START_S = 600.0
 MAX_IDLE_RSS = 120_000_000  # bytes of the HTTP process with all models unloaded
 MAX_LOST_HITS = 0.05
@@ -168,21 +159,21 @@ def check_evictions(log: str) -> tuple[int, list[str]]:
     return evictions, problems
 
 
-def measure_size(folder: Path, models: list[str]) -> int:
+def measure_size(folder: Path, models: list[str], flags: tuple[str, ...]) -> int:
     """The predicted bytes of one of the models."""
-    with serve_models(folder, *models, *FLAGS, log="size.log") as server:
+    with serve_models(folder, *models, *flags, log="size.log") as server:
         return int(server.get("/admin/models")["models"][0]["memory_bytes"]["host"])
 
 
 def run_swap(folder: Path, models: list[str], requests: int, clients: int) -> list[str]:
-    size = measure_size(folder, models)
+    size = measure_size(folder, models, SMALL)
     limit_mb = int(2.5 * size) >> 20
     prompts, drawn, problems = make_prompts(1), random.Random(2), []
     work = [
         (name, drawn.choice(prompts[name]), drawn.randint(4, 48)) for name in drawn.choices(NAMES, k=requests)
     ]
     cache = ("--cache-disk-mb", "256", "--cache-dir", str(folder / "swap-cache"))
-    with serve_models(folder, *models, *FLAGS, *cache, "--models-memory-mb", str(limit_mb)) as server:
+    with serve_models(folder, *models, *SMALL, *cache, "--models-memory-mb", str(limit_mb)) as server:
         watch, started = MemoryWatch(server), time.perf_counter()
         watch.start()
         failures: list[str] = []
@@ -224,11 +215,11 @@ def run_swap(folder: Path, models: list[str], requests: int, clients: int) -> li
 def run_prefixes(folder: Path, rounds: int) -> list[str]:
     """Conversations with two models that grow, with memory for one of them and for both.
 
-    With real weights: a prefix of a tiny model is computed sooner than it is read, and so it is. And long:
-    what a conversation grew by since it was written is written again from 64 tokens on.
+    With real weights: a prefix of a tiny model is computed sooner than it is read. And with RAM for a
+    state of each: what is written to disk goes through RAM, so a state larger than its budget is not.
     """
     models = copy_embedded(folder)
-    size = measure_size(folder, models)
+    size = measure_size(folder, models, FLAGS)
     rates = []
     for label, room in (("swapped", 1.5), ("never swapped", 3.0)):
         prompts = {
