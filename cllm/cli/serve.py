@@ -83,7 +83,7 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
             console.print(
                 f"cllm serves {engine.info.name} ({engine.info.description}) at {url}\n"
                 f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
-                f"tokens each; API page at {url}/docs; Ctrl-C ends it"
+                f"tokens each; open {url} to chat and to see what it does; Ctrl-C ends it"
             )
 
         path = Path(ready.config.model)
@@ -129,7 +129,7 @@ def _serve_several(
         console.print(
             f"cllm serves {len(names)} model{plural} ({listed}) at {url}\n"
             f"each is loaded when it is asked for, within {memory or 'unknown memory'}; "
-            f"API page at {url}/docs; Ctrl-C ends it"
+            f"open {url} to chat and to see what it does; Ctrl-C ends it"
         )
 
     _run(serve(registry, server, listeners, announce))
