@@ -53,6 +53,7 @@ class EngineCore:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its outputs."""
 
     _snapshots = 0  # taken so far
+    _embedded_last = False  # the last step was one of embeddings
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class EngineCore:
             decoding=lambda: len(self.scheduler.running),
             open_context=self.preparation.open_embedding,
         )
-        self._embedded_last, self._turns = False, None if runner.asynchronous else get_turns()
+        self._turns = None if runner.asynchronous else get_turns()
         self._failed_steps: Counter[BatchKind] = Counter()  # in a row
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do

@@ -187,6 +187,15 @@ Chosen = Annotated[
 ]
 
 
+Tools = Annotated[
+    Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), skip_tools("function", default="function")] | None,
+    Field(
+        description="Functions the model may call",
+        examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
+    ),
+]
+
+
 class ConversationBody(ThinkingBody):
     """Messages and tools, as `/apply-template` also takes them."""
 
@@ -197,14 +206,7 @@ class ConversationBody(ThinkingBody):
         description="The conversation; an assistant message at its end is continued",
         examples=[MESSAGES],
     )
-    tools: (
-        Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), skip_tools("function", default="function")]
-        | None
-    ) = Field(
-        None,
-        description="Functions the model may call",
-        examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
-    )
+    tools: Tools = None
     tool_choice: ToolMode | Chosen = Field("auto", description=TOOL_CHOICE)
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer")
     functions: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS)] | None = Field(

@@ -24,7 +24,7 @@ from cllm.chat.conversation import (
 )
 from cllm.errors import InvalidRequest
 from cllm.frontend.engine_registry import LATEST
-from cllm.server.protocol.base import Body, JsonObject, StopText, Text, skip_tools
+from cllm.server.protocol.base import Body, JsonObject, StopText, Text
 from cllm.server.protocol.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -34,7 +34,7 @@ from cllm.server.protocol.chat import (
     Arguments,
     CalledName,
     Reasoning,
-    ToolBody,
+    Tools,
 )
 from cllm.server.protocol.embeddings import MAX_INPUTS, InputText
 from cllm.server.protocol.sampling import ConstrainedBody, sampling_field
@@ -227,14 +227,7 @@ class OllamaChatBody(AnswerBody):
         description="The conversation; without any the model is only loaded, or unloaded",
         examples=[MESSAGES],
     )
-    tools: (
-        Annotated[list[ToolBody], Field(max_length=MAX_TOOLS), skip_tools("function", default="function")]
-        | None
-    ) = Field(
-        None,
-        description="Functions the model may call",
-        examples=[[{"type": "function", "function": {"name": "now", "description": "The time"}}]],
-    )
+    tools: Tools = None
 
     model_config = ConfigDict(
         json_schema_extra={
