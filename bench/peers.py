@@ -111,6 +111,8 @@ def llama_server_peer(settings: ServerSettings, executable: Path, unified: bool 
     }
     if not settings.prompt_cache:
         options["--cache-ram"] = 0
+    if module := os.environ.get("GGML_BACKEND_PATH"):  # which it loads only where a device is named
+        options["--device"] = "CUDA0" if "cuda" in Path(module).name else "Vulkan0"
     layout = "unified" if unified else "split"
     flags = ["--kv-unified" if unified else "--no-kv-unified", "--no-webui", "--no-slots", "--offline"]
     command = (str(executable), *_flat(options), *flags)

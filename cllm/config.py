@@ -24,6 +24,7 @@ MODES = "^(none|layer|row)$"
 SPLIT = r"^(\d{1,9}(\.\d+)?(,\d{1,9}(\.\d+)?)*)?$"
 TARGET_ITL_MS = 250  # where a layer is computed by the CPU
 GPU_TARGET_ITL_MS = 50  # with all layers on GPUs
+GPU_BATCH_TOKENS = 2048  # likewise: submitting takes as long as computing 512 tokens of a small model
 DEFAULT_CACHE_DISK_MB = 4096  # of a server
 GROUPS = {  # the panels of `--help`, by their first field
     "model": "model",
@@ -118,7 +119,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             0,
         ),
     ] = 0
-    batch_tokens: Annotated[int, _option("Token limit of one step; largest prefill chunk.", 32, 65536)] = 512
+    batch_tokens: Annotated[
+        int,
+        _option(
+            "Token limit of one step; largest prefill chunk. All layers on GPUs: 2048 by default.", 32, 65536
+        ),
+    ] = 512
     target_itl_ms: Annotated[
         int,
         _option("Inter-token latency that chunked prefill must keep, ms. 0: 250, all layers on GPUs: 50.", 0),

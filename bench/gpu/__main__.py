@@ -50,7 +50,7 @@ class Table:
         print(json.dumps(row), flush=True)
 
 
-def make_peers(model: Path, llama_server: Path | None, logs: Path) -> dict[str, Peer]:
+def make_peers(model: Path, llama_server: Path | None, only: list[str] | None = None) -> dict[str, Peer]:
     settings = ServerSettings(model, SLOTS, SLOTS * CELLS, prompt_cache=True)
     api = OpenAIApi()
     peers = {
@@ -59,7 +59,7 @@ def make_peers(model: Path, llama_server: Path | None, logs: Path) -> dict[str, 
     }
     if llama_server is not None:
         peers["llama-server"] = llama_server_peer(settings, llama_server)
-    return peers
+    return {label: peer for label, peer in peers.items() if not only or label in only}
 
 
 def measure(server: RunningPeer, streams: int, output: int, temperature: float, salt: str) -> LoadResult:
@@ -139,6 +139,7 @@ def main(
     vocabulary: Annotated[Path, typer.Option(help="GGUF file with the tokenizer")],
     llama_server: Annotated[Path | None, typer.Option()] = None,
     model: Annotated[list[str] | None, typer.Option(help="0.6B or 8B; none: both")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Servers to measure, by their labels")] = None,
     rounds: Annotated[int, typer.Option()] = 3,
     output: Annotated[int, typer.Option(help="Tokens of an answer")] = OUTPUT,
     budget_s: Annotated[float, typer.Option(help="No row is begun after this")] = 480.0,
@@ -155,7 +156,7 @@ def main(
             models.make(path, name, vocabulary)
             print(f"made {path.name} in {time.monotonic() - started:.0f} s", flush=True)
         bare_rows(table, name, path, rounds, output)
-        server_rows(table, name, make_peers(path, llama_server, out), out / "logs", rounds, output, deadline)
+        server_rows(table, name, make_peers(path, llama_server, only), out / "logs", rounds, output, deadline)
 
 
 if __name__ == "__main__":

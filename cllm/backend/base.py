@@ -145,6 +145,7 @@ class ModelRunner(Protocol):
     limits: Limits
     vocabulary: Vocabulary
     draft_cost: DraftCost | None = None  # as measured at load
+    stream_copy_s: float | None = None  # to copy a slot's KV stream on a device; None: not measured
     asynchronous: bool = False  # `submit` returns before the device is done
 
     def submit(self, batch: Batch) -> None:

@@ -169,6 +169,8 @@ class EngineCore:
         results: list[StepResult] = []
         batch = scheduler.schedule()
         if batch is not None:
+            if batch.token_count >= len(batch.rows) + TILE:  # to submit it takes long
+                self._report()
             for part, result in self._compute(scheduler, batch):
                 scheduler.update(part, result)
                 self._count_failures(part.kind, result)

@@ -97,8 +97,10 @@ class Scheduler:
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call, in order.
 
-        Detokenizing and learning what steps cost wait until here: on a GPU, until the next one is computed.
+        Detokenizing and learning wait until here: on a GPU, until the next step is computed.
         """
+        if self.runner.asynchronous:
+            self._spec_decode.learn(self.running.values())
         if self._observed is not None:
             self.budget.cost.observe(*self._observed)
             self._observed = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,11 +58,10 @@ class NgramIndex:
     def memory_bytes(self) -> int:
         return array("i").itemsize * len(self.SIZES) * (self._mask + 1 + self.indexed)
 
-    def find(self, tokens: Tokens[int], max_indexed: int) -> int:
-        """The latest place of the longest of its newest n-grams that stood in it before; 0: none did.
+    def add(self, tokens: Tokens[int], max_indexed: int) -> None:
+        """Of tokens that are new, the first `max_indexed` come into the index.
 
-        Of tokens that are new, the first `max_indexed` come into the index. It never has the last place: the
-        newest tokens themselves are no earlier occurrence.
+        It never has the last place: the newest tokens themselves are no earlier occurrence.
         """
         mask, shift, place = self._mask, self.SHIFT, self.indexed
         first, second, third, fourth = self._factors
@@ -85,8 +84,13 @@ class NgramIndex:
             a, b, c, d = b, c, d, token
             place += 1
         self.indexed, self._newest = place, (a, b, c, d)
-        if place < len(tokens):
-            a, b, c, d = tokens[-len(self._factors) :]
+
+    def find(self, tokens: Tokens[int]) -> int:
+        """The latest place of the longest of its newest n-grams that stood in it before; 0: none did."""
+        mask, shift = self._mask, self.SHIFT
+        first, second, third, fourth = self._factors
+        heads4, heads3, heads2 = self._heads
+        a, b, c, d = self._newest if self.indexed == len(tokens) else tokens[-len(self._factors) :]
         total = c * second + d * first
         bucket2 = total >> shift & mask
         total += b * third
@@ -121,11 +125,16 @@ class NgramDrafter:
         """Of the index."""
         return sum(index.memory_bytes for index in (self._index, self._larger) if index is not None)
 
-    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+    def learn(self, tokens: Tokens[int]) -> NgramIndex:
+        """Take in what is new, before a proposal is wanted."""
         if self._index is None:
             self._index = NgramIndex(len(tokens))
-        place = self._index.find(tokens, self.MAX_INDEXED)
-        if self._larger is not None or self._index.crowded:
+        self._index.add(tokens, self.MAX_INDEXED)
+        return self._index
+
+    def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
+        place = self.learn(tokens).find(tokens)
+        if self._larger is not None or (self._index is not None and self._index.crowded):
             self._grow(tokens)
         followed = list(tokens[place : place + max_tokens]) if place else []
         return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
@@ -134,7 +143,7 @@ class NgramDrafter:
         """Bring a larger index forward by a slice."""
         if self._larger is None:
             self._larger = NgramIndex(2 * len(tokens))
-        self._larger.find(tokens, self.MAX_INDEXED)
+        self._larger.add(tokens, self.MAX_INDEXED)
         if self._larger.indexed == len(tokens):
             self._index, self._larger = self._larger, None
 
@@ -207,6 +216,11 @@ class DraftState:
             self.proposal = self._drafter.propose(tokens, max_tokens)
             self._proposed_at = len(tokens)
         return self.proposal
+
+    def learn(self, tokens: Tokens[int]) -> None:
+        """What would otherwise be done when it is asked for drafts."""
+        if isinstance(self._drafter, NgramDrafter):
+            self._drafter.learn(tokens)
 
     def _judge(self, tokens: Tokens[int]) -> None:
         for number, token in enumerate(self.proposal):
@@ -292,6 +306,12 @@ class SpecDecodePolicy:
         if drafter is None:
             return None
         return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model is not None)
+
+    def learn(self, sequences: Iterable[Sequence]) -> None:
+        """Take in what was said. On a GPU that is done while it computes; else when drafts are looked for."""
+        for sequence in sequences if self._max_tokens else ():
+            if sequence.drafts is not None:
+                sequence.drafts.learn(sequence.tokens)
 
     def draft(
         self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float

@@ -210,8 +210,13 @@ class StepCostModel:
 
     @property
     def prefill_token_s(self) -> float | None:
-        """Seconds for one more prompt token; None before it was measured."""
-        return (self.step.prefill_token or None) if self.largest_prefill and self.step else None
+        """Seconds for a token of a prompt, with its share of a ubatch; None before it was measured.
+
+        On a GPU the ubatch is most of it: a few hundred tokens take as long as a few.
+        """
+        if not self.largest_prefill or (step := self.step) is None:
+            return None
+        return step.prefill_token + step.ubatch / self.largest_prefill or None
 
     def _fit(self) -> StepCost:
         samples = [sample for kind in self._samples.values() for sample in kind]

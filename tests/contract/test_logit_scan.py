@@ -78,4 +78,4 @@ def test_many_passes_on_all_threads(native: LogitScan) -> None:
 
 
 def test_without_the_library_numpy_does_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    assert type(make_logit_scan(THREADS, tmp_path_factory.mktemp("empty") / "none.so")) is LogitScan
+    assert type(make_logit_scan(THREADS, library=tmp_path_factory.mktemp("empty") / "none.so")) is LogitScan

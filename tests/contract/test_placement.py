@@ -65,5 +65,5 @@ def test_buffers_of_a_step_hold_what_llama_reserves(
     reserved = float(_COMPUTE.findall(caplog.text)[-1]) * MIB
     header = GgufHeader(model)
     share = MemoryFit(header, config).share
-    predicted = step_buffers(header, config.batch_tokens, share, flash=flash)
+    predicted = step_buffers(header, config.batch_tokens, share, outputs=config.batch_tokens, flash=flash)
     assert 0.99 * reserved < predicted < 3 * reserved, f"{predicted / MIB:.1f} of {reserved / MIB:.1f} MiB"

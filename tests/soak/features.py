@@ -1,11 +1,11 @@
 """`python -m tests.soak.features`: greedy text with every feature on is the text with all of them off.
 
-The same prompts twice: from 8 clients at once with prefix cache, speculation, padding and tuned settings,
+The same prompts twice: from many clients at once with prefix cache, speculation, padding and tuned settings,
 then one at a time with none of them. Where the tokens part, the two likeliest of that step must be as good as
 even when computed alone; any other difference fails.
 
 How much a logit moves with the size of a batch depends on the model and the kernels, not on any feature: with
-`--control` the prompts are asked once more by 8 clients with everything off, and compared in the same way.
+`--control` the prompts are asked once more by as many clients with everything off, and compared alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.peers import ServerSettings
 from bench.report import Table
 
 TIE = 0.05  # logits closer than this, alone, may be ordered either way in another batch
-CLIENTS = 8
+CLIENTS = 8  # by default
 MAX_TOKENS = 48
 # Far more than by default: drafts are as long as pays.
 ON = ("--draft-tokens", "64")
@@ -173,6 +173,7 @@ def run_features(
     logs: Path | None = None,
     *,
     tie: float = TIE,
+    clients: int = CLIENTS,
     control: bool = False,
 ) -> int:
     """Ask everything twice, print the table; 0 if every difference is a tie, else 1.
@@ -180,33 +181,34 @@ def run_features(
     Raises SetupError if a server does not start.
     """
     prompts = make_prompts(count)
-    with _server("on", model, ON, command, logs) as asker:
-        loaded = _crowd(asker, prompts)
+    on, off = f"features on, {clients} clients", f"all off, {clients} clients"
+    with _server("on", model, ON, command, logs, clients) as asker:
+        loaded = _crowd(asker, prompts, clients)
         counters = asker.counters()
-    with _server("off", model, OFF, command, logs) as asker:
+    with _server("off", model, OFF, command, logs, clients) as asker:
         alone = {}
         for prompt in dict.fromkeys(prompts):  # greedy, one at a time: the same again would say the same
             alone[prompt] = asker.ask(prompt, MAX_TOKENS, **DECLINED)
         plain = asker.counters()
-        others = _crowd(asker, prompts, **DECLINED) if control else []
+        others = _crowd(asker, prompts, clients, **DECLINED) if control else []
 
         def evaluated(answers: Sequence[GreedyAnswer]) -> list[Verdict]:
             pairs = zip(prompts, answers, strict=True)
             return [evaluate(asker, prompt, answer, alone[prompt]) for prompt, answer in pairs]
 
-        columns = {"features on, 8 clients": evaluated(loaded)}
+        columns = {on: evaluated(loaded)}
         if control:
-            columns["all off, 8 clients"] = evaluated(others)
-    table = _table(prompts, columns, {"features on, 8 clients": counters, "all off, alone": plain}, tie)
-    faults = find_faults(prompts, columns["features on, 8 clients"], counters, plain, tie)
+            columns[off] = evaluated(others)
+    table = _table(prompts, columns, {on: counters, "all off, alone": plain}, tie)
+    faults = find_faults(prompts, columns[on], counters, plain, tie)
     text = "\n".join([table.markdown(), "", *(faults or ["pass: every difference begins at a tie"])])
     data = {"verdicts": columns, "on": counters, "off": plain}
     return conclude("features", text, data, out, failed=bool(faults))
 
 
-def _crowd(asker: Asker, prompts: Sequence[str], **fields: Any) -> list[GreedyAnswer]:
+def _crowd(asker: Asker, prompts: Sequence[str], clients: int, **fields: Any) -> list[GreedyAnswer]:
     started = time.monotonic()
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with ThreadPoolExecutor(clients) as pool:
         answers = list(pool.map(lambda prompt: asker.ask(prompt, MAX_TOKENS, **fields), prompts))
     print(f"{len(prompts)} prompts: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return answers
@@ -269,8 +271,9 @@ def _server(
     flags: Sequence[str],
     command: Sequence[str] | None,
     logs: Path | None,
+    clients: int,
 ) -> Iterator[Asker]:
-    settings = ServerSettings(model=model, parallel=CLIENTS, ctx_size=2048 * CLIENTS)
+    settings = ServerSettings(model=model, parallel=clients, ctx_size=2048 * clients)
     with serving(name, settings, command, logs, flags) as server:
         asker = Asker(server.address.url)
         try:
@@ -286,8 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *("--model", "--out", "--logs", "--command"),
         count=(500, "how many prompts"),
         tie=(TIE, "what counts as even"),
+        clients=(CLIENTS, "at once"),
     )
-    parser.add_argument("--control", action="store_true", help="also 8 clients with everything off")
+    parser.add_argument("--control", action="store_true", help="also as many clients with everything off")
     return run_command(parser, arguments, run_features)
 
 

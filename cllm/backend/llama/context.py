@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGMLQuantizationType
 
-from cllm.backend.base import KVState, Row, StepStatus
+from cllm.backend.base import SCORED_LOGITS, KVState, Row, StepStatus
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.threads import Workers
@@ -20,6 +20,7 @@ from cllm.config import EngineConfig, slot_count
 from cllm.errors import NotEnoughMemory
 
 DEFAULT_REQUEST_CELLS = 4096
+MIN_OUTPUTS = 512  # of a step: for fewer no buffer is made smaller
 CELL_BLOCK = 256  # llama.cpp gives cells in multiples of this
 MIN_MAPPED_STATE = 256 << 10  # bytes; smaller ones may lie in the heap
 WHOLE, PARTIAL = 0, 1  # llama.cpp's flags of a state: all of it, or without the cells that can be cut
@@ -29,6 +30,12 @@ _STATUSES = {0: StepStatus.DONE, 1: StepStatus.NO_ROOM, 2: StepStatus.ABORTED, -
 def request_share(cells: int, parallel: int) -> int:
     """What one of `parallel` streams gets of so many cells, as llama.cpp rounds it where it splits them."""
     return _padded(_padded(cells) // parallel)
+
+
+def max_outputs(config: EngineConfig, slots: int, vocabulary: int) -> int:
+    """Tokens of a step whose logits may be wanted: with a buffer for all of a long step, memory is wasted."""
+    wanted = slots * (1 + config.draft_tokens) + SCORED_LOGITS // max(1, vocabulary)
+    return min(max(config.batch_tokens, slots), max(MIN_OUTPUTS, wanted))
 
 
 def _padded(cells: int) -> int:
@@ -73,6 +80,7 @@ class LlamaContext(Owned):
         params.n_seq_max = slots
         # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
         params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
+        params.n_outputs_max = max_outputs(config, slots, model.vocabulary.size)
         params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv

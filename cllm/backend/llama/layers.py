@@ -13,8 +13,16 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from cllm.backend.llama.context import request_share
 from cllm.backend.llama.gguf import GgufHeader
+from cllm.build.options import features
 
 _STATE_BYTES = 4  # recurrent states are f32
+# Types that llama.cpp repacks, by the feature of the CPU that makes it do so (ggml-cpu/repack.cpp, amx).
+_REPACKED = {
+    "avx2": ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4"),
+    "avx512f": ("Q2_K",),
+    "amx_int8": ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+    "asimddp": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"),
+}
 
 # Encoders and diffusion models see all tokens at once and keep none.
 _NO_MEMORY = {
@@ -195,3 +203,18 @@ class Layers:
 def _row_bytes(elements: int, type_name: str) -> int:
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
     return -(-elements // int(block)) * int(block_bytes)
+
+
+def repacked_bytes(header: GgufHeader) -> int:
+    """Bytes of the weights that llama.cpp lays out anew on this CPU, beside the mapped file."""
+    found = features()
+    names = {name for feature, types in _REPACKED.items() if feature in found for name in types}
+    types = {int(kind) for kind in GGMLQuantizationType if kind.name in names}
+    tied = not any(tensor.name == "output.weight" for tensor in header.tensors)
+    return sum(
+        tensor.size or 0
+        for tensor in header.tensors
+        if tensor.type_id in types
+        and tensor.dimensions > 1
+        and (tied or tensor.name != "token_embd.weight")  # a table, unless it is the output matrix, too
+    )

@@ -24,6 +24,7 @@ GROUP = 64  # tokens that are looked at by their maximum first
 COARSE = 16  # groups that are ordered by their maximum
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
 PART = 1 << 19  # logits: for less, waking a thread costs more than it saves
+IDLE_PART = 1 << 17  # the same where no compute thread polls the cores: with a GPU
 
 
 class Reaching(NamedTuple):
@@ -91,11 +92,11 @@ def _thresholds(maxima: Logits, rest: Logits, prefilters: Sequence[tuple[int, fl
 class NativeLogitScan(LogitScan):
     """In C, on several threads: see cllm/build/sampling.c. Owner thread only."""
 
-    def __init__(self, library: Path, threads: int) -> None:
-        """Raises OSError where the library cannot be loaded."""
+    def __init__(self, library: Path, threads: int, part: int = PART) -> None:
+        """`part` is the least for each thread. Raises OSError where the library cannot be loaded."""
         self._api = ctypes.CDLL(str(library))
         self._api.cllm_pool_new.restype = ctypes.c_void_p
-        self._threads = threads
+        self._threads, self._part = threads, part
         self._pool = ctypes.c_void_p(self._api.cllm_pool_new(threads))
         if not self._pool:
             raise OSError("no memory for the threads that sample")
@@ -135,7 +136,7 @@ class NativeLogitScan(LogitScan):
         """Threads, logits, rows and width."""
         assert logits.flags.c_contiguous and logits.dtype == np.float32
         rows, width = logits.shape
-        threads = max(1, min(self._threads, rows, rows * width // PART))
+        threads = max(1, min(self._threads, rows, rows * width // self._part))
         return ctypes.c_int(threads), _pointer(logits), ctypes.c_int(rows), ctypes.c_int(width)
 
 
@@ -143,9 +144,9 @@ def _pointer(array: npt.NDArray[np.float32] | npt.NDArray[np.int32]) -> ctypes.c
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def make_logit_scan(threads: int, library: Path | None = None) -> LogitScan:
+def make_logit_scan(threads: int, part: int = PART, library: Path | None = None) -> LogitScan:
     """The fast one, where `cllm build` has compiled it or the library comes with it."""
     for path in (library,) if library is not None else (library_path(), find() / NAME):
         with suppress(OSError):
-            return NativeLogitScan(path, threads)
+            return NativeLogitScan(path, threads, part)
     return LogitScan()

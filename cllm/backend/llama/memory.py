@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from gguf.constants import GGMLQuantizationType
 
 from cllm.backend.base import SCORED_LOGITS
-from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, request_share
+from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, max_outputs, request_share
 from cllm.backend.llama.devices import Device, list_devices
 from cllm.backend.llama.draft_model import SLOTS
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.layers import Layers
+from cllm.backend.llama.layers import Layers, repacked_bytes
 from cllm.backend.llama.placement import (
     Load,
     Place,
@@ -30,8 +29,7 @@ from cllm.backend.llama.placement import (
     placed_devices,
     step_buffers,
 )
-from cllm.build.options import features
-from cllm.config import GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
+from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, EngineConfig
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.models.resolve import resolve
 from cllm.models.store import embedded_model as embedded_model
@@ -44,14 +42,6 @@ RUNTIME = 160 * _MIB  # Python and libraries of the three processes, as measured
 VOCABULARY_BYTES = 1400  # of a token's tables in the engine and in the tokenizer worker, as measured
 GRAMMAR_SCRATCH = 16 * _MIB  # while a grammar is compiled, at its largest
 GRAMMAR_TABLE_PER_TOKEN = 512  # bytes of the grammar compiler's table of the vocabulary, as measured
-# Types that llama.cpp repacks, by the feature of the CPU that makes it do so (ggml-cpu/repack.cpp, amx).
-_REPACKED = {
-    "avx2": ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4"),
-    "avx512f": ("Q2_K",),
-    "amx_int8": ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
-    "asimddp": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"),
-}
-
 DEFAULTS = EngineConfig()
 GPU_THREADS = 2  # of the host, with all layers on GPUs
 MAX_SHARE = 32768  # cells of a slot that are chosen without being asked for
@@ -84,21 +74,6 @@ def list_free_devices() -> list[Device]:
     """The GPUs, with the memory that is left to this model."""
     rooms = [(device, *ROOM.get(device.name, (device.free, 0))) for device in list_devices()]
     return [device._replace(free=min(limit, device.free + freed)) for device, limit, freed in rooms]
-
-
-def repacked_bytes(header: GgufHeader) -> int:
-    """Bytes of the weights that llama.cpp lays out anew on this CPU, beside the mapped file."""
-    found = features()
-    names = {name for feature, types in _REPACKED.items() if feature in found for name in types}
-    types = {int(kind) for kind in GGMLQuantizationType if kind.name in names}
-    tied = not any(tensor.name == "output.weight" for tensor in header.tensors)
-    return sum(
-        tensor.size or 0
-        for tensor in header.tensors
-        if tensor.type_id in types
-        and tensor.dimensions > 1
-        and (tied or tensor.name != "token_embd.weight")  # a table, unless it is the output matrix, too
-    )
 
 
 class EmbeddingMemory(NamedTuple):
@@ -274,9 +249,10 @@ class MemoryFit:
             tokens = config.max_request_tokens or share
             draft = Layers(self._draft).kv_bytes(tokens, SLOTS, types=types, batch_tokens=batch, flash=flash)
             draft += self._draft.data_bytes
-            draft_buffers = step_buffers(self._draft, batch, tokens, flash=flash)
+            draft_buffers = step_buffers(self._draft, batch, tokens, outputs=batch, flash=flash)
         return Load(
             batch=batch,
+            outputs=max_outputs(config, slots, self._header.vocabulary),
             cells=cells if self._layers.keeps_cells else 0,
             kv=[0, *accumulate(kv)],
             largest_kv=[0, *accumulate(kv, max)],
@@ -335,6 +311,7 @@ class MemoryFit:
             config,
             parallel=self.parallel,
             ctx_size=self.cells,
+            batch_tokens=self._config.batch_tokens,
             gpu_layers=placed.gpu_layers,
             n_cpu_moe=placed.host_experts,
             tensor_split=self._placer.split if several else "",
@@ -404,6 +381,16 @@ def _find_model(config: EngineConfig, devices: Sequence[Device] | None) -> Path:
     return resolve(config.model, offline=config.offline, check=check) if config.model else embedded_model()
 
 
+def _choose_batch(header: GgufHeader, config: EngineConfig, devices: Sequence[Device]) -> MemoryFit:
+    """The fit with long steps, where GPUs have all layers and it costs neither context nor requests."""
+    fit = MemoryFit(header, config, devices)
+    if not fit.placement.complete or config.batch_tokens != DEFAULTS.batch_tokens:
+        return fit
+    longer = MemoryFit(header, msgspec.structs.replace(config, batch_tokens=GPU_BATCH_TOKENS), devices)
+    same = (longer.parallel, longer.share, longer.placement) == (fit.parallel, fit.share, fit.placement)
+    return longer if same and longer.fits else fit
+
+
 def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> EngineConfig:
     """Resolve the model and the chat template, check header and memory. Raises SetupError; loads nothing.
 
@@ -427,7 +414,7 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
         config = msgspec.structs.replace(config, draft_model=str(draft))
     if devices is None:
         devices = list_free_devices() if asked_layers(config) != 0 else ()
-    fit = MemoryFit(header, config, devices)
+    fit = _choose_batch(header, config, devices)
     if not fit.fits:
         raise NotEnoughMemory(f"not enough memory: {fit.describe()}; {fit.hint()}")
     if asked_layers(config) and not devices:

@@ -141,6 +141,7 @@ class Load(NamedTuple):
     """What a context asks of the memories: of each layer its KV, of each step its buffers."""
 
     batch: int  # tokens of a step
+    outputs: int  # of them, that have logits
     cells: int  # that a token may attend to
     kv: Sequence[int]  # bytes of the layers before each, and of all
     largest_kv: Sequence[int]  # bytes of the largest of them
@@ -249,6 +250,7 @@ class Placer:
         return load.converted + step_buffers(
             self._header,
             *(load.batch, load.cells),
+            outputs=load.outputs,
             flash=self._config.flash_attention,
             output=output,
             copies=PIPELINE_COPIES if pipelined else 1,
@@ -256,9 +258,19 @@ class Placer:
 
 
 def step_buffers(
-    header: GgufHeader, batch: int, cells: int, *, flash: bool, output: bool = True, copies: int = 1
+    header: GgufHeader,
+    batch: int,
+    cells: int,
+    *,
+    outputs: int,
+    flash: bool,
+    output: bool = True,
+    copies: int = 1,
 ) -> int:
-    """Buffers of the largest step on a GPU, where every page of them is taken; `copies` of its inputs."""
+    """Buffers of the largest step on a GPU, where every page of them is taken; `copies` of its inputs.
+
+    `output`: the last layer is there, and so are the logits of so many `outputs`.
+    """
     embedding = header.number("embedding_length")
     widths = 8 * embedding + 3 * header.number("feed_forward_length")
     experts = header.number("expert_used_count")
@@ -266,8 +278,8 @@ def step_buffers(
     masks = 2 if header.number("attention.sliding_window") else 1
     mask = masks * (2 if flash else 4) * cells
     scores = 0 if flash else 4 * cells * header.number("attention.head_count")
-    logits = 4 * header.vocabulary if output else 0
-    return batch * (copies * (mask + 4 * embedding) + scores + logits + 4 * widths)
+    logits = 4 * header.vocabulary * min(batch, outputs) if output else 0
+    return logits + batch * (copies * (mask + 4 * embedding) + scores + 4 * widths)
 
 
 def _choose_devices(config: EngineConfig, devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -31,7 +31,7 @@ from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cutta
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
-from cllm.backend.llama.logit_scan import make_logit_scan
+from cllm.backend.llama.logit_scan import IDLE_PART, PART, make_logit_scan
 from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.placement import asked_layers
@@ -40,10 +40,11 @@ from cllm.backend.llama.threads import default_threads
 from cllm.config import EngineConfig
 from cllm.types import Limits, SamplingParams
 
-MAX_SAMPLER_THREADS = 8
+MAX_SAMPLER_THREADS = 12
 MEASURED_DRAFT = 8  # tokens
 MEASURED_ROUNDS = 3
 MEASURED_S = 0.5  # then no further round: a large model's steps take long, and vary less
+RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it has seen two that are alike
 
 
 class LlamaRunner(ModelRunner):
@@ -88,7 +89,7 @@ class LlamaRunner(ModelRunner):
         self._no_tokens = self._ends[:0]
         self._batch = NativeBatch(self._api, self.limits.batch_tokens, self.limits.sequences)
         threads = min(MAX_SAMPLER_THREADS, default_threads())
-        scan = make_logit_scan(threads)
+        scan = make_logit_scan(threads, IDLE_PART if self.asynchronous else PART)
         self.batch_sampler = BatchSampler(self._api, self.vocabulary.size, threads, scan)
         self._open.callback(self.batch_sampler.close)
         context = self.limits.sequence_cells
@@ -115,29 +116,46 @@ class LlamaRunner(ModelRunner):
             self._embedding.run(Batch((Row(0, 0, (0,), 1, None),), BatchKind.EMBED))
             return
         self._decode_s(2)
+        self.stream_copy_s = self._measure_copy()
         if self._config.draft_tokens:
             self.draft_cost = self._measure_drafts(1 + min(self._config.draft_tokens, MEASURED_DRAFT))
+
+    def _measure_copy(self) -> float | None:
+        """Seconds to copy a slot's KV stream on the device, which llama.cpp does before its next step.
+
+        Not on a CPU, where it would fill memory that may never be needed.
+        """
+        cuttable = not (self.info.recurrent or self.info.sliding_window)
+        if not self.asynchronous or self.limits.unified or self.limits.sequences < 2 or not cuttable:
+            return None
+        shortest = {False: math.inf, True: math.inf}
+        for _ in range(RECORDED_AFTER + MEASURED_ROUNDS):
+            for copies in shortest:
+                if copies:
+                    self._context.copy(0, 1, 0)
+                shortest[copies] = min(shortest[copies], self._decode_s(1))
+        return max(0.0, shortest[True] - shortest[False])
 
     def _measure_drafts(self, longest: int) -> DraftCost | None:
         """One kind of CPU verifies eight draft tokens in twice the time of a step, another in eight times.
 
-        A GPU repeats a step from its recording, if it is like the last: drafts cost it the step after them,
+        A GPU repeats a step from its recording, if it is like those before: drafts cost it the next steps,
         too. The shortest of a few times counts: what else the machine does only makes steps longer.
         """
         shortest: dict[int, float] = {}
         started = time.perf_counter()
+        after = RECORDED_AFTER if self.asynchronous else 0
         for _ in range(MEASURED_ROUNDS):
             for tokens in (1, 2, longest):
-                for _ in range(1 + (tokens == 1)):  # a plain step is recorded before it is timed
-                    pair = self._decode_s(tokens), self._decode_s(1)
-                shortest[tokens] = min(sum(pair), shortest.get(tokens, math.inf)) if all(pair) else 0.0
+                steps = [self._decode_s(tokens), *(self._decode_s(1) for _ in range(after))]
+                shortest[tokens] = min(sum(steps), shortest.get(tokens, math.inf)) if all(steps) else 0.0
             if time.perf_counter() - started > MEASURED_S:
                 break
         if longest <= 2 or not all(shortest.values()):
             return None
-        step_s = shortest[1] / 2
+        step_s = shortest[1] / (1 + after)
         token = max(0.0, shortest[longest] - shortest[2]) / (longest - 2) / step_s
-        return DraftCost(verify=max(0.0, shortest[2] / step_s - 2 - token), token=token)
+        return DraftCost(verify=max(0.0, (shortest[2] - shortest[1]) / step_s - token), token=token)
 
     def _decode_s(self, tokens: int) -> float:
         """Seconds to compute so many tokens of an empty sequence, each with output; 0 if that fails."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
+from itertools import islice
 
-from cllm.backend.base import KVState, ModelRunner
+from cllm.backend.base import ModelRunner
 from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
+from cllm.core.kv_cache.slot_moves import SlotMoves
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence, count_cells
 from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import TILE, RunningMedian, StepCostModel
-
-log = logging.getLogger(__name__)
 
 
 class SlotChoice:
@@ -31,6 +30,7 @@ class SlotChoice:
         self._device = device
         self._transfer = transfer
         self._cost = cost
+        self._moves = SlotMoves(runner, pool, device, transfer, self.evict_one)
         self.answer_tokens = RunningMedian(TILE)  # of a request
 
     def continue_slot(
@@ -112,22 +112,36 @@ class SlotChoice:
             return slot
         target = densest(self._pool.free_ids, running)
         saved_s = self._gap_s({*running, slot}, {*running, target}) * self._steps_left(sequence)
-        if not self._pays(saved_s, self._cells(slot) + self._cells(target)):
+        content = self._device.get(slot)
+        cells = len(content.tokens) if content is not None else 0
+        if saved_s <= self._moves.cost_s(cells, target, keep=content):
             return slot
-        if self._exchange(slot, target):
+        if self._moves.exchange(slot, target):
             return target
         return slot if slot in self._pool.free_ids else None
 
     def _close_gap(self, running: dict[int, Sequence]) -> None:
-        """Where it pays, move a running sequence into a gap that one which ended has left between the ids."""
+        """Where it pays, move a running sequence towards the others; one a step, until a gap is closed."""
         ids = running.keys()
         if count_runs(ids) < 2 or not self._pool.free_count:
             return
-        moves = ((edge, densest(self._pool.free_ids, ids - {edge})) for edge in (max(ids), min(ids)))
-        edge, hole = min(moves, key=lambda move: count_runs((ids - {move[0]}) | {move[1]}))
-        saved_s = self._gap_s(ids, (ids - {edge}) | {hole}) * self._steps_left(running[edge])
-        if self._pays(saved_s, running[edge].num_computed + self._cells(hole)):
-            self._move_running(running, edge, hole)
+        edge, hole, moves, dense = min(
+            (self._plan(ids, top) for top in (True, False)), key=lambda plan: plan[2]
+        )
+        saved_s = self._gap_s(ids, dense) * self._steps_left(running[edge])
+        if hole not in ids and saved_s > moves * self._moves.cost_s(running[edge].num_computed, hole):
+            self._moves.move_running(running, edge, hole)
+
+    def _plan(self, ids: Set[int], top: bool) -> tuple[int, int, int, Set[int]]:
+        """The top or bottom run goes to the others: the first id and its place, all moves, the ids then."""
+        edge, inwards = (max(ids), -1) if top else (min(ids), 1)
+        length = next(count for count in range(1, len(ids) + 1) if edge + inwards * count not in ids)
+        run = {edge + inwards * place for place in range(length)}
+        rest = ids - run
+        usable = (self._pool.free_ids | run) - rest
+        order = range(min(rest), self._pool.size) if top else range(max(rest), -1, -1)
+        places = list(islice((seq_id for seq_id in order if seq_id in usable), length))
+        return edge, places[0], len(run.difference(places)), rest | set(places)
 
     def _gap_s(self, ids: Collection[int], dense: Collection[int]) -> float:
         """Seconds a step takes longer with these ids than with those."""
@@ -142,73 +156,6 @@ class SlotChoice:
     def _steps_left(self, sequence: Sequence) -> float:
         """How long its answer will be, judging by others."""
         return min(sequence.token_limit - len(sequence.tokens), self.answer_tokens.value)
-
-    def _cells(self, slot: int) -> int:
-        content = self._device.get(slot)
-        return len(content.tokens) if content is not None else 0
-
-    def _pays(self, saved_s: float, cells: int) -> bool:
-        size = self._transfer.state_bytes(cells)
-        return saved_s > self._transfer.move_s(size) and self._transfer.can_move(size)
-
-    def _move_running(self, running: dict[int, Sequence], edge: int, hole: int) -> None:
-        """Exchange a running sequence and what a free slot holds. It stays where it is until it is there."""
-        sequence, content = running[edge], self._device.get(hole)
-        state = self._save(edge)
-        kept = self._save(hole) if content is not None else None
-        if state is None or (content is not None and kept is None):
-            return
-        if content is not None:
-            self._device.remove(content)
-        if not self._pool.clear(hole) or not self._restore(hole, state, sequence.num_computed):
-            return
-        assert sequence.lease is not None
-        self._pool.move(sequence.lease, hole)
-        running[hole] = running.pop(edge)
-        if self._pool.clear(edge) and content is not None and kept is not None:
-            content.seq_id = edge
-            if self._restore(edge, kept, len(content.tokens)):
-                content.min_length = self._runner.min_length(edge)  # a state has less of a sliding window
-                self._device.insert(content)
-
-    def _save(self, seq_id: int) -> KVState | None:
-        try:
-            return self._transfer.save(seq_id)
-        except Exception:
-            log.exception("what slot %d holds could not be saved", seq_id)
-            return None
-
-    def _restore(self, seq_id: int, state: KVState, cells: int) -> bool:
-        """False if it fails, and the slot is empty."""
-        try:
-            restored = self._transfer.restore(seq_id, state)
-        except Exception:
-            log.exception("what slot %d is to hold could not be restored", seq_id)
-            restored = False
-        if restored:
-            log.debug("moved %d cells to seq %d", cells, seq_id)
-        else:
-            self._pool.clear(seq_id)
-        return restored
-
-    def _exchange(self, first: int, second: int) -> bool:
-        """Exchange what two free slots hold, by way of RAM; False if it stays where it is, or is lost."""
-        contents = [content for place in (first, second) if (content := self._device.get(place)) is not None]
-        states = [self._save(content.seq_id) for content in contents]
-        if None in states:
-            return False
-        if not all(self._pool.clear(content.seq_id) for content in contents):
-            for content in contents:
-                self._device.clear(content)
-            return False
-        self._device.exchange(first, second)
-        for content, state in zip(contents, states, strict=True):
-            assert state is not None
-            if self._restore(content.seq_id, state, len(content.tokens)):
-                content.min_length = self._runner.min_length(content.seq_id)
-            else:
-                self._device.remove(content)
-        return True
 
 
 def count_runs(ids: Iterable[int]) -> int:

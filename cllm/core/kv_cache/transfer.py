@@ -76,6 +76,9 @@ class KVTransfer:
         return min(through_ram, self._stream_s()) if self.cuttable else through_ram
 
     def _stream_s(self) -> float:
+        measured = self._runner.stream_copy_s
+        if measured is not None:
+            return measured
         return self._cost.restore_s(self.state_bytes(self._runner.limits.sequence_cells))
 
     def loss_s(self, content: SlotContent, keep: int = 0) -> float:

@@ -200,3 +200,89 @@ def test_runs_and_the_densest_id() -> None:
     assert densest({0, 5, 9}, {6, 7}) == 5
     assert densest({0, 9}, set()) == 0
     assert densest({3, 8}, {2, 4}) == 3
+
+
+# Copies on the device -----------------------------------------------------------------------------
+
+
+class DeviceSlots(Slots):
+    """A GPU: a KV stream is copied in a tenth of a millisecond, and a gap costs a second."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(step=EXPENSIVE_PASS, **settings)
+        self.runner.stream_copy_s = 1e-4
+
+
+def test_on_a_device_a_slot_is_copied_next_to_the_running_ones() -> None:
+    slots = DeviceSlots()
+    for seed in range(8):
+        slots.ask(words(seed, 100))
+    running = slots.add(next_turn(0), 300, ignore_eos=True)
+    slots.step(3)
+    far = slots.add(next_turn(7), 100, ignore_eos=True)
+    slots.step(2)
+    assert count_runs(slots.scheduler.running) == 1
+    slots.finish()
+    for name, prompt in ((running, next_turn(0)), (far, next_turn(7))):
+        assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
+        assert slots.usage(name).cached_tokens == 107
+    assert slots.prefix_cache.device.evictions == 1, "the copies needed an empty slot"
+    assert slots.usage(slots.ask(words(6, 100))).cached_tokens == 99, "what made room was copied, too"
+
+
+def test_on_a_device_what_is_evicted_makes_room_where_the_others_run() -> None:
+    slots = DeviceSlots()
+    for seed in (3, 1, 7, 0, 6, 2, 5, 4):
+        slots.ask(words(seed, 100))
+    names = [slots.add(words(20 + seed, 100), 60, ignore_eos=True) for seed in range(4)]
+    slots.step(12)
+    assert len(slots.scheduler.running) == 4 and count_runs(slots.scheduler.running) == 1
+    slots.finish()
+    for seed, name in enumerate(names):
+        assert slots.text(name) == expected_text(words(20 + seed, 100), 60, ends=False)
+    for seed in (4, 5, 2, 6):
+        assert slots.usage(slots.ask(words(seed, 100))).cached_from == "device", "the latest used are left"
+
+
+def test_on_a_device_a_gap_is_closed_by_copies() -> None:
+    slots = DeviceSlots()
+    prompts = [words(seed, 100) for seed in range(4)]
+    names = [slots.add(prompt, 10 if n == 1 else 80, ignore_eos=True) for n, prompt in enumerate(prompts)]
+    while slots.answers[names[1]].finish_reason is None:
+        slots.step()
+    slots.step(2)
+    assert sorted(slots.scheduler.running) == [0, 1, 2]
+    slots.finish()
+    for name, prompt in zip(names, prompts, strict=True):
+        assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
+    assert slots.usage(slots.ask(prompts[1])).cached_tokens == 99, "what lay in the gap was kept, too"
+
+
+@pytest.mark.parametrize(("copy_s", "runs"), [(1e-4, 1), (1e9, 2)])
+def test_a_whole_run_is_moved_where_no_single_move_would_close_the_gap(copy_s: float, runs: int) -> None:
+    slots = DeviceSlots(sequences=12)
+    slots.runner.stream_copy_s = copy_s
+    counts = [8 if 3 <= seed < 8 else 90 for seed in range(12)]
+    names = [slots.add(words(seed, 30), count, ignore_eos=True) for seed, count in enumerate(counts)]
+    while not slots.answers or any(slots.answers[name].finish_reason is None for name in names[3:8]):
+        slots.step()
+    slots.step(4)
+    assert len(slots.scheduler.running) == 7 and count_runs(slots.scheduler.running) == runs
+    slots.finish()
+    for seed, (name, count) in enumerate(zip(names, counts, strict=True)):
+        assert slots.text(name) == expected_text(words(seed, 30), count, ends=False)
+
+
+@pytest.mark.parametrize("call", ["copy", "truncate", "next_position"])
+def test_a_copy_that_fails_costs_a_recompute_at_most(call: str) -> None:
+    for number in range(1, 12):
+        slots = DeviceSlots()
+        for seed in range(8):
+            slots.ask(words(seed, 100))
+        slots.add(next_turn(0), 60, ignore_eos=True)
+        slots.add(next_turn(3), 20, ignore_eos=True)
+        slots.step(3)
+        slots.fake.fail = failing(call, number)
+        slots.add(next_turn(7), 30, ignore_eos=True)
+        slots.run()
+        slots.check_end()
