@@ -1,4 +1,4 @@
-"""`python -m bench.gpu.report ROWS`: the rows of a GPU machine as a table, each figure beside bare decode's."""
+"""`python -m bench.gpu.report ROWS`: the rows of a GPU machine as tables, each beside bare decode."""
 
 from __future__ import annotations
 
