@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -185,6 +186,10 @@ class EngineRegistry:
             raise ShuttingDown("the server is shutting down and takes no new requests")
         if waiting >= self._queue_size:
             raise QueueFull(waiting, self._queue_size, LOOK_S)
+        if model.loading is None and model.error is not None and (rest_s := model.rest_s):
+            refusal = EngineNotReady(f"{model.error.message}; it is tried again in {math.ceil(rest_s)} s")
+            refusal.retry_after_s = rest_s
+            raise refusal
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
         if model.loading is None:

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from cllm.config import EngineConfig, ModelConfig, Prepared
-from cllm.errors import CllmError, Forbidden, ReloadFailed, ShuttingDown
+from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.request_state import RequestState
@@ -25,6 +25,7 @@ from cllm.types import Health, Limits, ModelInfo
 log = logging.getLogger(__name__)
 GRACE_S = 2.0  # for requests that came in before a reload and are still being tokenised
 POLL_S = 0.1
+REST_S, MAX_REST_S = 5.0, 60.0  # after a load that failed, twice as long after each more, up to the last
 Memory = Mapping[str, int]  # bytes by device; "host" is the memory of this machine
 
 
@@ -104,6 +105,8 @@ class ServedModel:
         self.engine = engine
         self.prepared = prepared
         self.error: CllmError | None = None  # of the last load
+        self._failures = 0  # of loads, in a row
+        self._retry_at = 0.0  # it is not loaded before that
         self.users = 0  # HTTP requests that need the engine
         self.waiters: list[asyncio.Future[None]] = []  # HTTP requests that wait until it is loaded
         self.leaving = False  # it takes no more requests: another model needs its memory
@@ -245,10 +248,23 @@ class ServedModel:
         assert self._loader is not None
         await self._take_over(self._loader.make(prepared))
         self.error, self.loaded_at = None, time.time()
+        self._failures = 0
+
+    @property
+    def rest_s(self) -> float:
+        """How long no load is tried since the last one failed: each may take long, and others wait for it."""
+        return max(0.0, self._retry_at - time.monotonic())
+
+    def try_again(self) -> None:
+        """An operator wants it loaded now."""
+        self._retry_at = 0.0
 
     def fail(self, error: CllmError) -> None:
         """It could not be loaded: requests that wait for it hear why."""
         self.error = error
+        if not isinstance(error, ModelDoesNotFit | ShuttingDown):  # which is known at once
+            self._failures += 1
+            self._retry_at = time.monotonic() + min(MAX_REST_S, REST_S * 2 ** (self._failures - 1))
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():

@@ -8,16 +8,17 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from typing import Any
 
 import msgspec
 
 from cllm.errors import CllmError, ShuttingDown, TooManyListeners
 from cllm.frontend.engine_registry import EngineRegistry
-from cllm.frontend.history import COLUMNS, History
+from cllm.frontend.history import COLUMNS, History, read_totals
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.request_log import RequestLog
-from cllm.server.sse import encode
+from cllm.server.sse import encode, encode_named
 from cllm.types import Health, SlotInfo, Snapshot
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ CACHED = 2  # the length of a lane that keeps tokens
 class LiveFeed:
     """Samples once a second. While it has listeners it also asks the engine for a snapshot, and sends both.
 
-    An event holds what has changed; the first event of a listener holds everything, with the history.
+    Halfway between two such events come the totals alone: what is shown is never a second old. An event holds
+    what has changed; the first event of a listener holds everything, with the history.
     """
 
     MAX_LISTENERS = 4
@@ -69,13 +71,17 @@ class LiveFeed:
     async def run(self) -> None:
         """Sample until it is cancelled."""
         due = time.monotonic()
-        while True:
-            due = max(due + PERIOD_S, time.monotonic())
+        for tick in cycle((self._tick_totals, self._tick)):
+            due = max(due + PERIOD_S / 2, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
             try:
-                await self._tick()
+                await tick()
             except Exception:
                 log.exception("the live feed has missed a second")
+
+    async def _tick_totals(self) -> None:
+        if self._listeners:
+            self._send(encode_named("totals", self._read_totals()))
 
     async def _tick(self) -> None:
         row = self._history.sample(self._metrics)
@@ -187,11 +193,15 @@ class LiveFeed:
         tenants = sorted(metrics.tenants, key=lambda each: each.tokens, reverse=True)[:MAX_TENANTS]
         return {
             "health": self._registry.health.value,
-            "totals": [int(x) if x == int(x) else round(x, 3) for x in self._history.totals.values()],
+            "totals": self._read_totals(),
             "sources": metrics.read_labelled("cached_tokens"),
             "memory": {part: int(size) for part, size in metrics.read_labelled("memory_bytes").items()},
             "tenants": [[each.name[:MAX_NAME], each.running, each.waiting, each.tokens] for each in tenants],
         }
+
+    def _read_totals(self) -> list[float]:
+        """As they are now: the row of an event is older, by what its snapshot took."""
+        return [int(x) if x == int(x) else round(x, 3) for x in read_totals(self._metrics).values()]
 
     def _make_kv(self, snapshot: Snapshot) -> dict[str, Any]:
         """The lanes of the KV map. A request's id comes once, when its lane becomes its own."""

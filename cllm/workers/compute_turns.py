@@ -25,6 +25,7 @@ MAX_ENGINES = 64
 LOOK_S = 0.05  # a waiting engine looks by itself so often
 MAX_WAIT_S = 2.0  # then it computes without the turn: the engine that has it may be stopped
 IDLE_S = 0.1  # an engine that paused for so long has no claim to the time it did not use
+MAX_CLAIM_S = 0.1  # of one that waited: more would be several steps in a row, a gap in the others' streams
 CONTENDED_S = 1.0  # others count as computing for so long after they did
 _CPU_S, _VIRTUAL_S, _COUNT, _FIRST = 0, 1, 2, 3  # cells of the file, each a double
 _USED_S, _WAITS, _CELLS = 0, 1, 2  # of each engine
@@ -102,8 +103,8 @@ class ComputeTurns:
         """Take the turn, after those that wait and have computed less. Waits at most `MAX_WAIT_S`."""
         cells, own = self._cells, self._own
         now = time.perf_counter()
-        if now - self._ended > IDLE_S:
-            cells[own] = max(cells[own], cells[_VIRTUAL_S])
+        claim_s = MAX_CLAIM_S if now - self._ended <= IDLE_S else 0.0
+        cells[own] = max(cells[own], cells[_VIRTUAL_S] - claim_s)
         self._held = self._next_waiting(cells[own]) < 0 and self._lock(0)
         if not self._held and now > self._alone_until:
             self._wait(now)

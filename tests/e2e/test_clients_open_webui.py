@@ -56,7 +56,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Set up as docs/api.md says."""
+    """Set up as docs/how-to/open-webui.md says."""
     log = tmp_path_factory.mktemp("open-webui") / "log"
     flags = ("--allowed-hosts", "host.docker.internal", "--cors-origins", PAGE, "--threads", "1")
     with Server(log, str(tiny_model), *flags, CLLM_API_KEY=KEY) as server:

@@ -20,7 +20,7 @@ LONG = 4000
 
 @contextmanager
 def listen(server: Server, **headers: str) -> Iterator[Iterator[tuple[dict[str, Any], int]]]:
-    """Events of /live as they come, each with its size."""
+    """Events of /live as they come, each with its size; those of totals alone are left out."""
     with (
         httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client,
         client.stream("GET", "/live", headers=headers) as answer,
@@ -28,7 +28,8 @@ def listen(server: Server, **headers: str) -> Iterator[Iterator[tuple[dict[str, 
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
-        yield ((json.loads(line.removeprefix("data: ")), len(line)) for line in lines)
+        read = ((json.loads(line.removeprefix("data: ")), len(line)) for line in lines)
+        yield ((event, size) for event, size in read if isinstance(event, dict))
 
 
 def test_events_show_a_request_from_its_slot_to_the_log(tiny: Server) -> None:
@@ -55,6 +56,22 @@ def test_events_show_a_request_from_its_slot_to_the_log(tiny: Server) -> None:
         assert (ended[1], ended[3]) == (request_id[-8:], "cancelled")
     assert tiny.client.get("/debug/kv?snapshot=999999").status_code == 404
     assert tiny.post(f"/admin/requests/{request_id}/cancel", {}).status_code == 404
+
+
+def test_totals_come_twice_a_second_and_are_those_of_metrics(tiny: Server) -> None:
+    tiny.post("/v1/completions", {"prompt": "count me", "max_tokens": 3})
+    wait_for(tiny.idle)
+    with tiny.client.stream("GET", "/live") as answer:
+        lines = answer.iter_lines()
+        first = next(json.loads(line[6:]) for line in lines if line.startswith("data: "))
+        totals = next(json.loads(next(lines)[6:]) for line in lines if line == "event: totals")
+    found = dict(zip(first["columns"][1:], totals, strict=False))
+    metrics = tiny.metrics()
+    finished = sum(
+        value for name, value in metrics.items() if name.startswith("cllm_requests_finished_total")
+    )
+    assert found["finished"] == finished > 0
+    assert found["generated"] == metrics["cllm_generated_tokens_total"]
 
 
 def test_four_may_listen(tiny: Server) -> None:

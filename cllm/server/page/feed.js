@@ -5,8 +5,9 @@ import { ask, readEvents } from "./server.js";
 const HOUR = 3600, MAX_REQUESTS = 100, DELAYS_MS = [1000, 2000, 5000, 10000];
 
 export class Feed {
-  constructor(changed, said) {
+  constructor(changed, counted, said) {
     this.changed = changed;  // called after every event, with what it brought
+    this.counted = counted;  // called when only the totals have changed
     this.said = said;  // called with the state of the connection: its name and a text
     this.rows = [];
     this.requests = [];  // newest first
@@ -34,7 +35,8 @@ export class Feed {
         for await (const { name, data } of readEvents(await ask("live", { signal }))) {
           if (signal.aborted) return;
           tries = 0;
-          this.take(JSON.parse(data), name === "first");
+          if (name === "totals") { this.takeTotals(JSON.parse(data)); this.counted(); }
+          else this.take(JSON.parse(data), name === "first");
           this.said("on", t("live_on"));
         }
         if (!signal.aborted) this.said("lost", t("live_lost"));
@@ -63,8 +65,12 @@ export class Feed {
     this.takeCurve(event.latency);
     if (event.kv) this.takeLanes(event.kv);
     for (const name of ["health", "sources", "memory", "tenants"]) this[name] = event[name];
-    this.totals = Object.fromEntries(event.totals.map((value, index) => [this.names[index + 1], value]));
+    this.takeTotals(event.totals);
     this.changed(event, first);
+  }
+
+  takeTotals(totals) {
+    this.totals = Object.fromEntries(totals.map((value, index) => [this.names[index + 1], value]));
   }
 
   // Points are merged by the server when there are too many. Until it has sent the merged ones, ours stand for them.

@@ -204,7 +204,7 @@ function build() {
     } }, label())));
   const grid = make("div", { className: "grid" }, ...panels.slice(1).map(each => each.node));
   view.append(make("div", { className: "lead" }, state, key, make("span", { className: "space" }), choices), panels[0].node, grid);
-  feed = new Feed((event, first) => { for (const each of panels) each.update(event, first); }, (status, text) => {
+  feed = new Feed((event, first) => { for (const each of panels) each.update(event, first); }, () => panels[0].update(), (status, text) => {
     if (state.dataset.state !== status || state.textContent !== text) { state.dataset.state = status; state.textContent = text; }
     key.hidden = status !== "forbidden";
   });

@@ -193,7 +193,8 @@ async def list_models(http: HttpRequest) -> Response:
 
 @router.post("/admin/models/load", **documented(api.MODEL_STATUS_EXAMPLE, errors={507: _DOES_NOT_FIT}))
 async def load_model(body: api.ModelNameBody, http: HttpRequest) -> Response:
-    """Load a model, and wait until it serves."""
+    """Load a model, and wait until it serves. One that failed a moment ago is tried again at once."""
+    find_model(http, body.model).try_again()
     await use_engine(http, body.model)
     return _describe(http, body.model)
 

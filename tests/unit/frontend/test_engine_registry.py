@@ -254,7 +254,7 @@ def test_waiting_is_bounded_and_a_client_that_leaves_frees_the_way() -> None:
     run(test())
 
 
-def test_a_failed_load_is_said_to_all_that_wait_and_tried_again_by_the_next() -> None:
+def test_a_failed_load_is_said_to_all_that_wait_and_tried_again_after_a_while() -> None:
     async def test() -> None:
         loader = FakeLoader()
         registry = make_registry(loader)
@@ -265,8 +265,26 @@ def test_a_failed_load_is_said_to_all_that_wait_and_tried_again_by_the_next() ->
             assert registry.find(name).state is ModelState.FAILED
         assert registry.memory == {} and registry.health is Health.READY
         loader.failures = {}
+        ant = registry.find("ant")
+        with pytest.raises(EngineNotReady, match="no memory; it is tried again in 5 s") as resting:
+            await use(registry, "ant")
+        assert resting.value.retry_after_s > 4
+        ant.try_again()
         (await use(registry, "ant")).release()
-        assert registry.find("ant").state is ModelState.READY and registry.models[0].error == ""
+        assert ant.state is ModelState.READY and registry.models[0].error == "" and not ant.rest_s
+
+
+def test_each_load_that_fails_again_is_tried_later() -> None:
+    async def test() -> None:
+        loader = FakeLoader()
+        registry = make_registry(loader)
+        loader.failures, rests = {"ant": "no memory"}, []
+        for _ in range(6):
+            registry.find("ant").try_again()
+            with pytest.raises(EngineNotReady):
+                await use(registry, "ant")
+            rests.append(round(registry.find("ant").rest_s))
+        assert rests == [5, 10, 20, 40, 60, 60]
 
     run(test())
 

@@ -104,3 +104,19 @@ def test_engines_share_by_time_and_not_by_steps(turns: ComputeTurns) -> None:
     # Each has half of the time, as far as a busy machine lets them.
     assert 0.25 * total < spent < 0.75 * total
     assert int(output) > steps, "the one with shorter steps makes more of them"
+
+
+def test_one_that_had_far_less_time_does_not_take_turn_after_turn(turns: ComputeTurns) -> None:
+    rows, longest = 0, 0
+    with engine(0.002) as other:
+        turns._cells[turns._own] = -100.0  # as after a long prompt of the other
+        turns._ended = time.perf_counter()
+        started = time.perf_counter()
+        while time.perf_counter() - started < 1.0:
+            with turns:
+                time.sleep(0.02)
+            alone = turns._next_waiting() < 0  # the other has had its turn meanwhile
+            rows = rows + 1 if alone else 0
+            longest = max(longest, rows)
+        output, _ = other.communicate("\n", timeout=30)
+    assert int(output) > 10, "it had turns in between"
