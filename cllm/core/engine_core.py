@@ -162,8 +162,9 @@ class EngineCore:
         transferred_s = self.scheduler.transfer.seconds
         # Where both have work they alternate: at most one batch of embeddings between two decode steps.
         both = self.embedding.has_work and self.scheduler.has_work
-        alternates = both or (self._turns is not None and self._turns.contended)
-        self.scheduler.budget.alternates = self.embedding.budget.alternates = alternates
+        contended = self._turns is not None and self._turns.contended
+        for budget in (self.scheduler.budget, self.embedding.budget):
+            budget.alternates, budget.contended = both or contended, contended
         self._embedded_last = self.embedding.has_work and not (both and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
         results: list[StepResult] = []

@@ -43,6 +43,7 @@ class PrefillBudget:
         self.defers = defers
         self.target_s = target_s
         self.alternates = False  # with steps of another budget: a sequence waits for one of each
+        self.contended = False  # another engine waits for each step: its streams may, where none runs here
         self.cost = cost
         self._turn = 0
         self._sampling_credit_s = 0.0
@@ -149,7 +150,7 @@ class PrefillBudget:
         Those hold `context` cells together and take `sampling_s`; the prefill goes on at about `position`.
         """
         room = self.batch_tokens - decoding
-        if decoding == 0 or room <= 0:
+        if (decoding == 0 and not self.contended) or room <= 0:
             return max(0, room)
         offset = self._offset(decoding)
         step, measured = self.cost.step, self.cost.largest_prefill
@@ -179,9 +180,10 @@ class PrefillBudget:
 
     def _shape(self, chunk: int, decoding: int, context: int, position: int) -> StepShape:
         """Of a step with one prefill chunk."""
-        together = chunk - 1 if self.cost.split else chunk + decoding
+        apart = self.cost.split and decoding > 0
+        together = chunk - 1 if apart else chunk + decoding
         attended, tiled = attended_pairs(chunk, position, together)
-        return StepShape(1 + self.cost.split, chunk, decoding, context + attended, tiled)
+        return StepShape(1 + apart, chunk, decoding, context + attended, tiled)
 
 
 def limit_scored(running: Iterable[Sequence], counts: dict[str, int], max_tokens: int) -> None:

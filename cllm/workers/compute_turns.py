@@ -28,7 +28,7 @@ IDLE_S = 0.1  # an engine that paused for so long has no claim to the time it di
 MAX_CLAIM_S = 0.1  # of one that waited: more would be several steps in a row, a gap in the others' streams
 CONTENDED_S = 1.0  # others count as computing for so long after they did
 _CPU_S, _VIRTUAL_S, _COUNT, _FIRST = 0, 1, 2, 3  # cells of the file, each a double
-_USED_S, _WAITS, _CELLS = 0, 1, 2  # of each engine
+_USED_S, _WAITS, _SEEN_S, _CELLS = 0, 1, 2, 3  # of each engine; when it last began or ended a step
 
 
 def share_turns() -> int | None:
@@ -69,7 +69,7 @@ class ComputeTurns:
         self._cells[_COUNT] = max(self._cells[_COUNT], self._number + 1)
         self._own = _FIRST + _CELLS * self._number
         self._cells[self._own + _USED_S] = self._cells[_VIRTUAL_S]
-        self._cells[self._own + _WAITS] = 0.0
+        self._cells[self._own + _WAITS] = self._cells[self._own + _SEEN_S] = 0.0
         # A datagram wakes the engine that waits; one that is lost costs `LOOK_S`.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.bind(self._address(self._number))
@@ -77,7 +77,6 @@ class ComputeTurns:
         self._held = False
         self._started = self._ended = 0.0
         self._cpu_s = time.process_time()
-        self._contended_at = -CONTENDED_S
         self._alone_until = 0.0  # no turn is waited for: the engine that has it does not end
 
     def _address(self, number: int) -> str:
@@ -96,13 +95,16 @@ class ComputeTurns:
 
     @property
     def contended(self) -> bool:
-        """Whether another engine has been computing, too, a moment ago."""
-        return time.perf_counter() - self._contended_at < CONTENDED_S
+        """Whether another engine computes, too, or did a moment ago."""
+        since = time.monotonic() - CONTENDED_S
+        numbers = (number for number in range(int(self._cells[_COUNT])) if number != self._number)
+        return any(self._cells[_FIRST + _CELLS * number + _SEEN_S] > since for number in numbers)
 
     def __enter__(self) -> None:
         """Take the turn, after those that wait and have computed less. Waits at most `MAX_WAIT_S`."""
         cells, own = self._cells, self._own
         now = time.perf_counter()
+        cells[own + _SEEN_S] = time.monotonic()
         claim_s = MAX_CLAIM_S if now - self._ended <= IDLE_S else 0.0
         cells[own] = max(cells[own], cells[_VIRTUAL_S] - claim_s)
         self._held = self._next_waiting(cells[own]) < 0 and self._lock(0)
@@ -122,7 +124,6 @@ class ComputeTurns:
 
     def _wait(self, started: float) -> None:
         cells, own = self._cells, self._own
-        self._contended_at = started
         while time.perf_counter() - started < MAX_WAIT_S:
             cells[own + _WAITS] = 1.0  # another engine clears it where this one does not take its turn
             ahead = self._next_waiting(cells[own])
@@ -141,7 +142,6 @@ class ComputeTurns:
             return
         cells[own + _WAITS] = 0.0
         self._held = True
-        self._contended_at = time.perf_counter()
 
     def _unlock(self) -> None:
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 0)
@@ -150,13 +150,13 @@ class ComputeTurns:
         """Give the turn to the engine that is next."""
         cells, now, cpu_s = self._cells, time.perf_counter(), time.process_time()
         cells[self._own] += now - self._started
+        cells[self._own + _SEEN_S] = time.monotonic()
         cells[_CPU_S] += cpu_s - self._cpu_s
         self._cpu_s, self._ended = cpu_s, now
         if self._held:
             self._unlock()
             self._held = False
         if (following := self._next_waiting()) >= 0:
-            self._contended_at = now
             with contextlib.suppress(OSError):  # it has ended, or has been woken already
                 self._socket.sendto(b"\0", socket.MSG_DONTWAIT, self._address(following))
 

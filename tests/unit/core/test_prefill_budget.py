@@ -109,6 +109,16 @@ def test_an_idle_engine_prefills_as_fast_as_it_can() -> None:
     assert budget.prefill_tokens(0) == 512
 
 
+def test_an_idle_engine_beside_one_that_computes_keeps_the_target_of_its_streams() -> None:
+    budget = PrefillBudget(512, TARGET, StepCostModel(known=LINEAR, frozen=True))
+    budget.cost.largest_prefill = 512
+    budget.cost.largest_attended = 1e6
+    assert budget.prefill_tokens(0) == 512
+    budget.alternates = budget.contended = True
+    chunk = budget.prefill_tokens(0)
+    assert 0 < LINEAR.seconds(budget._shape(chunk, 0, 0, 0)) <= budget.OVERRUN * budget.max_step_s < TARGET
+
+
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
     budget = make_budget()
     machine = Machine(SMALL)

@@ -120,3 +120,10 @@ def test_one_that_had_far_less_time_does_not_take_turn_after_turn(turns: Compute
             longest = max(longest, rows)
         output, _ = other.communicate("\n", timeout=30)
     assert int(output) > 10, "it had turns in between"
+
+
+def test_another_engine_is_seen_before_it_is_waited_for(turns: ComputeTurns) -> None:
+    assert not turns.contended
+    with engine(0.002):
+        time.sleep(0.05)
+        assert turns.contended, "the next step is planned with it in mind"
