@@ -15,6 +15,7 @@ from tests.driver.browser import Visitor, open_browser, visiting
 from tests.driver.server import Server, wait_for
 from tests.e2e.golden.record import scripted_server
 from tests.e2e.xss import PAYLOADS
+from tests.tiny_models import make_dense
 
 FAST = ("--step-ms", "4", "--draft-tokens", "16")  # an answer is in its prompt: drafts are right
 LONG = "A sentence that takes a while. " * 200
@@ -285,29 +286,22 @@ def test_nothing_is_clipped_on_a_phone(visit: Visit, scheme: str) -> None:
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-def test_several_models_have_a_tab(browser: Any, server: Server) -> None:
-    """The server here has one: what it would answer with two is made up."""
-    states = {"small": "ready", "large": "unloaded"}
-
-    def answer(route: Any) -> None:
-        if route.request.method == "POST":
-            asked = "ready" if route.request.url.endswith("/load") else "unloaded"
-            states[route.request.post_data_json["model"]] = asked
-        size = {"host": 1 << 30}
-        models = [{"name": name, "state": state, "memory_bytes": size} for name, state in states.items()]
-        route.fulfill(json={"models": models, "memory_bytes": {}, "memory_limit_bytes": {}})
-
-    visitor = Visitor(browser, server, viewport={"width": 390, "height": 844})
-    visitor.context.route("**/admin/models**", answer)
-    page = visitor.open().page
-    page.click("#tab-models")
-    for name, word in (("large", "Load"), ("small", "Unload")):
-        page.locator(f"[aria-label='{word} {name}']").click()
-        page.wait_for_selector(f"[aria-label='{'Unload' if word == 'Load' else 'Load'} {name}']")
-    assert states == {"small": "unloaded", "large": "ready"}
-    assert page.evaluate("document.querySelector('#models .scroll').scrollWidth") <= 390
-    visitor.check()
-    visitor.close()
+def test_several_models_have_a_tab(browser: Any, tmp_path: Path) -> None:
+    paths = [str(make_dense(tmp_path / f"{name}.gguf")) for name in ("small", "large")]
+    log, phone = tmp_path / "log", {"width": 390, "height": 844}
+    options = ("--threads", "1", "--ctx-size", "1024", "--parallel", "1", "--no-tune")
+    with (
+        Server(log, *paths, *options) as server,
+        visiting(browser, server, viewport=phone) as visitor,
+    ):
+        page = visitor.page
+        page.click("#tab-models")
+        for name, word in (("large", "Load"), ("small", "Unload")):
+            page.locator(f"[aria-label='{word} {name}']").click()
+            page.wait_for_selector(f"[aria-label='{'Unload' if word == 'Load' else 'Load'} {name}']")
+        states = {model["name"]: model["state"] for model in server.get("/admin/models")["models"]}
+        assert states == {"small": "unloaded", "large": "ready"}
+        assert page.evaluate("document.querySelector('#models .scroll').scrollWidth") <= 390
 
 
 def test_one_model_has_no_tab(visit: Visit) -> None:
