@@ -43,7 +43,7 @@ WORKS = (
 )
 
 
-def compare(libraries: dict[str, Path], model: Path, rounds: int) -> Table:
+def compare(libraries: dict[str, Path], model: Path, rounds: int, works: Sequence[Work] = WORKS) -> Table:
     """Tokens per second by library and work. A library that dies is reported as such."""
     speeds: dict[str, dict[str, list[float]]] = {}
     dead: set[str] = set()
@@ -53,7 +53,7 @@ def compare(libraries: dict[str, Path], model: Path, rounds: int) -> Table:
                 continue
             try:
                 with DecodeBench(model, library=folder) as decode:
-                    for work in WORKS:
+                    for work in works:
                         time = decode(work.sequences, work.prompt_tokens, work.generate)
                         if number:
                             speeds.setdefault(name, {}).setdefault(work.name, []).append(work.speed(time))
@@ -61,14 +61,14 @@ def compare(libraries: dict[str, Path], model: Path, rounds: int) -> Table:
                 dead.add(name)
         print(f"round {number} of {rounds} done", file=sys.stderr, flush=True)
     rows = [
-        (name, *("dies" if name in dead else f"{median(speeds[name][work.name]):.0f}" for work in WORKS))
+        (name, *("dies" if name in dead else f"{median(speeds[name][work.name]):.0f}" for work in works))
         for name in libraries
     ]
     alive = [name for name in libraries if name not in dead]
     for name in alive[1:]:
-        ratios = (_ratio(speeds[name][work.name], speeds[alive[0]][work.name]) for work in WORKS)
+        ratios = (_ratio(speeds[name][work.name], speeds[alive[0]][work.name]) for work in works)
         rows.append((f"{name} / {alive[0]}", *ratios))
-    return Table(("library, tokens/s", *(work.name for work in WORKS)), rows)
+    return Table(("library, tokens/s", *(work.name for work in works)), rows)
 
 
 def _ratio(speeds: list[float], others: list[float]) -> str:
@@ -82,12 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("libraries", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--model", type=Path, help="GGUF file; none: the embedded model")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", action="append", choices=[work.name for work in WORKS], help="none: all")
     options = parser.parse_args(arguments)
     libraries = {
         name: Path(folder) for name, _, folder in (item.partition("=") for item in options.libraries)
     }
     with contextlib.suppress(KeyboardInterrupt):
-        print(compare(libraries, options.model or embedded_model(), options.rounds).markdown())
+        works = [work for work in WORKS if not options.work or work.name in options.work]
+        print(compare(libraries, options.model or embedded_model(), options.rounds, works).markdown())
     return 0
 
 
