@@ -12,6 +12,19 @@
 #define GROUP 256 /* tokens that are looked at by their maximum first */
 #define BLOCK 4096 /* the same, for a single token: they stay in the nearest cache */
 
+/* llama.cpp's llama_token_data and llama_token_data_array; Python compares their sizes with its own. */
+typedef struct {
+    int32_t id;
+    float logit, p;
+} candidate;
+
+typedef struct candidates {
+    candidate *data;
+    size_t size;
+    int64_t selected;
+    _Bool sorted;
+} candidates;
+
 typedef struct pool {
     int count; /* threads, without the caller */
     pthread_t *threads;
@@ -32,6 +45,10 @@ typedef struct pool {
     int capacity;
     int32_t *ids, *counts;
     float *values;
+    /* cllm_apply */
+    void (*apply)(void *, void *);
+    void **chains;
+    struct candidates *candidates;
 } pool;
 
 static void work(pool *p) {
@@ -227,3 +244,19 @@ void cllm_reach(pool *p, int threads, const float *logits, int rows, int width, 
     p->capacity = capacity, p->ids = ids, p->values = values, p->counts = counts;
     pass(p, threads, reach_row);
 }
+
+static void apply_row(pool *p, int row) {
+    candidates *found = p->candidates + row;
+    p->apply(p->chains[row], found);
+    p->tokens[row] = found->selected < 0 ? -1 : found->data[found->selected].id;
+}
+
+/* Runs a chain over the candidates of each row, by llama.cpp's own function; the token selected, or -1. */
+void cllm_apply(pool *p, int threads, void (*apply)(void *, void *), void **chains, candidates *found,
+                int rows, int32_t *tokens) {
+    p->apply = apply, p->chains = chains, p->candidates = found, p->rows = rows, p->tokens = tokens;
+    pass(p, threads, apply_row);
+}
+
+/* Bytes of what `cllm_apply` reads. */
+int cllm_candidates_size(void) { return (int)sizeof(candidates); }

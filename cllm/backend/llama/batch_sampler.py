@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cllm.backend.base import Row, RowResult
 from cllm.backend.llama.candidates import (
+    NOTHING_LEFT,
     BatchCandidates,
     Candidates,
     NothingLeft,
@@ -133,6 +134,13 @@ class BatchSampler:
         except Exception:
             log.exception("the candidates of %d rows could not be found", len(narrow))
             return
+        if len(prefilters) == len(narrow):  # no drafts: all at once
+            chains = [one.sampler.chain.pointer for one in narrow if one.sampler.chain is not None]
+            if (tokens := self._batched.sample_all(chains)) is not None:
+                each_s = (time.perf_counter() - started) / len(narrow)
+                for one, token in zip(narrow, tokens, strict=True):
+                    found[one.first] = _sampled(one, token, each_s)
+                return
         each_s = (time.perf_counter() - started) / len(prefilters)
         first = 0
         for one in narrow:
@@ -165,6 +173,17 @@ class BatchSampler:
         # They ran at the same time: together they took as long as the step had to wait for them.
         overlap = (time.perf_counter() - started) / max(sum(result.sample_s for result in results), TINY)
         return [result._replace(sample_s=overlap * result.sample_s) for result in results]
+
+
+def _sampled(work: _Work, token: int, seconds: float) -> RowResult:
+    """The result of a row whose one token was sampled together with those of others."""
+    work.sampler.seconds = seconds
+    if token < 0:
+        return RowResult(error=NOTHING_LEFT, sample_s=seconds)
+    if not work.row.logprobs:
+        return RowResult((token,), sample_s=seconds)
+    scores = log_probabilities(work.original[0], token, work.row.logprobs)
+    return RowResult((token,), (scores,), sample_s=seconds)
 
 
 def _score(rows: Sequence[Row], logits: Logits) -> tuple[list[tuple[Scores, float]], Logits]:

@@ -20,6 +20,9 @@ _CANDIDATE_ARRAY = np.dtype(
 )  # llama_token_data_array; its last member is a byte and padding
 
 
+NOTHING_LEFT = "the samplers left no token to sample from"
+
+
 class NothingLeft(ValueError):
     """No token can be sampled; the message says why."""
 
@@ -96,7 +99,7 @@ class Candidates:
         array = self._api.llama_token_data_array(data=self._pointer, size=count, selected=-1, sorted=False)
         self._api.llama_sampler_apply(chain, ctypes.byref(array))
         if array.selected < 0:
-            raise NothingLeft("the samplers left no token to sample from")
+            raise NothingLeft(NOTHING_LEFT)
         return int(array.data[array.selected].id)
 
     def _prefiltered(
@@ -148,12 +151,19 @@ class BatchCandidates:
         view["sorted"] = 0
         return True
 
+    def sample_all(self, chains: Sequence[Any]) -> list[int] | None:
+        """Run a chain over the candidates of each row, once: the tokens, -1 where none is left.
+
+        None: `sample` is to do it, row by row.
+        """
+        return self._scan.apply(self._api.llama_sampler_apply, chains, self._arrays)
+
     def sample(self, chain: Any, row: int) -> int:
         """Run a chain over the candidates of a row, once; returns the token it selected."""
         array = self._arrays[row]
         self._api.llama_sampler_apply(chain, ctypes.byref(array))
         if array.selected < 0:
-            raise NothingLeft("the samplers left no token to sample from")
+            raise NothingLeft(NOTHING_LEFT)
         return int(array.data[array.selected].id)
 
 

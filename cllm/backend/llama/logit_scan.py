@@ -24,6 +24,7 @@ GROUP = 64  # tokens that are looked at by their maximum first
 COARSE = 16  # groups that are ordered by their maximum
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
 PART = 1 << 19  # logits: for less, waking a thread costs more than it saves
+CHAINS = 8  # sampler chains, likewise
 IDLE_PART = 1 << 17  # the same where no compute thread polls the cores: with a GPU
 
 
@@ -45,6 +46,13 @@ class LogitScan:
         """The likeliest token of each row; of equals the first."""
         found: list[int] = logits.argmax(axis=1).tolist()
         return found
+
+    def apply(self, function: object, chains: Sequence[int], arrays: object) -> list[int] | None:
+        """Run a sampler chain over each of several candidate arrays: the tokens that they select, or -1.
+
+        `function` is llama.cpp's, `arrays` are its token data arrays. None: the caller is to do it.
+        """
+        return None
 
     def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
         """What can survive prefilters that narrow each row, and a few more; None where it may be most of it.
@@ -95,6 +103,8 @@ class NativeLogitScan(LogitScan):
     def __init__(self, library: Path, threads: int, part: int = PART) -> None:
         """`part` is the least for each thread. Raises OSError where the library cannot be loaded."""
         self._api = ctypes.CDLL(str(library))
+        if not hasattr(self._api, "cllm_apply"):
+            raise OSError("it was built for an earlier cllm")
         self._api.cllm_pool_new.restype = ctypes.c_void_p
         self._threads, self._part = threads, part
         self._pool = ctypes.c_void_p(self._api.cllm_pool_new(threads))
@@ -131,6 +141,17 @@ class NativeLogitScan(LogitScan):
         taken = np.arange(counts.max()) < counts[:, None]
         widest = taken.shape[1]
         return Reaching(self._ids[:rows, :widest][taken], self._values[:rows, :widest][taken], bounds)
+
+    def apply(self, function: object, chains: Sequence[int], arrays: object) -> list[int] | None:
+        rows = len(chains)
+        tokens = np.empty(rows, np.int32)
+        pointers = (ctypes.c_void_p * rows)(*chains)
+        threads = ctypes.c_int(max(1, min(self._threads, rows // CHAINS)))
+        self._api.cllm_apply(
+            self._pool, threads, function, pointers, arrays, ctypes.c_int(rows), _pointer(tokens)
+        )
+        found: list[int] = tokens.tolist()
+        return found
 
     def _shape(self, logits: Logits) -> tuple[object, ...]:
         """Threads, logits, rows and width."""
