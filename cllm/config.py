@@ -122,7 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: Annotated[
         int,
         _option(
-            "Token limit of one step; largest prefill chunk. All layers on GPUs: 2048 by default.", 32, 65536
+            "Token limit of one step; largest prefill chunk. All layers on GPUs: 512 becomes 2048.", 32, 65536
         ),
     ] = 512
     target_itl_ms: Annotated[

@@ -12,7 +12,7 @@
 #define GROUP 256 /* tokens that are looked at by their maximum first */
 #define BLOCK 4096 /* the same, for a single token: they stay in the nearest cache */
 
-/* llama.cpp's llama_token_data and llama_token_data_array; Python compares their sizes with its own. */
+/* llama.cpp's llama_token_data and llama_token_data_array; a test compares their sizes. */
 typedef struct {
     int32_t id;
     float logit, p;
@@ -34,7 +34,8 @@ typedef struct pool {
     int wanted;    /* threads that take part in it */
     int closing;
     void (*row)(struct pool *, int);
-    atomic_int next, done;
+    atomic_uint_fast64_t ticket; /* the number of the pass, and in the lower half its next row */
+    atomic_int done;
     int rows, width;
     const float *logits;
     /* cllm_argmax */
@@ -51,11 +52,15 @@ typedef struct pool {
     struct candidates *candidates;
 } pool;
 
-static void work(pool *p) {
-    int row;
-    while ((row = atomic_fetch_add(&p->next, 1)) < p->rows) {
-        p->row(p, row);
+/* Takes rows of one pass. A thread that comes too late finds none: they are all taken, or another pass has
+ * begun, whose rows are not for it. */
+static void work(pool *p, unsigned number, int rows) {
+    uint_fast64_t ticket = atomic_load(&p->ticket);
+    while ((unsigned)(ticket >> 32) == number && (int)(ticket & 0xffffffff) < rows) {
+        if (!atomic_compare_exchange_weak(&p->ticket, &ticket, ticket + 1)) continue;
+        p->row(p, (int)(ticket & 0xffffffff));
         atomic_fetch_add(&p->done, 1);
+        ticket = atomic_load(&p->ticket);
     }
 }
 
@@ -71,8 +76,9 @@ static void *run(void *argument) {
         if (p->closing) break;
         seen = p->pass;
         p->wanted--;
+        int rows = p->rows;
         pthread_mutex_unlock(&p->mutex);
-        work(p);
+        work(p, seen, rows);
         pthread_mutex_lock(&p->mutex);
     }
     pthread_mutex_unlock(&p->mutex);
@@ -84,15 +90,14 @@ static void pass(pool *p, int threads, void (*row)(pool *, int)) {
     pthread_mutex_lock(&p->mutex);
     p->row = row;
     atomic_store(&p->done, 0);
-    atomic_store(&p->next, 0);
     p->pass++;
     p->wanted = others;
+    atomic_store(&p->ticket, (uint_fast64_t)p->pass << 32);
     pthread_mutex_unlock(&p->mutex);
     for (int i = 0; i < others; i++) pthread_cond_signal(&p->wake);
-    work(p);
+    work(p, p->pass, p->rows);
     while (atomic_load(&p->done) < p->rows) {
     }
-    /* One that wakes too late finds no row: `next` is beyond them until the next pass, which has the mutex. */
     pthread_mutex_lock(&p->mutex);
     p->wanted = 0;
     pthread_mutex_unlock(&p->mutex);

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from cllm.config import ModelConfig
 from cllm.errors import (
+    CapacityError,
     CllmError,
     DeadlineExceeded,
     EngineError,
@@ -28,6 +29,7 @@ from cllm.errors import (
     NotEnoughMemory,
     QueueFull,
     ShuttingDown,
+    from_code,
 )
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
@@ -187,8 +189,10 @@ class EngineRegistry:
         if waiting >= self._queue_size:
             raise QueueFull(waiting, self._queue_size, LOOK_S)
         if model.loading is None and model.error is not None and (rest_s := model.rest_s):
-            refusal = EngineNotReady(f"{model.error.message}; it is tried again in {math.ceil(rest_s)} s")
-            refusal.retry_after_s = rest_s
+            again = f"{model.error.message}; it is tried again in {math.ceil(rest_s)} s"
+            refusal = from_code(model.error.code, again)
+            if isinstance(refusal, CapacityError):
+                refusal.retry_after_s = rest_s
             raise refusal
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)

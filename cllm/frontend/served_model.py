@@ -262,9 +262,9 @@ class ServedModel:
     def fail(self, error: CllmError) -> None:
         """It could not be loaded: requests that wait for it hear why."""
         self.error = error
-        if not isinstance(error, ModelDoesNotFit | ShuttingDown):  # which is known at once
+        if self.can_load and not isinstance(error, ModelDoesNotFit | ShuttingDown):  # known at once
             self._failures += 1
-            self._retry_at = time.monotonic() + min(MAX_REST_S, REST_S * 2 ** (self._failures - 1))
+            self._retry_at = time.monotonic() + min(MAX_REST_S, REST_S * 2 ** min(self._failures - 1, 8))
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():

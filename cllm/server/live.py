@@ -47,7 +47,7 @@ class LiveFeed:
     """
 
     MAX_LISTENERS = 4
-    MAX_UNREAD = 5  # events; a listener that reads no more is left out
+    MAX_UNREAD = 10  # events; a listener that reads no more is left out
     KEPT = 16  # snapshots, for /debug/kv
 
     def __init__(self, registry: EngineRegistry) -> None:

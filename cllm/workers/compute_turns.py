@@ -26,7 +26,7 @@ LOOK_S = 0.05  # a waiting engine looks by itself so often
 MAX_WAIT_S = 2.0  # then it computes without the turn: the engine that has it may be stopped
 IDLE_S = 0.1  # an engine that paused for so long has no claim to the time it did not use
 MAX_CLAIM_S = 0.1  # of one that waited: more would be several steps in a row, a gap in the others' streams
-CONTENDED_S = 1.0  # others count as computing for so long after they did
+CONTENDED_S = 2.0  # others count as computing for so long after they did
 _CPU_S, _VIRTUAL_S, _COUNT, _FIRST = 0, 1, 2, 3  # cells of the file, each a double
 _USED_S, _WAITS, _SEEN_S, _CELLS = 0, 1, 2, 3  # of each engine; when it last began or ended a step
 

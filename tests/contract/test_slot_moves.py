@@ -49,3 +49,24 @@ def test_scattered_conversations_run_side_by_side_and_say_the_same(
             reference.check(kind, prompt, count, answers[f"then{number}"], endless=True)
         copies.append(made)
     assert copies[0] == 0 and copies[1] > 3
+
+
+@pytest.mark.parametrize("kind", [Kind("fake"), DENSE], ids=lambda kind: kind.label)
+def test_a_state_in_ram_comes_back_beside_running_ones(
+    kind: Kind, opened: Opened, reference: Reference
+) -> None:
+    # A slot that is being copied takes no state: what restores one is not moved first.
+    cost = StepCostModel(known=DEAR_PASS, frozen=True)
+    driver = StepDriver(opened(kind, sequences=4), cache_mb=64, cost=cost)
+    driver.runner.stream_copy_s = 1e-9
+    for number in range(7):
+        driver.submit(ask(f"first{number}", words(number, 150), 4, ignore_eos=True))
+        driver.finish()
+    assert len(driver.host_cache.entries) >= 2
+    driver.submit(ask("running", words(50, 70), 60, ignore_eos=True))
+    driver.step(4)
+    driver.submit(ask("again", words(0, 150), 8, ignore_eos=True))
+    answers = driver.finish()
+    assert driver.usage("again").cached_from == "ram" and driver.usage("again").cached_tokens == 149
+    reference.check(kind, words(0, 150), 8, answers["again"], endless=True)
+    reference.check(kind, words(50, 70), 60, answers["running"], endless=True)

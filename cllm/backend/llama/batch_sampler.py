@@ -182,8 +182,10 @@ def _sampled(work: _Work, token: int, seconds: float) -> RowResult:
         return RowResult(error=NOTHING_LEFT, sample_s=seconds)
     if not work.row.logprobs:
         return RowResult((token,), sample_s=seconds)
+    started = time.perf_counter()
     scores = log_probabilities(work.original[0], token, work.row.logprobs)
-    return RowResult((token,), (scores,), sample_s=seconds)
+    work.sampler.seconds += time.perf_counter() - started
+    return RowResult((token,), (scores,), sample_s=work.sampler.seconds)
 
 
 def _score(rows: Sequence[Row], logits: Logits) -> tuple[list[tuple[Scores, float]], Logits]:

@@ -191,7 +191,8 @@ class PrefixCache:
             self.slots.make_room(needed, running.values(), content)
         if content is not None and self.slots.continues(content, length, sequence):
             return self.slots.continue_slot(content, length, sequence, running)
-        return self.slots.empty_slot(sequence, running, content)
+        restores = isinstance(origin, Entry) or sequence.swapped is not None
+        return self.slots.empty_slot(sequence, running, content, restores=restores)
 
     # Applying --------------------------------------------------------------------------------------
 

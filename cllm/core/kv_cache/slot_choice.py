@@ -37,20 +37,31 @@ class SlotChoice:
         self, content: SlotContent, length: int, sequence: Sequence, running: Mapping[int, Sequence]
     ) -> int | None:
         """The slot that holds the sequence's first `length` tokens, moved where that pays."""
-        slot = self._move_closer(content.seq_id, sequence, running)
-        if content.mostly_beyond(length):
+        if content.mostly_beyond(length):  # before it is moved: what is being copied cannot be saved
             self._transfer.offload(content, others=bool(running))
+        slot = self._move_closer(content.seq_id, sequence, running)
         self._device.remove(content)
         return slot
 
     def empty_slot(
-        self, sequence: Sequence, running: Mapping[int, Sequence], keep: SlotContent | None
+        self,
+        sequence: Sequence,
+        running: Mapping[int, Sequence],
+        keep: SlotContent | None,
+        *,
+        restores: bool,
     ) -> int | None:
-        """An empty slot; where there is none, that of the least recently used content other than `keep`."""
+        """An empty slot; where there is none, that of the least recently used content other than `keep`.
+
+        `restores`: a state is put into it at once, which a slot that is being copied does not take.
+        """
         while not (empty := self._device.empty_slots()):
             if not self.evict_one(keep, others=bool(running)):
                 return None
-        return self._move_closer(densest(empty, running), sequence, running)
+        nearest = densest(empty, running)
+        if restores and self._moves.on_device:
+            return nearest
+        return self._move_closer(nearest, sequence, running)
 
     def continues(self, content: SlotContent, length: int, sequence: Sequence) -> bool:
         """Whether a slot is cut and continued: what is lost so must be worth less than copying."""

@@ -36,6 +36,11 @@ class SlotMoves:
         self._transfer = transfer
         self._evict_one = evict_one
 
+    @property
+    def on_device(self) -> bool:
+        """Whether copies are made on the device, before the next step."""
+        return self._runner.stream_copy_s is not None
+
     def cost_s(self, cells: int, target: int, keep: SlotContent | None = None) -> float:
         """Seconds to exchange a slot of so many cells with a free one; infinite where others wait too long.
 
@@ -48,14 +53,14 @@ class SlotMoves:
             size = self._transfer.state_bytes(cells + held)
             return self._transfer.move_s(size) if self._transfer.can_move(size) else math.inf
         cost = ((cells > 0) + (held > 0)) * copy_s
-        if cells and held and not self._device.empty_slots():
+        if held and not self._device.empty_slots():
             victim = self._device.next_victim(keep)
             cost += self._transfer.loss_s(victim) if victim is not None else math.inf
         return cost
 
     def exchange(self, first: int, second: int) -> bool:
         """Free slots: what the first holds is in the second afterwards; False if not, or if it is lost."""
-        if self._runner.stream_copy_s is None:
+        if not self.on_device:
             return self._exchange_in_ram(first, second)
         content = self._device.get(first)
         if content is None:
@@ -65,7 +70,7 @@ class SlotMoves:
     def move_running(self, running: dict[int, Sequence], edge: int, hole: int) -> None:
         """Exchange a running sequence and what a free slot holds. It stays where it is until it is there."""
         sequence = running[edge]
-        if self._runner.stream_copy_s is None:
+        if not self.on_device:
             self._move_in_ram(running, edge, hole)
         elif self._empty(hole) and self._copy(edge, hole, sequence.num_computed):
             self._change_lease(running, edge, hole)
@@ -84,7 +89,7 @@ class SlotMoves:
         if not self._device.empty_slots():
             self._evict_one(keep)
         if self._device.get(slot) is None:
-            return True
+            return slot in self._pool.free_ids  # one that could not be cleared is retired
         empty = self._device.empty_slots()
         return bool(empty) and self._copy_content(slot, empty[0])
 
