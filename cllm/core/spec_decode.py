@@ -133,8 +133,9 @@ class NgramDrafter:
         return self._index
 
     def propose(self, tokens: Tokens[int], max_tokens: int) -> list[int]:
-        place = self.learn(tokens).find(tokens)
-        if self._larger is not None or (self._index is not None and self._index.crowded):
+        index = self.learn(tokens)
+        place = index.find(tokens)
+        if self._larger is not None or index.crowded:
             self._grow(tokens)
         followed = list(tokens[place : place + max_tokens]) if place else []
         return [followed[number % len(followed)] for number in range(max_tokens)] if followed else []
