@@ -174,6 +174,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class ClusterConfig(EngineConfig, frozen=True, kw_only=True):
+    """Settings of a cluster worker: where the replicas of a model are, and which model they must have."""
+
+    cluster: str  # address of the head
+    deployment: str  # the model's name in the cluster
+    digest: str = ""  # of the model's file
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that are ready to be loaded, and the memory that they take, in bytes by device."""
 

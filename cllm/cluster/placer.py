@@ -100,6 +100,10 @@ class Placer:
         self._replicas: dict[int, _Replica] = {}
         self.index = BlockIndex()
 
+    def share(self, gateway: int, gateways: int) -> None:
+        """This is one of so many gateways from now on."""
+        self._gateway, self._gateways = gateway, gateways
+
     def report(self, replica: int, report: ReplicaReport) -> None:
         """A replica says how it is; the first time, it joins."""
         if (known := self._replicas.get(replica)) is None:
