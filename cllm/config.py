@@ -229,6 +229,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: Annotated[float, _option("Time for running requests to finish after SIGTERM, seconds.", 0)] = (
         30.0
     )
+    cluster: Annotated[
+        str,
+        _option(
+            "Replicas of this cluster compute (`cllm cluster`); HOST:PORT of its head.", metavar="ADDRESS"
+        ),
+    ] = ""
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
     all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
     models_memory_mb: Annotated[

@@ -43,6 +43,27 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port or DEFAULT_PORT)
 
 
+def check_head(address: str) -> str:
+    """The address of a head as numbers, if something listens there. Raises SetupError."""
+    host, port = split_address(address)
+    try:
+        with socket.create_connection((host, port), CALL_S) as connection:
+            found = connection.getpeername()
+    except OSError as error:
+        raise ServerUnreachable(
+            f"no head answers at {host}:{port} ({error.strerror or error}): "
+            "start one with `cllm cluster head`"
+        ) from None
+    return f"{found[0]}:{found[1]}"
+
+
+def open_here() -> tuple[RayDirectory, str]:
+    """The directory of the cluster that this process is part of, and the address of its machine."""
+    import ray
+
+    return RayDirectory(ray.get_runtime_context().gcs_address), ray.util.get_node_ip_address()
+
+
 class RayDirectory:
     """Reads and writes entries. Not to be shared by threads."""
 
@@ -54,20 +75,16 @@ class RayDirectory:
     def _connect(self) -> Any:
         """A client of the head. Raises ServerUnreachable: Ray's own would wait, and end the process."""
         try:
-            with socket.create_connection((self._host, self._port), CALL_S):
-                pass
-        except OSError as error:
+            address = check_head(f"{self._host}:{self._port}")
+        except ServerUnreachable:
             self._client = None
-            raise ServerUnreachable(
-                f"no head answers at {self._host}:{self._port} ({error.strerror or error}): "
-                "start one with `cllm cluster head`"
-            ) from None
+            raise
         if self._client is None:
             try:
                 from ray._raylet import GcsClient
             except ImportError:
                 raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
-            self._client = GcsClient(address=f"{socket.gethostbyname(self._host)}:{self._port}")
+            self._client = GcsClient(address=address)
         return self._client
 
     def _call(self, name: str, *arguments: object) -> Any:

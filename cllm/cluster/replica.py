@@ -222,7 +222,7 @@ class ReplicaServer:
                 report=self._load.report(all_blocks=all_blocks),
                 cells=self._load.cells,
                 cells_used=self._load.stats.cells_used,
-                gateways=tuple(self._links.values()),
+                gateways=tuple(name for name in self._links.values() if not name.startswith("-")),
             )
         )
 

@@ -42,6 +42,7 @@ LAYERS = {
     "cllm.cluster.model_digest": 2,
     "cllm.cluster.replica_load": 3,
     "cllm.cluster.replica": 5,
+    "cllm.cluster.deployment": 6,
     "cllm.cluster.cluster_worker": 5,
     "cllm.backend.llama.gguf": 1,
     "cllm.models": 2,
