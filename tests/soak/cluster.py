@@ -1,0 +1,520 @@
+"""`python -m tests.soak.cluster --python PYTHON`: what a cluster on Ray promises, row by row.
+
+A head, two replicas of the scripted model (20 ms a step) and a gateway on this machine. Each row disturbs
+streams and compares their texts, or measures a cost beside two plain servers. `--only ROW` runs some; results
+are kept in a file, so that a later run goes on; `--out FILE` writes the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.report import Table
+from cllm.testing import say
+from tests.driver.ray_cluster import (
+    CELLS,
+    CONTROLLER,
+    GCS,
+    RAYLET,
+    TEXT,
+    RayCluster,
+    Stream,
+    list_tree,
+    plain_servers,
+    read_stream,
+    read_streams,
+)
+from tests.driver.server import find_workers, wait_for
+
+STREAMS = 16
+KILLS = 20
+
+
+@dataclass
+class Row:
+    """A bar, its figure, and whether it is kept."""
+
+    what: str
+    figure: str
+    bar: str
+    kept: bool
+
+
+def judge(streams: Sequence[Stream], text: str = TEXT) -> tuple[int, float]:
+    """How many are exact, and the longest pause of all."""
+    exact = sum(each.text == text and each.ended and not each.error for each in streams)
+    return exact, max(each.pause_s for each in streams)
+
+
+async def disturb(
+    cluster: RayCluster, change: Callable[[], object], after_s: float = 0.8, count: int = STREAMS
+) -> list[Stream]:
+    """Streams that run while something happens."""
+    reading = asyncio.create_task(read_streams(cluster.gateway_port, count))
+    await asyncio.sleep(after_s)
+    await asyncio.to_thread(change)
+    return await reading
+
+
+def run_disturbed(cluster: RayCluster, what: str, change: Callable[[], object], limit_s: float) -> Row:
+    streams = asyncio.run(disturb(cluster, change))
+    exact, pause_s = judge(streams)
+    figure = f"{exact} of {len(streams)} exact, longest pause {pause_s:.2f} s"
+    kept = exact == len(streams) and pause_s <= limit_s
+    bar = "all exact" if limit_s > 100 else f"all exact, ≤ {limit_s:g} s"
+    return Row(what, figure, bar, kept)
+
+
+# Costs --------------------------------------------------------------------------------------------------
+
+
+def measure_costs(cluster: RayCluster) -> list[Row]:
+    """Interleaved with two plain servers that share the streams evenly; medians of five rounds."""
+    rows, counts, rounds = [], (1, 8, 32), 5
+    bars = {1: 8.0, 8: 15.0, 32: 50.0}
+    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    with plain_servers(cluster) as (ports, pids):
+        trees = {
+            "plain": [each for pid in pids for each in list_tree(pid)],
+            "cluster": [
+                each
+                for root in (cluster.gateway.pid if cluster.gateway else 0, *cluster.replicas)
+                for each in list_tree(root)
+            ],
+        }
+        for number in range(rounds + 1):  # the first is to warm up
+            for count in counts:
+                for kind, where in (("plain", ports), ("cluster", [cluster.gateway_port])):
+                    began = cluster.cpu_s(trees[kind])
+                    streams = asyncio.run(read_streams(where, count))
+                    tokens = len(TEXT) * count
+                    spent = (cluster.cpu_s(trees[kind]) - began) / tokens
+                    assert judge(streams)[0] == count
+                    first = statistics.median(each.first_s for each in streams)
+                    gap = statistics.median(gap for each in streams for gap in each.gaps_s)
+                    if number:
+                        found.setdefault((kind, count), []).append((first, gap, spent))
+    for count in counts:
+        plain, ours = (
+            [statistics.median(values) for values in zip(*found[kind, count], strict=True)]
+            for kind in ("plain", "cluster")
+        )
+        first, gap, spent = (1e3 * (b - a) for a, b in zip(plain, ours, strict=True))
+        name = f"{count} stream{'s' * (count > 1)}"
+        rows.append(
+            Row(
+                f"time to first token added, {name}",
+                f"{first:+.1f} ms ({1e3 * plain[0]:.1f} → {1e3 * ours[0]:.1f})",
+                f"≤ {bars[count]:g} ms",
+                first <= bars[count],
+            )
+        )
+        rows.append(Row(f"gap p50 added, {name}", f"{gap:+.2f} ms", "≤ 1 ms", gap <= 1.0))
+        if count == 32:
+            micro = 1e3 * spent
+            rows.append(Row(f"CPU added a token, {name}", f"{micro:+.0f} µs", "≤ 250 µs", micro <= 250))
+    return rows
+
+
+def measure_idle(cluster: RayCluster) -> list[Row]:
+    time.sleep(3)
+    own = {each for pid in cluster.replicas for each in list_tree(pid)[1:]}  # engines
+    pids = [pid for pid in cluster.processes if pid not in own]
+    began, at = cluster.cpu_s(pids), time.monotonic()
+    time.sleep(30)
+    cores = (cluster.cpu_s(pids) - began) / (time.monotonic() - at)
+    memory = sum(
+        int(line.split()[1])
+        for pid in pids
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Pss:")
+    )
+    return [
+        Row(
+            "Ray idle, replicas' actors included",
+            f"{cores:.2f} core, {memory >> 10} MiB",
+            "≤ 0.2 core",
+            cores <= 0.2,
+        )
+    ]
+
+
+# Failures -----------------------------------------------------------------------------------------------
+
+
+def kill_replicas(cluster: RayCluster, times: int = KILLS) -> list[Row]:
+    exact, pauses, total = 0, [], 0
+    chance = random.Random(7)
+    for number in range(times):
+        cluster.wait_replicas(2)
+        victim = cluster.replicas[number % 2]
+        streams = asyncio.run(disturb(cluster, lambda v=victim: cluster.kill(v), chance.uniform(0.1, 2.0)))  # type: ignore[misc]
+        found, pause_s = judge(streams)
+        exact, total = exact + found, total + len(streams)
+        pauses.append(pause_s)
+        print(f"kill {number + 1}: {found} exact, {pause_s:.2f} s", file=sys.stderr, flush=True)
+    usual_s = statistics.median(pauses)
+    figure = f"{exact} of {total} exact, longest pause {max(pauses):.2f} s, median {usual_s:.2f} s"
+    kept = exact == total and max(pauses) <= 1.0
+    return [Row(f"{times} × kill −9 of a replica, {STREAMS} streams", figure, "all exact, ≤ 1 s", kept)]
+
+
+def kill_all(cluster: RayCluster) -> list[Row]:
+    cluster.wait_replicas(2)
+    return [run_disturbed(cluster, "all replicas at once", lambda: cluster.kill(*cluster.replicas), 1e9)]
+
+
+def freeze(cluster: RayCluster) -> list[Row]:
+    cluster.wait_replicas(2)
+    victim = cluster.replicas[0]
+    row = run_disturbed(
+        cluster, "replica frozen (SIGSTOP)", lambda: cluster.kill(victim, number=signal.SIGSTOP), 6.0
+    )
+    cluster.kill(victim, number=signal.SIGCONT)
+    return [row]
+
+
+def kill_controller(cluster: RayCluster) -> list[Row]:
+    cluster.wait_replicas(2)
+    return [
+        run_disturbed(cluster, "Serve's controller", lambda: cluster.kill(*cluster.find(CONTROLLER)), 1e9)
+    ]
+
+
+def kill_worker(cluster: RayCluster) -> list[Row]:
+    cluster.wait_replicas(2)
+    assert cluster.gateway is not None
+    gateway = cluster.gateway.pid
+    return [
+        run_disturbed(
+            cluster, "the cluster worker", lambda: cluster.kill(*find_workers(gateway, "engine")), 1e9
+        )
+    ]
+
+
+def restart_gcs(cluster: RayCluster) -> list[Row]:
+    """The same process again, on the same files: what a service manager would do."""
+    cluster.wait_replicas(2)
+    (pid,) = [each for each in cluster.find(GCS) if Path(f"/proc/{each}/exe").readlink().name == GCS]
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    variables = dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)
+
+    def restart() -> None:
+        cluster.kill(pid)
+        time.sleep(3)
+        subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    row = run_disturbed(cluster, "GCS on RocksDB, restarted after 3 s", restart, 1e9)
+    streams = asyncio.run(read_streams(cluster.gateway_port, STREAMS))
+    row.kept = row.kept and judge(streams)[0] == STREAMS
+    time.sleep(5)
+    cluster.kill(cluster.replicas[0])  # the control plane works again
+    cluster.wait_replicas(1)
+    cluster.wait_replicas(2)
+    row.figure += "; a replica killed later is replaced"
+    return [row]
+
+
+def kill_raylet(cluster: RayCluster) -> list[Row]:
+    """Of a second node, which has one of four replicas."""
+    before = set(cluster.find(RAYLET))
+    cluster.cllm("join", cluster.address, "--cpus", "2")
+    cluster.deploy(4)
+    cluster.wait_replicas(4)
+    (raylet,) = set(cluster.find(RAYLET)) - before
+    row = run_disturbed(cluster, "raylet of a machine with a replica", lambda: cluster.kill(raylet), 1e9)
+    cluster.deploy(2)
+    cluster.wait_replicas(2)
+    return [row]
+
+
+def lose_gcs(cluster: RayCluster) -> list[Row]:
+    """Ray ends all its processes after a minute. The gateway stays, and serves with a new cluster."""
+    cluster.wait_replicas(2)
+    row = run_disturbed(
+        cluster, "GCS gone for good: streams meanwhile", lambda: cluster.kill(*cluster.find(GCS)), 1e9
+    )
+    wait_for(lambda: cluster.status("/ready") == 503, 180, "the gateway is still ready")
+    reason = json.loads(cluster.get("/ready")[1]).get("reason", "")
+    cluster.kill(*cluster.processes)
+    time.sleep(5)
+    cluster.start_head()
+    cluster.deploy()
+    deployed = time.monotonic()
+    wait_for(lambda: cluster.status("/ready") == 200, 60)
+    took_s = time.monotonic() - deployed
+    streams = asyncio.run(read_streams(cluster.gateway_port, STREAMS))
+    traces = cluster.log.read_text().count("Traceback")
+    kept = took_s <= 10 and traces == 0 and judge(streams)[0] == STREAMS and "no replica" in reason
+    figure = f"503 “{reason[:60]}…”, {traces} traces, serves {took_s:.1f} s after the new cluster is deployed"
+    return [row, Row("GCS gone for good: the gateway", figure, "503, no trace, ≤ 10 s", kept)]
+
+
+# Changes ------------------------------------------------------------------------------------------------
+
+
+async def keep_busy(cluster: RayCluster, change: Callable[[], object]) -> list[Stream]:
+    """Streams one after the other, 16 at a time, until a change is done."""
+    changing = asyncio.create_task(asyncio.to_thread(change))
+    streams: list[Stream] = []
+    while not changing.done():
+        streams += await read_streams(cluster.gateway_port, STREAMS)
+    await changing
+    return streams
+
+
+def change(cluster: RayCluster, what: str, act: Callable[[], object]) -> Row:
+    streams = asyncio.run(keep_busy(cluster, act))
+    exact, pause_s = judge(streams)
+    figure = f"{exact} of {len(streams)} exact, longest pause {pause_s:.2f} s"
+    return Row(what, figure, "all exact, ≤ 1.5 s", exact == len(streams) and pause_s <= 1.5)
+
+
+def scale(cluster: RayCluster) -> list[Row]:
+    def act() -> None:
+        for count in (1, 3):
+            cluster.deploy(count)
+            cluster.wait_replicas(count)
+
+    cluster.wait_replicas(2)
+    row = change(cluster, "scale 2 → 1 → 3", act)
+    cluster.deploy(2)
+    cluster.wait_replicas(2)
+    return [row]
+
+
+def roll(cluster: RayCluster) -> list[Row]:
+    def act() -> None:
+        before = set(cluster.replicas)
+        cluster.deploy(2, "--batch-tokens", "256")
+        wait_for(lambda: not before & set(cluster.replicas), 90, "old replicas are still there")
+        cluster.wait_replicas(2)
+
+    cluster.wait_replicas(2)
+    row = change(cluster, "rolling update of two replicas", act)
+    cluster.deploy(2)
+    cluster.wait_replicas(2)
+    return [row]
+
+
+def share_prefixes(cluster: RayCluster) -> list[Row]:
+    """12 texts of 1,200 tokens, four questions on each, eight at a time; beside power-of-two routing."""
+
+    async def ask_all(round_name: str) -> tuple[float, float]:
+        began, limit = time.monotonic(), asyncio.Semaphore(8)
+
+        async def ask(text: int, question: int) -> Stream:
+            async with limit:
+                head = f"{round_name} text {text}: " + f"word {text} " * 150
+                return await read_stream(cluster.gateway_port, f"{head[:1200]} {question} {say('an answer')}")
+
+        order = [(text, question) for question in range(4) for text in range(12)]
+        streams = await asyncio.gather(*(ask(*each) for each in order))
+        assert all(each.text == "an answer" for each in streams)
+        cached = sum(each.usage.get("cached_tokens", 0) for each in streams)
+        return cached / sum(each.usage["prompt_tokens"] for each in streams), time.monotonic() - began
+
+    def measure(module: str) -> tuple[float, float]:
+        cluster.stop_gateway()
+        cluster.start_gateway(module)
+        cluster.wait_replicas(2)
+        rounds = [asyncio.run(ask_all(f"{module} {number}")) for number in range(3)]
+        return statistics.median(each[0] for each in rounds), statistics.median(each[1] for each in rounds)
+
+    two = measure("tests.driver.power_of_two")
+    ours = measure("")
+    figure = f"{100 * ours[0]:.0f} % reused, done in {ours[1]:.1f} s"
+    figure += f"; power of two: {100 * two[0]:.0f} %, {two[1]:.1f} s"
+    kept = ours[0] >= 0.66 and ours[1] <= 1.05 * two[1]
+    return [Row("12 texts × 4 questions", figure, "≥ 66 %, no later than power of two", kept)]
+
+
+def autoscale(cluster: RayCluster) -> list[Row]:
+    """KV of one replica filled to 60 %: a second is asked for; while the load stays, both stay."""
+    cluster.deploy(1, "--max", "2", "--drain-s", "5", cells=CELLS * 8, step_ms=100)
+    cluster.wait_replicas(1)
+    asked: list[float] = []
+    counts: list[int] = []
+
+    def used() -> float:
+        return cluster.metric("cllm_replica_cells_used") / max(1.0, cluster.metric("cllm_replica_cells"))
+
+    async def load() -> None:
+        text = "a" * 400
+        tasks = [
+            asyncio.create_task(
+                read_stream(cluster.gateway_port, f"{n} " + "x" * 900 + say(text * 4), max_tokens=1600)
+            )
+            for n in range(8)
+        ]
+        began = time.monotonic()
+        full: float | None = None
+        while time.monotonic() - began < 150:
+            await asyncio.sleep(0.25)
+            share = await asyncio.to_thread(used)
+            if full is None and share >= 0.6:
+                full = time.monotonic()
+            count = len(cluster.replicas)
+            if full is not None and not asked and count == 2:
+                asked.append(time.monotonic() - full)
+            if asked and (not counts or counts[-1] != count):
+                counts.append(count)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(load())
+    cluster.deploy(2)
+    cluster.wait_replicas(2)
+    figure = (
+        f"a second replica's process {asked[0]:.1f} s after, counts {counts}"
+        if asked
+        else "none was asked for"
+    )
+    kept = bool(asked) and asked[0] <= 5.0 and counts == [2]
+    return [Row("autoscaling 1 → 2 at KV ≥ 60 %", figure, "≤ 5 s, no flapping for 120 s", kept)]
+
+
+def run_long(cluster: RayCluster, requests: int = 5000, every: int = 100) -> list[Row]:
+    """Many short requests, with a kill among each hundred."""
+    assert cluster.gateway is not None
+    gateway, lost, sizes = cluster.gateway.pid, 0, []
+    chance, text = random.Random(5), "a short answer"
+
+    def memory() -> float:
+        pids = list_tree(gateway)
+        statuses = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+        return sum(int(text.split("VmRSS:")[1].split()[0]) for text in statuses if "VmRSS:" in text) / 1024
+
+    async def ask_hundred() -> list[Stream]:
+        limit = asyncio.Semaphore(STREAMS)
+
+        async def ask(number: int) -> Stream:
+            async with limit:
+                return await read_stream(cluster.gateway_port, f"{number} {time.monotonic()} {say(text)}")
+
+        asking = asyncio.gather(*map(ask, range(every)))
+        await asyncio.sleep(chance.uniform(0.2, 1.5))
+        if victims := cluster.replicas:
+            cluster.kill(chance.choice(victims))
+        return await asyncio.wait_for(asking, 300)
+
+    for number in range(requests // every):
+        streams = asyncio.run(ask_hundred())
+        lost += every - judge(streams, text)[0]
+        sizes.append(memory())
+        print(
+            f"{(number + 1) * every} requests, {lost} lost, {sizes[-1]:.0f} MiB", file=sys.stderr, flush=True
+        )
+    early, late = sizes[len(sizes) // 5], sizes[-1]
+    figure = f"{lost} lost; the gateway's processes {early:.0f} → {late:.0f} MiB"
+    kept = lost == 0 and late <= 1.05 * early + 8
+    return [Row(f"{requests} requests, a replica killed every {every}", figure, "0 lost, memory flat", kept)]
+
+
+ROWS: dict[str, Callable[[RayCluster], list[Row]]] = {
+    "costs": measure_costs,
+    "idle": measure_idle,
+    "kills": kill_replicas,
+    "all": kill_all,
+    "frozen": freeze,
+    "controller": kill_controller,
+    "worker": kill_worker,
+    "gcs": restart_gcs,
+    "scale": scale,
+    "rolling": roll,
+    "prefixes": share_prefixes,
+    "raylet": kill_raylet,
+    "autoscaling": autoscale,
+    "gone": lose_gcs,
+}
+
+
+def run(names: Sequence[str], python: str, kept: Path) -> dict[str, list[Row]]:
+    """Run the rows, on one cluster; one that cannot be measured is a failed row. Results are kept."""
+    done: dict[str, list[Row]] = {}
+    if kept.exists():
+        found = json.loads(kept.read_text())
+        done = {name: [Row(**row) for row in rows] for name, rows in found.items()}
+    with tempfile.TemporaryDirectory(prefix="cllm-cluster-") as folder:
+        cluster: RayCluster | None = None
+        try:
+            for name in names:
+                began = time.monotonic()
+                try:
+                    if cluster is None:
+                        cluster = RayCluster(Path(folder, "cluster"), python).__enter__()
+                    done[name] = (run_long if name == "long" else ROWS[name])(cluster)
+                except Exception as error:
+                    why = f"{type(error).__name__}: {str(error)[:300]}"
+                    done[name] = [Row(name, why, "it can be measured", False)]
+                    if cluster is not None:  # what it left may spoil the others
+                        print(cluster.log.read_text()[-3000:], file=sys.stderr)
+                        cluster.close()
+                        cluster = None
+                for row in done[name]:
+                    state = "" if row.kept else "FAIL "
+                    took = f"{time.monotonic() - began:.0f} s"
+                    print(f"{state}{row.what}: {row.figure} (bar: {row.bar}; {took})", flush=True)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                as_json = {key: [vars(row) for row in rows] for key, rows in done.items()}
+                kept.write_text(json.dumps(as_json, indent=1, ensure_ascii=False))
+        finally:
+            if cluster is not None:
+                cluster.close()
+    return done
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.cluster", description=__doc__)
+    parser.add_argument("--python", required=True, help="of an environment with cllm[cluster]")
+    parser.add_argument(
+        "--only", action="append", choices=[*ROWS, "long"], help="rows; default: all but long"
+    )
+    parser.add_argument(
+        "--long", action="store_true", help="also 5,000 requests with 50 kills (half an hour)"
+    )
+    parser.add_argument("--kept", type=Path, default=Path("build/cluster.json"), help="results so far")
+    parser.add_argument("--resume", action="store_true", help="leave out rows that were kept before")
+    parser.add_argument("--out", type=Path, help="write the table of all results there")
+    options = parser.parse_args(arguments)
+    if not options.resume and not options.only:
+        options.kept.unlink(missing_ok=True)
+    names = options.only or [*ROWS, *(["long"] if options.long else [])]
+    if options.resume and options.kept.exists():
+        found = json.loads(options.kept.read_text())
+        names = [name for name in names if not all(row["kept"] for row in found.get(name, [{"kept": False}]))]
+    done = run(names, options.python, options.kept)
+    rows = [
+        (row.what, row.figure, row.bar, "yes" if row.kept else "**no**")
+        for rows in done.values()
+        for row in rows
+    ]
+    table = Table(("what", "found", "bar", "kept"), rows).markdown()
+    print(table)
+    if options.out is not None:
+        options.out.write_text(f"{table}\n")
+    return 0 if all(row.kept for rows in done.values() for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
