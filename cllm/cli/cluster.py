@@ -198,7 +198,7 @@ def make_settings(engine: EngineConfig, given: frozenset[str], drain_s: float) -
     return ReplicaSettings(
         name=name_deployment(engine, path),
         engine=engine,
-        given=given | {"threads"},
+        given=tuple(sorted(given | {"threads"})),
         digest=digest_model(path),
         drain_s=drain_s,
     )
@@ -208,7 +208,9 @@ def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
     """On the machine of a replica: settings that are ready to be loaded. Raises SetupError."""
     if settings.module != WORKER_MODULE:
         return settings.engine
-    task = Preparation(asked=settings.engine, given=settings.given, log_level=settings.log_level, beside=True)
+    task = Preparation(
+        asked=settings.engine, given=frozenset(settings.given), log_level=settings.log_level, beside=True
+    )
     ready = finish(task.start(), Prepared).config
     if digest_model(Path(ready.model)) != settings.digest:
         raise ConfigError(f"the file of {settings.name} on this machine is another one than was deployed")

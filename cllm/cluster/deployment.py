@@ -19,7 +19,6 @@ from cllm.errors import ConfigError, ServerUnreachable, SetupError
 # What Ray's processes are started with: see docs/scale.md.
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -52,7 +52,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # of the model
     engine: EngineConfig
-    given: frozenset[str] = frozenset()
+    given: tuple[str, ...] = ()  # sorted: Serve replaces replicas whose settings are not the same bytes
     module: str = WORKER_MODULE
     version: str = cllm.__version__  # of cllm
     digest: str = ""  # of the model's file
