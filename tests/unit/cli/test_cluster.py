@@ -1,4 +1,4 @@
-"""`cllm cluster`: its help, its token, what it says where Ray or a head is missing; Ray is never imported early."""
+"""`cllm cluster`: its help, its token, what it says where Ray or a head is missing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_addresses() -> None:
 
 
 def test_a_head_that_does_not_answer_is_said_at_once() -> None:
-    with pytest.raises(ServerUnreachable, match="no head answers at 127.0.0.1:1 .*`cllm cluster head`"):
+    with pytest.raises(ServerUnreachable, match=r"no head answers at 127\.0\.0\.1:1 .*`cllm cluster head`"):
         prepare_gateway(EngineConfig(), "127.0.0.1:1")
 
 
