@@ -65,7 +65,7 @@ def open_here() -> tuple[RayDirectory, str]:
 
 
 class RayDirectory:
-    """Reads and writes entries. Not to be shared by threads."""
+    """Reads and writes entries. Threads may share it."""
 
     def __init__(self, address: str) -> None:
         """`address` is the head's, as host:port. Connects at the first call."""

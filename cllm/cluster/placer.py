@@ -18,7 +18,7 @@ from cllm.errors import EngineNotReady
 class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica has measured of itself."""
 
-    prefill_token_s: float  # beside what else it computes
+    prefill_token_s: float  # beside what else it computes; a relay completes what is not measured yet: 0
     restore_token_s: float = 0.0  # of a prefix that is in its cache
     slot_s: float = 0.0  # how long a request holds a slot
     slots: int = 1

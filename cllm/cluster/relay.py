@@ -19,7 +19,7 @@ import msgspec
 from cllm.cluster.block_hashes import hash_blocks
 from cllm.cluster.gathering import Gathering, add_stats, merge_ready
 from cllm.cluster.link import Draining, FromReplica, Load
-from cllm.cluster.placer import Placement, Placer
+from cllm.cluster.placer import Placement, Placer, ReplicaReport
 from cllm.errors import CllmError, EngineNotReady, PoisonRequest
 from cllm.types import Failure, FinishReason, Request, RequestOutput
 from cllm.workers.messages import (
@@ -44,6 +44,8 @@ from cllm.workers.messages import (
 from cllm.workers.resumption import ResumableRequest
 
 log = logging.getLogger(__name__)
+_replace = msgspec.structs.replace
+DEFAULT_PREFILL_TOKEN_S = 1e-3  # where no replica has measured it
 
 
 class Sender(Protocol):
@@ -186,7 +188,7 @@ class Relay:
         relayed.placed += 1
         relayed.replica, relayed.placement, relayed.silent = replica, placement, True
         replica.requests[name] = relayed
-        replica.link.send(Submit(msgspec.structs.replace(request, id=name)))
+        replica.link.send(Submit(_replace(request, id=name)))
 
     def _isolate(self) -> None:
         """Give the next suspect a replica of its own; what runs there goes elsewhere, or waits."""
@@ -258,7 +260,7 @@ class Relay:
                 self._work = stats if self._work is None else add_stats(self._work, stats)
             case Load(report, gateways=gateways):
                 joined, replica.load = not replica.available, message
-                self._placer.report(replica.number, report)
+                self._placer.report(replica.number, self._complete(report))
                 if self._name in gateways:
                     self._placer.share(sorted(gateways).index(self._name), len(gateways))
                 if joined and replica.available:
@@ -278,6 +280,15 @@ class Relay:
                     self._settle_calls()
             case Heartbeat():
                 pass
+
+    def _complete(self, report: ReplicaReport) -> ReplicaReport:
+        """A replica that has computed no prompt yet is expected to be as fast as the others."""
+        if report.speed.prefill_token_s:
+            return report
+        speeds = [each.load.report.speed.prefill_token_s for each in self.replicas if each.load is not None]
+        known = [speed for speed in speeds if speed]
+        expected = sum(known) / len(known) if known else DEFAULT_PREFILL_TOKEN_S
+        return _replace(report, speed=_replace(report.speed, prefill_token_s=expected))
 
     def leave(self, replica: RemoteReplica, why: str) -> None:
         """A replica is gone; its requests go on elsewhere. None is to blame where it was to end."""
@@ -368,7 +379,7 @@ class Relay:
                 relayed.add_tokens(output)
                 if relayed.crashes and relayed.clear_by_progress() and relayed is self._isolated:
                     self._release()
-            output = msgspec.structs.replace(
+            output = _replace(
                 output,
                 request_id=relayed.request.id,
                 usage=None if output.usage is None else relayed.whole_usage(output.usage),

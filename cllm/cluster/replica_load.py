@@ -10,7 +10,6 @@ from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
 from cllm.types import Limits, Request, RequestOutput
 from cllm.workers.messages import StepStats
 
-DEFAULT_PREFILL_TOKEN_S = 1e-3
 MEMORY = 0.9  # of a mean, at each new value
 MIN_PREFILL_TOKENS = 64  # a step with so many more than rows tells what a prompt's token takes
 
@@ -27,7 +26,7 @@ class ReplicaLoad:
         self._prompts: dict[str, tuple[str, list[int]]] = {}  # tenant and tokens, of those that leave blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._changed = True  # since the blocks were reported
-        self._prefill_token_s = DEFAULT_PREFILL_TOKEN_S
+        self._prefill_token_s = 0.0  # not measured yet
         self._slot_s = 0.0
 
     @property
@@ -65,7 +64,8 @@ class ReplicaLoad:
     def processed(self, outputs: Sequence[RequestOutput], stats: StepStats, now: float) -> None:
         self.stats = stats
         if stats.tokens >= stats.running + MIN_PREFILL_TOKENS:
-            self._prefill_token_s = _mean(self._prefill_token_s, stats.step_s / stats.tokens)
+            token_s = stats.step_s / stats.tokens
+            self._prefill_token_s = _mean(self._prefill_token_s or token_s, token_s)
         for output in outputs:
             name = output.request_id
             if name not in self._pending:

@@ -1,29 +1,36 @@
 """A cluster without Ray: replicas as processes of their own, which gateways find in a folder.
 
 `python -m tests.driver.cluster replica FOLDER SETTINGS` runs a replica until SIGTERM, which drains it; with
-the arguments of a worker it is the cluster worker of a gateway. `FolderCluster` starts replicas.
+the arguments of a worker it is the cluster worker of a gateway. `FolderCluster` starts replicas. With the
+variable `TEST_CLUSTER` every `Server` of the tests has two replicas for an engine (`replace_engines`).
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cllm.cluster.cluster_worker import main as run_worker
 from cllm.cluster.link import ReplicaAddress
 from cllm.cluster.replica import ReplicaServer, ReplicaSettings
-from cllm.config import EngineConfig
+from cllm.config import ClusterConfig, EngineConfig
 from cllm.logs import configure_logging
+from cllm.workers.executor import ProcessExecutor
+from cllm.workers.supervisor import WORKER_MODULE
 from tests.driver.server import wait_for
 
 MODEL = "scripted"
+REPLICAS = 2
 
 
 class FolderDirectory:
@@ -63,7 +70,7 @@ class FolderCluster:
     def start(self, settings: ReplicaSettings | None = None) -> subprocess.Popen[bytes]:
         encoded = base64.b64encode(msgspec.msgpack.encode(settings or self.settings)).decode()
         command = [sys.executable, "-m", __name__, "replica", str(self.folder), encoded]
-        process = subprocess.Popen(command)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
         self.replicas.append(process)
         return process
 
@@ -80,7 +87,39 @@ class FolderCluster:
             process.wait(10)
 
 
+def replace_engines() -> None:
+    """In the process of a server: two replicas compute, each with the settings of the engine."""
+    make, start, stop = ProcessExecutor.__init__, ProcessExecutor.start, ProcessExecutor.stop
+    clusters: dict[ProcessExecutor, FolderCluster] = {}
+
+    def make_gateway(self: ProcessExecutor, config: EngineConfig, **named: Any) -> None:
+        cluster = clusters[self] = FolderCluster(Path(tempfile.mkdtemp(), "directory"))
+        module = named.get("module", WORKER_MODULE)
+        cluster.settings = ReplicaSettings(name=MODEL, engine=config, module=module)
+        settings = {**msgspec.structs.asdict(config), "cluster": str(cluster.folder), "deployment": MODEL}
+        make(self, ClusterConfig(**settings), **{**named, "engine_module": __name__})
+
+    def start_gateway(self: ProcessExecutor, *arguments: Any) -> None:
+        while len(clusters[self].replicas) < REPLICAS:
+            clusters[self].start()
+        start(self, *arguments)
+
+    def stop_gateway(self: ProcessExecutor) -> None:
+        stop(self)
+        clusters[self].__exit__()
+
+    ProcessExecutor.__init__ = make_gateway  # type: ignore[method-assign]
+    ProcessExecutor.start = start_gateway  # type: ignore[method-assign, assignment]
+    ProcessExecutor.stop = stop_gateway  # type: ignore[method-assign]
+
+
+def end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
 def run_replica(folder: str, encoded: str) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
     settings = msgspec.msgpack.decode(base64.b64decode(encoded), type=ReplicaSettings)
     configure_logging("warning")
     server = ReplicaServer(settings, settings.engine, "127.0.0.1", FolderDirectory(folder))

@@ -59,8 +59,8 @@ class FakeReplica:
         self._relay.receive(self.remote, Ready(INFO, limits, {"kv": 10}))
         self.report()
 
-    def report(self, *gateways: str) -> None:
-        speed = ReplicaSpeed(prefill_token_s=0.01, slot_s=1.0, slots=self.slots)
+    def report(self, *gateways: str, token_s: float = 0.01) -> None:
+        speed = ReplicaSpeed(prefill_token_s=token_s, slot_s=1.0, slots=self.slots)
         report = ReplicaReport(speed=speed, requests={}, blocks=None, free_cells=1024)
         self._relay.receive(self.remote, Load(report, cells=1024, gateways=gateways))
 
@@ -309,6 +309,15 @@ def test_calls_are_answered_by_all_replicas_that_are_left() -> None:
     gateway.relay.receive(gateway.replicas[0].remote, StateFileDone(8, entries=2))
     gateway.replicas[1].die()
     assert gateway.last(StateFileDone) == StateFileDone(8, entries=2)
+
+
+def test_a_replica_without_measurements_is_as_fast_as_the_others() -> None:
+    gateway = Gateway("a", "b")
+    gateway.replicas[0].report(token_s=1e-5)
+    gateway.replicas[1].report(token_s=0.0)
+    for number in range(4):
+        gateway.submit(f"r{number}")
+    assert [len(replica.remote.requests) for replica in gateway.replicas] == [2, 2]
 
 
 def test_gateways_share_replicas() -> None:

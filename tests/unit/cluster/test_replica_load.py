@@ -51,12 +51,13 @@ def test_blocks_are_reported_when_they_change_and_are_bounded_by_the_memory() ->
 
 def test_speed_is_that_of_steps_with_a_prompt() -> None:
     load = make_load()
-    before = load.report().speed.prefill_token_s
     load.processed([], StepStats(tokens=1, step_s=5.0, running=1), 0.0)
-    assert load.report().speed.prefill_token_s == before
+    assert load.report().speed.prefill_token_s == 0.0, "not known yet"
+    load.processed([], StepStats(tokens=500, step_s=1.0, running=1), 0.0)
+    assert load.report().speed.prefill_token_s == 0.002
     for _ in range(100):
-        load.processed([], StepStats(tokens=500, step_s=1.0, running=1), 0.0)
-    assert abs(load.report().speed.prefill_token_s - 0.002) < 1e-4
+        load.processed([], StepStats(tokens=500, step_s=2.0, running=1), 0.0)
+    assert abs(load.report().speed.prefill_token_s - 0.004) < 1e-4
 
 
 def test_what_waits_is_beyond_the_slots() -> None:
