@@ -124,7 +124,7 @@ class ReplicaServer:
             return Link(ToReplica, self._key, opened=self._open, received=self._handle, lost=self._close_link)
 
         self._listener = await self._loop.create_server(connection, self._host, 0)
-        self._loop.create_task(self._beat())
+        self._beating = self._loop.create_task(self._beat())
 
     @property
     def address(self) -> ReplicaAddress:
