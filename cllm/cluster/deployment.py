@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -82,8 +83,10 @@ def deploy(
                 look_back_period_s=3.0,
             )
         }
+    encoded = msgspec.msgpack.encode(settings)
     deployment = serve.deployment(Replica).options(
         name="Replica",
+        version=sha256(encoded).hexdigest()[:16],  # without it, all replicas are replaced each time
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=2 * HEALTH_S,
@@ -92,7 +95,7 @@ def deploy(
         **scaled,
     )
     serve.start(proxy_location="Disabled")
-    app = deployment.bind(msgspec.msgpack.encode(settings), prepare, open_here)
+    app = deployment.bind(encoded, prepare, open_here)
     try:
         serve.run(app, name=settings.name, route_prefix=None)
     except Exception as error:

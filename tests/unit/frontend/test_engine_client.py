@@ -527,7 +527,7 @@ def test_requests_wait_while_a_cluster_has_no_replica(
     engine.submit(request("waits"), BlockingOutputStream)
     assert executor.submitted() == ["running"]
     executor.come_back()
-    assert engine.health is Health.READY and engine.error is None
+    assert engine.health.value == "ready" and engine.error is None
     assert executor.submitted() == ["running", "waits"] and not running.finished
 
 
