@@ -86,7 +86,8 @@ def deploy(
     encoded = msgspec.msgpack.encode(settings)
     deployment = serve.deployment(Replica).options(
         name="Replica",
-        version=sha256(encoded).hexdigest()[:16],  # without it, all replicas are replaced each time
+        version=sha256(encoded).hexdigest()[:16],  # without it, each deployment replaces all replicas
+        _internal=True,  # which allows a version
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=2 * HEALTH_S,

@@ -88,14 +88,20 @@ class FolderCluster:
 
 
 def replace_engines() -> None:
-    """In the process of a server: two replicas compute, each with the settings of the engine."""
+    """In the process of a server: two replicas compute, which share the slots and cells of the engine."""
     make, start, stop = ProcessExecutor.__init__, ProcessExecutor.start, ProcessExecutor.stop
     clusters: dict[ProcessExecutor, FolderCluster] = {}
 
     def make_gateway(self: ProcessExecutor, config: EngineConfig, **named: Any) -> None:
         cluster = clusters[self] = FolderCluster(Path(tempfile.mkdtemp(), "directory"))
         module = named.get("module", WORKER_MODULE)
-        cluster.settings = ReplicaSettings(name=MODEL, engine=config, module=module)
+        halves = {
+            name: max(1, getattr(config, name) // REPLICAS)
+            for name in ("parallel", "slots", "ctx_size", "cache_ram_mb")
+            if getattr(config, name)
+        }
+        engine = msgspec.structs.replace(config, **halves)
+        cluster.settings = ReplicaSettings(name=MODEL, engine=engine, module=module)
         settings = {**msgspec.structs.asdict(config), "cluster": str(cluster.folder), "deployment": MODEL}
         make(self, ClusterConfig(**settings), **{**named, "engine_module": __name__})
 

@@ -155,10 +155,9 @@ class RayCluster:
         common = ("--node-ip", "127.0.0.1", "--storage", storage)
         self.cllm("head", "--port", str(self.port), "--cpus", str(self._cpus), *common)
 
-    def deploy(
-        self, replicas: int = 2, *flags: str, cells: int = CELLS * SLOTS, step_ms: int = STEP_MS
-    ) -> None:
-        model = ("--parallel", str(SLOTS), "--ctx-size", str(cells), "--draft-tokens", "0", "--threads", "2")
+    def deploy(self, replicas: int = 2, *flags: str, slots: int = SLOTS, step_ms: int = STEP_MS) -> None:
+        size = ("--parallel", str(slots), "--ctx-size", str(CELLS * slots))
+        model = (*size, "--draft-tokens", "0", "--threads", "2")
         counts = ("--replicas", str(replicas), "--cluster", self.address)
         self.cllm("deploy", str(step_ms), *model, *counts, *flags)
 

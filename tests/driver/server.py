@@ -119,7 +119,7 @@ def get_children(pid: int) -> dict[int, str]:
 
 def find_workers(pid: int, role: str) -> list[int]:
     """The process ids of a server's workers of that role: `engine` or `tokenizer`."""
-    pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ {role}\b")
+    pattern = re.compile(rf"-m [\w.]+ \d+ {role}\b")
     return [child for child, line in get_children(pid).items() if pattern.search(line)]
 
 

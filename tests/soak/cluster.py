@@ -24,7 +24,6 @@ from pathlib import Path
 from bench.report import Table
 from cllm.testing import say
 from tests.driver.ray_cluster import (
-    CELLS,
     CONTROLLER,
     GCS,
     RAYLET,
@@ -358,7 +357,7 @@ def share_prefixes(cluster: RayCluster) -> list[Row]:
 
 def autoscale(cluster: RayCluster) -> list[Row]:
     """KV of one replica filled to 60 %: a second is asked for; while the load stays, both stay."""
-    cluster.deploy(1, "--max", "2", "--drain-s", "5", cells=CELLS * 8, step_ms=100)
+    cluster.deploy(1, "--max", "2", "--drain-s", "5", slots=8, step_ms=100)
     cluster.wait_replicas(1)
     asked: list[float] = []
     counts: list[int] = []
@@ -367,13 +366,12 @@ def autoscale(cluster: RayCluster) -> list[Row]:
         return cluster.metric("cllm_replica_cells_used") / max(1.0, cluster.metric("cllm_replica_cells"))
 
     async def load() -> None:
-        text = "a" * 400
-        tasks = [
-            asyncio.create_task(
-                read_stream(cluster.gateway_port, f"{n} " + "x" * 900 + say(text * 4), max_tokens=1600)
-            )
-            for n in range(8)
-        ]
+        async def ask(number: int) -> None:
+            while True:
+                prompt = f"{number} {'x' * 600} {say('a' * 500)}"
+                assert (await read_stream(cluster.gateway_port, prompt, max_tokens=600)).ended
+
+        tasks = [asyncio.create_task(ask(number)) for number in range(8)]
         began = time.monotonic()
         full: float | None = None
         while time.monotonic() - began < 150:
@@ -386,8 +384,10 @@ def autoscale(cluster: RayCluster) -> list[Row]:
                 asked.append(time.monotonic() - full)
             if asked and (not counts or counts[-1] != count):
                 counts.append(count)
+        failed = [task for task in tasks if task.done()]
         for task in tasks:
             task.cancel()
+        assert not failed
 
     asyncio.run(load())
     cluster.deploy(2)
