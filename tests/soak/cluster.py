@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,22 +21,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.report import Table
 from cllm.testing import say
 from tests.driver.ray_cluster import (
+    CLLM,
     CONTROLLER,
     GCS,
     RAYLET,
     TEXT,
     RayCluster,
     Stream,
+    free_port,
     list_tree,
     plain_servers,
+    read_command,
     read_stream,
     read_streams,
 )
 from tests.driver.server import find_workers, wait_for
+from tests.soak.resume import EXACT
+from tests.tiny_models import make_dense
 
 STREAMS = 16
 KILLS = 20
@@ -401,6 +408,53 @@ def autoscale(cluster: RayCluster) -> list[Row]:
     return [Row("autoscaling 1 → 2 at KV ≥ 60 %", figure, "≤ 5 s, no flapping for 120 s", kept)]
 
 
+def kill_tiny(cluster: RayCluster) -> list[Row]:
+    """A second model of the cluster, computed by llama.cpp: its texts with a replica killed, and without."""
+    model = make_dense(cluster.folder / "tiny.gguf")
+    size = ("--parallel", "8", "--ctx-size", "16384", "--threads", "1", "--draft-tokens", "0", *EXACT)
+    real = {**cluster.environment}
+    del real["CLLM_CLUSTER_WORKER"]
+    command = [cluster.python, *CLLM, "cluster", "deploy", str(model), "--replicas", "2", *size]
+    subprocess.run([*command, "--cluster", cluster.address], env=real, check=True, timeout=180)
+    port = free_port()
+    serve = [cluster.python, *CLLM, "serve", str(model), "--cluster", cluster.address, "--port", str(port)]
+    log = (cluster.folder / "tiny.log").open("wb")
+    gateway = subprocess.Popen(serve, env=real, stdout=log, stderr=log)
+    fields: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "cache_prompt": False}
+
+    async def ask_all(kill: bool) -> list[Stream]:
+        tasks = [asyncio.create_task(read_stream(port, f"{n} é東🙂 once", **fields)) for n in range(8)]
+        await asyncio.sleep(0.7)
+        victims = [pid for pid in cluster.replicas if ":tiny:" in read_command(pid)]
+        early = sum(task.done() for task in tasks)
+        if kill:
+            assert len(victims) == 2 and not early, f"{len(victims)} replicas, {early} ended before the kill"
+            cluster.kill(victims[0])
+        return await asyncio.wait_for(asyncio.gather(*tasks), 120)
+
+    try:
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)
+        expected = asyncio.run(ask_all(False))
+        rounds = []
+        for _ in range(5):
+            wait_for(lambda: len([p for p in cluster.replicas if ":tiny:" in read_command(p)]) == 2, 60)
+            time.sleep(4)
+            rounds.append(asyncio.run(ask_all(True)))
+    finally:
+        gateway.terminate()
+        gateway.wait(30)
+        cluster.cllm("down", "tiny", "--cluster", cluster.address)
+    pairs = [
+        (each, undisturbed) for found in rounds for each, undisturbed in zip(found, expected, strict=True)
+    ]
+    exact = sum(
+        each.ended and not each.error and each.text == undisturbed.text for each, undisturbed in pairs
+    )
+    pause_s = max(each.pause_s for each, _ in pairs)
+    figure = f"{exact} of {len(pairs)} as undisturbed, longest pause {pause_s:.2f} s"
+    return [Row("tiny F32 model, 5 kills, 8 streams", figure, "all exact", exact == len(pairs))]
+
+
 def run_long(cluster: RayCluster, requests: int = 5000, every: int = 100) -> list[Row]:
     """Many short requests, with a kill among each hundred."""
     assert cluster.gateway is not None
@@ -450,6 +504,7 @@ ROWS: dict[str, Callable[[RayCluster], list[Row]]] = {
     "scale": scale,
     "rolling": roll,
     "prefixes": share_prefixes,
+    "tiny": kill_tiny,
     "raylet": kill_raylet,
     "autoscaling": autoscale,
     "gone": lose_gcs,
