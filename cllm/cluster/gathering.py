@@ -15,7 +15,6 @@ from cllm.workers.messages import (
     Ready,
     StateFileDone,
     StepStats,
-    UseStateFile,
 )
 
 _replace = msgspec.structs.replace
@@ -71,9 +70,7 @@ def merge_ready(parts: Sequence[Ready]) -> Ready:
 class Gathering:
     """A call to several replicas, until all have answered or are gone."""
 
-    def __init__(
-        self, command: Inspect | ClearCache | UseStateFile, asked: Sequence[Hashable], number: int
-    ) -> None:
+    def __init__(self, command: Inspect | ClearCache, asked: Sequence[Hashable], number: int) -> None:
         """`number` of the snapshot that it may become."""
         self._command, self._number = command, number
         self._asked = list(asked)

@@ -31,7 +31,6 @@ from cllm.workers.messages import (
     StateFileDone,
     StepReport,
     Submit,
-    UseStateFile,
 )
 
 HANDSHAKE_S = 3.0
@@ -64,7 +63,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     gateways: tuple[str, ...] = ()  # that are connected
 
 
-ToReplica = Submit | Cancel | Inspect | UseStateFile | ClearCache
+ToReplica = Submit | Cancel | Inspect | ClearCache
 FromReplica = StepReport | Inspection | StateFileDone | Ready | Died | Heartbeat | Load | Draining
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,7 +20,7 @@ from cllm.cluster.block_hashes import hash_blocks
 from cllm.cluster.gathering import Gathering, add_stats, merge_ready
 from cllm.cluster.link import Draining, FromReplica, Load
 from cllm.cluster.placer import Placement, Placer, ReplicaReport
-from cllm.errors import CllmError, EngineNotReady, PoisonRequest
+from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
 from cllm.types import Failure, FinishReason, Request, RequestOutput
 from cllm.workers.messages import (
     Cancel,
@@ -140,7 +140,10 @@ class Relay:
                 self._place(relayed)
             case Cancel(request_id):
                 self._cancel(request_id)
-            case Inspect() | ClearCache() | UseStateFile():
+            case UseStateFile(call_id):
+                why = "state files are of one machine: they cannot be used with --cluster"
+                self._emit(StateFileDone(call_id, failure=Failure(NotSupported.code, why)))
+            case Inspect() | ClearCache():
                 asked = [replica for replica in self.replicas if replica.ready is not None]
                 self._calls[command.call_id] = Gathering(command, asked, next(self._snapshots))
                 for replica in asked:

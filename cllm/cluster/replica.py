@@ -38,7 +38,6 @@ from cllm.workers.messages import (
     StateFileDone,
     StepReport,
     Submit,
-    UseStateFile,
 )
 from cllm.workers.supervisor import WORKER_MODULE, Backoff, Supervisor
 
@@ -202,7 +201,7 @@ class ReplicaServer:
                 self._send(message)
             case Cancel():
                 self._send(message)
-            case Inspect(call_id) | UseStateFile(call_id) | ClearCache(call_id) if self._ready is not None:
+            case Inspect(call_id) | ClearCache(call_id) if self._ready is not None:
                 self._call_id += 1
                 self._calls[self._call_id] = link, call_id
                 if isinstance(message, ClearCache):

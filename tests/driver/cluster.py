@@ -97,8 +97,8 @@ def replace_engines() -> None:
         module = named.get("module", WORKER_MODULE)
         halves = {
             name: max(1, getattr(config, name) // REPLICAS)
-            for name in ("parallel", "slots", "ctx_size", "cache_ram_mb")
-            if getattr(config, name)
+            for name in ("parallel", "slots", "cache_ram_mb", "swap_space_mb", "ctx_size")
+            if getattr(config, name) and not (name == "ctx_size" and config.unified_kv)
         }
         engine = msgspec.structs.replace(config, **halves)
         cluster.settings = ReplicaSettings(name=MODEL, engine=engine, module=module)

@@ -25,6 +25,7 @@ from cllm.workers.messages import (
     StepStats,
     Submit,
     Unready,
+    UseStateFile,
 )
 
 INFO = ModelInfo(
@@ -318,6 +319,14 @@ def test_a_replica_without_measurements_is_as_fast_as_the_others() -> None:
     for number in range(4):
         gateway.submit(f"r{number}")
     assert [len(replica.remote.requests) for replica in gateway.replicas] == [2, 2]
+
+
+def test_state_files_are_refused() -> None:
+    gateway = Gateway("a")
+    gateway.relay.handle(UseStateFile(4, "file", save=True))
+    answer = gateway.last(StateFileDone)
+    assert isinstance(answer, StateFileDone) and answer.failure is not None
+    assert answer.failure.code == "not_supported" and gateway.replicas[0].sent == []
 
 
 def test_gateways_share_replicas() -> None:
