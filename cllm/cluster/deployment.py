@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -46,6 +47,7 @@ def connect(address: str) -> None:
     except ImportError:
         raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
     try:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray.init(address=address, namespace="cllm", log_to_driver=False, logging_level="error")
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
