@@ -367,8 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = run(names, options.python, options.kept)
     rows = [
         (row.what, row.figure, row.bar, "yes" if row.kept else "**no**")
-        for rows in done.values()
-        for row in rows
+        for name in (*ROWS, "long")
+        for row in done.get(name, ())
     ]
     table = Table(("what", "found", "bar", "kept"), rows).markdown()
     print(table)
