@@ -52,6 +52,7 @@ class EngineCore:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its outputs."""
 
     _snapshots = 0  # taken so far
+    _collected: float | None = None  # when the last result came, unless idle since
     _embedded_last = False  # the last step was one of embeddings
     _ahead: tuple[Batch, StepResult | None] | None = None  # a batch that is submitted, or failed so
 
@@ -71,7 +72,7 @@ class EngineCore:
         self._emit = emit
         wake = partial(self.inbox.put, Wake())
         self.preparation, limits = preparation(runner, wake=wake), runner.limits
-        cost = cost or StepCostModel(split=not limits.unified, batch1=runner.draft_cost)
+        cost = cost or _make_cost_model(runner)
         target_s = target_itl_s(config)
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
@@ -179,8 +180,12 @@ class EngineCore:
             if batch.token_count >= len(batch.rows) + TILE:  # to submit it takes long
                 self._report()
             for part, result in self._compute(scheduler, batch, ahead):
+                collected, before = time.perf_counter(), self._collected
                 if follow and part is batch:
                     ended = self._follow(batch, result)
+                if self.runner.asynchronous and before is not None:
+                    result = result._replace(period_s=collected - before)
+                self._collected = collected
                 scheduler.update(part, result)
                 self._count_failures(part.kind, result)
                 results.append(result)
@@ -188,6 +193,7 @@ class EngineCore:
         self.step_started = None
         now = ended or time.perf_counter()
         self._busy_since = None if self.idle else now
+        self._collected = None if self.idle else self._collected
         if batch is not None:
             self._unreported = {
                 "steps": len(results),
@@ -404,6 +410,11 @@ class EngineCore:
             **new,
             **work,  # type: ignore[arg-type]
         )
+
+
+def _make_cost_model(runner: ModelRunner) -> StepCostModel:
+    split = not runner.limits.unified
+    return StepCostModel(split=split, batch1=runner.draft_cost, records=runner.asynchronous)
 
 
 def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:

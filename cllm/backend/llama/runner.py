@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from cllm.backend.base import (
+    RECORDED_AFTER,
     Batch,
     BatchKind,
     DraftCost,
@@ -45,7 +46,6 @@ MEASURED_DRAFT = 8  # tokens
 MEASURED_ROUNDS = 3
 MEASURED_S = 0.5  # then no further round: a large model's steps take long, and vary less
 REMEMBERED_STEPS = 8
-RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it has seen two that are alike
 
 
 class LlamaRunner(ModelRunner):
