@@ -113,6 +113,28 @@ def freeze(cluster: RayCluster) -> list[Row]:
     return [row]
 
 
+def leave(cluster: RayCluster) -> list[Row]:
+    """Clients that leave: when nothing of their requests is left at any replica."""
+    cluster.wait_replicas(2)
+
+    async def begin_and_leave() -> None:
+        reading = asyncio.create_task(read_streams(cluster.gateway_port, STREAMS))
+        await asyncio.sleep(0.8)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+    def is_free() -> bool:
+        found = json.loads(cluster.get("/debug/kv")[1])
+        return bool(found["sequences"]["leased"] == 0)
+
+    asyncio.run(begin_and_leave())
+    left = time.monotonic()
+    wait_for(is_free, 10)
+    took_s = time.monotonic() - left
+    what = f"{STREAMS} clients leave: no slot is leased"
+    return [Row(what, f"after {took_s:.2f} s", "≤ 0.5 s", took_s <= 0.5)]
+
+
 def kill_controller(cluster: RayCluster) -> list[Row]:
     cluster.wait_replicas(2)
     return [
@@ -297,6 +319,7 @@ ROWS: dict[str, Callable[[RayCluster], list[Row]]] = {
     "kills": kill_replicas,
     "all": kill_all,
     "frozen": freeze,
+    "leave": leave,
     "controller": kill_controller,
     "worker": kill_worker,
     "gcs": restart_gcs,
