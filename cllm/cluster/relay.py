@@ -200,7 +200,7 @@ class Relay:
             return
         self._isolated = relayed = self._suspects.popleft()
         chosen = min(available, key=lambda replica: len(replica.requests))
-        others = [*chosen.requests.values()]
+        others = [each for each in chosen.requests.values() if not each.cancelled]
         for other in others:
             self._withdraw(other)
         log.warning("request %s runs alone on replica %s", relayed.request.id, chosen.name)
@@ -357,7 +357,8 @@ class Relay:
         for relayed in waiting:
             self._fail(relayed, error)
         self.flush()
-        if not self._given_up:
+        running = any(replica.requests for replica in self.replicas)  # where one drains
+        if not (self._given_up or running):
             self._given_up = True
             self._emit(Unready(error.message, given_up=True))
 

@@ -245,6 +245,36 @@ def test_without_replicas_requests_wait_then_fail() -> None:
     assert isinstance(given_up, Unready) and given_up.given_up
 
 
+def test_what_a_draining_replica_computes_is_not_given_up() -> None:
+    gateway = Gateway("a")
+    gateway.submit("r")
+    gateway.relay.receive(gateway.replicas[0].remote, Draining())
+    gateway.submit("waits")
+    gateway.now = Relay.WAIT_LIMIT_S + 1
+    gateway.relay.keep_limits()
+    assert gateway.outputs("waits")[-1].error is not None and gateway.outputs("r") == []
+    last = gateway.last(Unready)
+    assert isinstance(last, Unready) and not last.given_up
+    replica, request = gateway.find("r")
+    replica.say(request, (1,), end=True)
+    gateway.relay.keep_limits()
+    last = gateway.last(Unready)
+    assert isinstance(last, Unready) and last.given_up
+
+
+def test_isolation_leaves_cancelled_requests_where_they_are() -> None:
+    gateway = Gateway("a", "b", "c")
+    gateway.submit("suspect")
+    gateway.find("suspect")[0].die()
+    gateway.submit("left")
+    place, left = gateway.find("left")
+    assert place is not gateway.find("suspect")[0]
+    gateway.relay.handle(Cancel("left"))
+    gateway.find("suspect")[0].die()
+    assert gateway.find("suspect")[0] is place and gateway.relay._requests["suspect"].alone
+    assert left.id in place.remote.requests, "its end is still to come"
+
+
 def test_what_waits_goes_to_the_replica_that_comes() -> None:
     gateway = Gateway("a")
     gateway.submit("r")
