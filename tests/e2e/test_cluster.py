@@ -114,3 +114,15 @@ def test_a_client_that_leaves_frees_its_cells(cluster: FolderCluster, gateway: S
     body = {"prompt": say(TEXT * 2), "temperature": 0, "max_tokens": 500}
     with gateway.freed_on_leaving(), gateway.client.stream("POST", "/generate_stream", json=body) as response:
         next(response.iter_lines())
+
+
+def test_two_gateways_share_replicas(cluster: FolderCluster, gateway: Server, tmp_path: Path) -> None:
+    cluster.start()
+    wait_for(lambda: count_ready(gateway) == 2)
+    flags = ("--cluster", str(cluster.folder), "--engine-module", "tests.driver.cluster")
+    with Server(tmp_path / "second.log", *flags, program=SCRIPTED) as second, ThreadPoolExecutor(1) as pool:
+        wait_for(lambda: count_ready(second) == 2)
+        others = pool.submit(disturb, second, lambda: None)
+        assert disturb(gateway, cluster.replicas[0].kill) == [TEXT] * STREAMS
+        assert others.result(60) == [TEXT] * STREAMS
+    wait_for(gateway.idle)
