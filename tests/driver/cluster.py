@@ -85,6 +85,8 @@ class FolderCluster:
         for process in self.replicas:
             process.kill()
             process.wait(10)
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def replace_engines() -> None:
