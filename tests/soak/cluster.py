@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -121,7 +122,8 @@ def leave(cluster: RayCluster) -> list[Row]:
         reading = asyncio.create_task(read_streams(cluster.gateway_port, STREAMS))
         await asyncio.sleep(0.8)
         reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
 
     def is_free() -> bool:
         found = json.loads(cluster.get("/debug/kv")[1])
