@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -42,13 +41,13 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 def connect(address: str) -> None:
     """Join the cluster as a driver; this machine must be one of it. Raises SetupError."""
     use_token()
-    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    for name, value in {**SETTINGS, "RAY_SERVE_LOG_TO_STDERR": "0"}.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError:
         raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
     try:
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray.init(address=address, namespace="cllm", log_to_driver=False, logging_level="error")
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -61,7 +61,9 @@ def open_here() -> tuple[RayDirectory, str]:
     """The directory of the cluster that this process is part of, and the address of its machine."""
     import ray
 
-    return RayDirectory(ray.get_runtime_context().gcs_address), ray.util.get_node_ip_address()
+    context = ray.get_runtime_context()
+    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    return RayDirectory(context.gcs_address), here["NodeManagerAddress"]
 
 
 class RayDirectory:
