@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -41,7 +42,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 def connect(address: str) -> None:
     """Join the cluster as a driver; this machine must be one of it. Raises SetupError."""
     use_token()
-    for name, value in {**SETTINGS, "RAY_SERVE_LOG_TO_STDERR": "0"}.items():
+    for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -64,13 +65,21 @@ def count_cpus() -> int:
     return int(min((node["Resources"].get("CPU", 1) for node in ray.nodes() if node["Alive"]), default=1))
 
 
+def _import_serve() -> Any:
+    """Serve, which sets up its log when it is imported: only warnings are for a terminal."""
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    return serve
+
+
 def deploy(
     settings: ReplicaSettings, scale: Scale, prepare: Callable[[ReplicaSettings], EngineConfig]
 ) -> None:
     """Put a model's replicas, or change them one by one while the rest serves. Raises SetupError."""
-    from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+    serve = _import_serve()
     scaled: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas > scale.replicas:
         policy = AutoscalingPolicy(policy_function="cllm.cluster.autoscaling:decide")
@@ -109,9 +118,7 @@ def deploy(
 
 def describe_failure(name: str) -> str:
     """What Serve says of a model's deployment."""
-    from ray import serve
-
-    app = serve.status().applications.get(name)
+    app = _import_serve().status().applications.get(name)
     messages = [] if app is None else [app.message, *(each.message for each in app.deployments.values())]
     lines: list[str] = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
@@ -120,17 +127,13 @@ def describe_failure(name: str) -> str:
 
 def remove(name: str) -> None:
     """End a model's replicas; they drain."""
-    from ray import serve
-
-    serve.delete(name)
+    _import_serve().delete(name)
 
 
 def list_deployments() -> dict[str, tuple[str, dict[str, int], str]]:
     """By model: the status, the count of replicas by state, and the message of Serve."""
-    from ray import serve
-
     found = {}
-    for name, app in serve.status().applications.items():
+    for name, app in _import_serve().status().applications.items():
         states: dict[str, int] = {}
         for each in app.deployments.values():
             states.update({str(state): count for state, count in each.replica_states.items() if count})
