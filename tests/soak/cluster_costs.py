@@ -129,18 +129,18 @@ def share_prefixes(cluster: RayCluster) -> list[Row]:
         cached = sum(each.usage.get("cached_tokens", 0) for each in streams)
         return cached / sum(each.usage["prompt_tokens"] for each in streams), time.monotonic() - began
 
-    def measure(module: str) -> tuple[float, float]:
-        cluster.stop_gateway()
-        cluster.start_gateway(module)
-        cluster.wait_replicas(2)
-        rounds = [asyncio.run(ask_all(f"{module} {number}")) for number in range(3)]
-        return statistics.median(each[0] for each in rounds), statistics.median(each[1] for each in rounds)
-
-    two = measure("tests.driver.power_of_two")
-    ours = measure("")
-    figure = f"{100 * ours[0]:.0f} % reused, done in {ours[1]:.1f} s"
-    figure += f"; power of two: {100 * two[0]:.0f} %, {two[1]:.1f} s"
-    kept = ours[0] >= 0.66 and ours[1] <= 1.05 * two[1]
+    modules = {"two": "tests.driver.power_of_two", "ours": ""}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in modules}
+    for turn in range(3):  # interleaved: the machine is shared
+        for name, module in modules.items():
+            cluster.stop_gateway()
+            cluster.start_gateway(module)
+            cluster.wait_replicas(2)
+            found[name] += [asyncio.run(ask_all(f"{name} {turn} {number}")) for number in range(3)]
+    two, ours = ([statistics.median(part) for part in zip(*found[name], strict=True)] for name in modules)
+    figure = f"{100 * ours[0]:.0f} % reused, done in {ours[1]:.2f} s"
+    figure += f"; power of two: {100 * two[0]:.0f} %, {two[1]:.2f} s"
+    kept = ours[0] >= 0.66 and ours[1] <= two[1]
     return [Row("12 texts × 4 questions", figure, "≥ 66 %, no later than power of two", kept)]
 
 
@@ -152,7 +152,8 @@ def autoscale(cluster: RayCluster) -> list[Row]:
     counts: list[int] = []
 
     def used() -> float:
-        return cluster.metric("cllm_replica_cells_used") / max(1.0, cluster.metric("cllm_replica_cells"))
+        # By the step reports: what replicas say of themselves is seconds old.
+        return cluster.metric("cllm_kv_cells_used") / max(1.0, cluster.metric("cllm_kv_cells_total"))
 
     async def load() -> None:
         async def ask(number: int) -> None:
