@@ -3,7 +3,8 @@
 `python -m cllm.cluster.cluster_worker FD engine LOG_LEVEL`. The first frame is a ClusterConfig. It finds
 replicas in the directory, connects to each, and lets a `Relay` place, pass on and move requests. Serve's own
 router is not used: its class is alpha, it sees the load of a replica only by asking, and a stream for each
-request costs three times as much as a frame for each step (`cllm.cluster.link`). A replica that says nothing for `SILENCE_LIMIT_S` is taken for gone.
+request costs three times as much as a frame for each step (`cllm.cluster.link`). A replica that says nothing
+for `SILENCE_LIMIT_S` is taken for gone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Link: the connection of a gateway to a replica. Messages over TCP, opened by both sides with a shared key.
 
 The messages are those between a server and its engine worker: a replica is an engine at a distance. Ray could
-carry them: a prototype's streams through Serve added 200 µs of a core to each token, and 12 ms to the first of 8
-streams. Frames of whole steps add 66 µs and 8 ms, and the end of a process shows at once as the end of its
-connection.
+carry them: a prototype's streams through Serve added 200 µs of a core to each token, and 12 ms to the first
+of 8 streams. Frames of whole steps add 66 µs and 8 ms, and the end of a process shows at once as the end of
+its connection.
 
 The key comes through Ray, whose calls need the cluster's token. It lets only gateways in. What is sent is not
 encrypted: a cluster belongs into a trusted network (SECURITY.md).
