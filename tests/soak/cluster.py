@@ -56,7 +56,7 @@ HEAD = """# Cluster: what was measured
 `make cluster-test` ([several machines](scale.md)): Ray 2.60, a head, two replicas of the scripted model with
 steps of 20 ms, and a gateway, on one machine of two shared cores. Times depend on how busy it is, counts do
 not. “Exact”: the text, its one end, and no error. Costs are beside two plain servers that share the streams
-evenly, interleaved, medians of five rounds.
+evenly, interleaved, medians of five rounds. Each row is the latest run of it, not all are of one run.
 """
 
 
