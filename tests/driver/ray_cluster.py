@@ -113,7 +113,8 @@ async def read_streams(
     tasks = [
         read_stream(ports[number % len(ports)], prompt, **fields) for number, prompt in enumerate(prompts)
     ]
-    return await asyncio.wait_for(asyncio.gather(*tasks), 240)
+    async with asyncio.timeout(240):
+        return await asyncio.gather(*tasks)
 
 
 class RayCluster:
