@@ -268,7 +268,7 @@ class _Cursor:
         return SkippedArray(count)
 
     def _skip_strings(self, count: int) -> None:
-        """Go past strings. A vocabulary has 300,000, and a start reads it several times: one call for each."""
+        """Go past strings. A vocabulary has 300,000 of them, and a start reads it six times."""
         view, offset, lengths = self._view, self.offset, struct.Struct("<Q").unpack_from
         for _ in range(count):
             offset += 8 + lengths(view, offset)[0]
