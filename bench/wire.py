@@ -228,6 +228,7 @@ class CllmApi:
             prompt=request.prompt,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
+            top_p=request.top_p,
             ignore_eos=request.ignore_eos,
             stream=True,
         )
@@ -263,6 +264,7 @@ class OpenAIApi:
             "model": self._model,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
+            "top_p": request.top_p,
             "ignore_eos": request.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},

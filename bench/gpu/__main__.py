@@ -29,6 +29,7 @@ VOCABULARY = "ggml-vocab-qwen2.gguf"  # of the sdist of the bindings
 PROMPT, OUTPUT, SLOTS, CELLS = 64, 512, 64, 1024
 STREAMS = {"0.6B": (1, 8, 32, 64), "8B": (1, 8, 64)}
 WARM_UP = 16  # tokens
+TOP_P = 0.95  # of what is sampled
 
 
 class Table:
@@ -64,7 +65,12 @@ def make_peers(model: Path, llama_server: Path | None, only: list[str] | None = 
 
 def measure(server: RunningPeer, streams: int, output: int, temperature: float, salt: str) -> LoadResult:
     requests = [
-        BenchRequest(words(f"{salt} {number}", PROMPT * 3 // 4), output, temperature)
+        BenchRequest(
+            words(f"{salt} {number}", PROMPT * 3 // 4),
+            output,
+            temperature,
+            top_p=TOP_P if temperature else 1.0,
+        )
         for number in range(streams)
     ]
     return run_load(server.address, server.peer.api, single_requests("gpu", requests, streams))

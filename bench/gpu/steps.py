@@ -54,7 +54,7 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
     watched = ((core.scheduler, "schedule"), (core.scheduler, "update"), (core, "_report"))
     for owner, name in (*watched, (runner, "submit"), (runner.batch_sampler, "sample")):
         times.watch(owner, name, name.strip("_"))
-    times.watch(runner._api, "llama_synchronize", "sync")
+    times.watch(runner, "_wait", "sync")
     size = runner.vocabulary.size
     sampling = SamplingParams(temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True)
     running = core.scheduler.running

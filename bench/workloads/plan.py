@@ -22,6 +22,7 @@ class BenchRequest:
     max_tokens: int
     temperature: float = 0.0
     ignore_eos: bool = True
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

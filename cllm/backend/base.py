@@ -129,6 +129,10 @@ class StepResult(NamedTuple):
     ubatches: int = 0
     compute_s: float = 0.0  # inside the native decode
     sample_s: float = 0.0  # sampling
+    period_s: float = 0.0  # since the result before, where no idle time lies between: the host's part, too
+
+
+RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it has seen two that are alike
 
 
 class DraftCost(NamedTuple):

@@ -1,16 +1,21 @@
 /* Passes over the logits of a step, on several threads: what NumPy cannot do without the GIL in between.
  *
  * A pool sleeps between steps. The caller takes part in each pass and then spins for the last part: a thread
- * that is put to sleep comes back on another core, with cold caches, and the GPU waits for it meanwhile.
+ * that is put to sleep comes back on another core, with cold caches, and the GPU waits for it meanwhile. For the
+ * same reason the threads can be woken shortly before a pass, and then spin until it begins.
  */
+#define _GNU_SOURCE
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define GROUP 256 /* tokens that are looked at by their maximum first */
 #define BLOCK 4096 /* the same, for a single token: they stay in the nearest cache */
+#define SPIN_NS 1000000 /* how long a thread that is awake waits for a pass */
 
 /* llama.cpp's llama_token_data and llama_token_data_array; a test compares their sizes. */
 typedef struct {
@@ -32,13 +37,20 @@ typedef struct pool {
     pthread_cond_t wake;
     unsigned pass; /* its number; under the mutex */
     int wanted;    /* threads that take part in it */
+    int called;    /* threads that are to wake up for the next one */
     int closing;
+    atomic_int awake;   /* threads that wait for a pass without sleeping */
+    atomic_int followed; /* another pass follows soon: they wait for it, too */
     void (*row)(struct pool *, int);
-    atomic_uint_fast64_t ticket; /* the number of the pass, and in the lower half its next row */
+    atomic_uint_fast64_t ticket; /* the number of the pass, and in the lower half the rows that are left */
     atomic_int done;
-    int rows, width;
+    int width;
     const float *logits;
     /* cllm_argmax */
+    int parts; /* of each row */
+    const int32_t *excluded;
+    int excluded_count;
+    float *best;
     int32_t *tokens;
     /* cllm_reach */
     const int32_t *top_k;
@@ -54,13 +66,41 @@ typedef struct pool {
 
 /* Takes rows of one pass. A thread that comes too late finds none: they are all taken, or another pass has
  * begun, whose rows are not for it. */
-static void work(pool *p, unsigned number, int rows) {
+static void work(pool *p, unsigned number) {
     uint_fast64_t ticket = atomic_load(&p->ticket);
-    while ((unsigned)(ticket >> 32) == number && (int)(ticket & 0xffffffff) < rows) {
-        if (!atomic_compare_exchange_weak(&p->ticket, &ticket, ticket + 1)) continue;
-        p->row(p, (int)(ticket & 0xffffffff));
+    while ((unsigned)(ticket >> 32) == number && (ticket & 0xffffffff)) {
+        if (!atomic_compare_exchange_weak(&p->ticket, &ticket, ticket - 1)) continue;
+        p->row(p, (int)(ticket & 0xffffffff) - 1);
         atomic_fetch_add(&p->done, 1);
         ticket = atomic_load(&p->ticket);
+    }
+}
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Waits awake for the pass after `seen`, which may not come, and takes part in it. */
+static void spin(pool *p, unsigned seen) {
+    for (;;) {
+        int64_t until = now_ns() + SPIN_NS;
+        unsigned number = seen;
+        atomic_fetch_add(&p->awake, 1);
+        for (int i = 1; number == seen && (i % 256 || now_ns() < until); i++) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            __asm__ volatile("isb");
+#endif
+            number = (unsigned)(atomic_load_explicit(&p->ticket, memory_order_relaxed) >> 32);
+        }
+        atomic_fetch_sub(&p->awake, 1);
+        if (number == seen) return;
+        work(p, number);
+        if (!atomic_load(&p->followed)) return;
+        seen = number;
     }
 }
 
@@ -69,38 +109,56 @@ static void *run(void *argument) {
     unsigned seen = 0;
     pthread_mutex_lock(&p->mutex);
     for (;;) {
-        while (!p->closing && (p->pass == seen || p->wanted == 0)) {
+        while (!p->closing && !p->called && (p->pass == seen || p->wanted == 0)) {
             seen = p->pass;
             pthread_cond_wait(&p->wake, &p->mutex);
         }
         if (p->closing) break;
+        int called = p->called > 0;
+        p->called -= called, p->wanted -= !called;
         seen = p->pass;
-        p->wanted--;
-        int rows = p->rows;
         pthread_mutex_unlock(&p->mutex);
-        work(p, seen, rows);
+        if (called) spin(p, seen);
+        else work(p, seen);
         pthread_mutex_lock(&p->mutex);
     }
     pthread_mutex_unlock(&p->mutex);
     return NULL;
 }
 
-static void pass(pool *p, int threads, void (*row)(pool *, int)) {
+static void pass(pool *p, int threads, int rows, void (*row)(pool *, int), int followed) {
     int others = threads - 1 < p->count ? threads - 1 : p->count;
     pthread_mutex_lock(&p->mutex);
+    atomic_store(&p->followed, followed);
     p->row = row;
     atomic_store(&p->done, 0);
     p->pass++;
-    p->wanted = others;
-    atomic_store(&p->ticket, (uint_fast64_t)p->pass << 32);
+    p->called = 0;
+    others -= atomic_load(&p->awake);
+    p->wanted = others > 0 ? others : 0;
+    atomic_store(&p->ticket, (uint_fast64_t)p->pass << 32 | (unsigned)rows);
     pthread_mutex_unlock(&p->mutex);
     for (int i = 0; i < others; i++) pthread_cond_signal(&p->wake);
-    work(p, p->pass, p->rows);
-    while (atomic_load(&p->done) < p->rows) {
+    work(p, p->pass);
+    while (atomic_load(&p->done) < rows) {
     }
     pthread_mutex_lock(&p->mutex);
     p->wanted = 0;
     pthread_mutex_unlock(&p->mutex);
+}
+
+/* Calls a function that waits for a device, with this thread asleep for the first part of it; then the others
+ * are woken, so that a pass can begin at once. */
+void cllm_wait(pool *p, int threads, int64_t asleep_ns, void (*wait)(void *), void *argument) {
+    if (asleep_ns > 0) {
+        struct timespec pause = {asleep_ns / 1000000000, asleep_ns % 1000000000};
+        nanosleep(&pause, NULL);
+    }
+    pthread_mutex_lock(&p->mutex);
+    p->called = threads - 1 < p->count ? threads - 1 : p->count;
+    pthread_mutex_unlock(&p->mutex);
+    pthread_cond_broadcast(&p->wake);
+    wait(argument);
 }
 
 pool *cllm_pool_new(int threads) {
@@ -163,22 +221,39 @@ static float maximum(const float *values, int count) {
     return best;
 }
 
-static void argmax_row(pool *p, int row) {
-    const float *line = p->logits + (size_t)row * p->width;
-    float best = line[0];
-    int begin = 0; /* of the first block that has the best */
-    for (int at = 0; at < p->width; at += BLOCK) {
-        float top = maximum(line + at, p->width - at < BLOCK ? p->width - at : BLOCK);
-        if (top > best) best = top, begin = at;
+static void argmax_part(pool *p, int number) {
+    int row = number / p->parts, part = number % p->parts;
+    float *line = (float *)p->logits + (size_t)row * p->width;
+    int size = (p->width + p->parts - 1) / p->parts;
+    int begin = part * size, end = begin + size < p->width ? begin + size : p->width;
+    for (int i = 0; i < p->excluded_count; i++) {
+        int token = p->excluded[i];
+        if (token >= begin && token < end) line[token] = -INFINITY;
     }
-    while (begin + 1 < p->width && !(line[begin] >= best)) begin++;
-    p->tokens[row] = begin;
+    p->best[number] = -INFINITY, p->tokens[number] = 0;
+    if (begin >= end) return;
+    float best = line[begin];
+    for (int at = begin; at < end; at += BLOCK) {
+        float top = maximum(line + at, end - at < BLOCK ? end - at : BLOCK);
+        if (top > best) best = top, begin = at; /* of the first block that has the best */
+    }
+    while (begin + 1 < end && !(line[begin] >= best)) begin++;
+    p->best[number] = best, p->tokens[number] = begin;
 }
 
-/* The likeliest token of each row; of equals the first. */
-void cllm_argmax(pool *p, int threads, const float *logits, int rows, int width, int32_t *tokens) {
-    p->logits = logits, p->rows = rows, p->width = width, p->tokens = tokens;
-    pass(p, threads, argmax_row);
+/* The likeliest token of each row, of equals the first; some are excluded, from the logits, too. With room for
+ * `parts` results a row: a row may be divided. */
+void cllm_argmax(pool *p, int threads, float *logits, int rows, int width, const int32_t *excluded,
+                 int excluded_count, int parts, float *best, int32_t *tokens) {
+    p->logits = logits, p->width = width, p->excluded = excluded, p->excluded_count = excluded_count;
+    p->parts = parts, p->best = best, p->tokens = tokens;
+    pass(p, threads, rows * parts, argmax_part, 0);
+    for (int row = 0; row < rows; row++) {
+        int found = row * parts;
+        for (int number = found + 1; number < (row + 1) * parts; number++)
+            if (best[number] > best[found]) found = number;
+        tokens[row] = tokens[found];
+    }
 }
 
 /* The rank-th largest of some values, which are reordered. */
@@ -245,9 +320,9 @@ static void reach_row(pool *p, int row) {
  * its gap; in order of id. A count of -1: there are more than `capacity`, or NaN is among them. */
 void cllm_reach(pool *p, int threads, const float *logits, int rows, int width, const int32_t *top_k,
                 const float *gaps, int capacity, int32_t *ids, float *values, int32_t *counts) {
-    p->logits = logits, p->rows = rows, p->width = width, p->top_k = top_k, p->gaps = gaps;
+    p->logits = logits, p->width = width, p->top_k = top_k, p->gaps = gaps;
     p->capacity = capacity, p->ids = ids, p->values = values, p->counts = counts;
-    pass(p, threads, reach_row);
+    pass(p, threads, rows, reach_row, 1);
 }
 
 static void apply_row(pool *p, int row) {
@@ -259,8 +334,8 @@ static void apply_row(pool *p, int row) {
 /* Runs a chain over the candidates of each row, by llama.cpp's own function; the token selected, or -1. */
 void cllm_apply(pool *p, int threads, void (*apply)(void *, void *), void **chains, candidates *found,
                 int rows, int32_t *tokens) {
-    p->apply = apply, p->chains = chains, p->candidates = found, p->rows = rows, p->tokens = tokens;
-    pass(p, threads, apply_row);
+    p->apply = apply, p->chains = chains, p->candidates = found, p->tokens = tokens;
+    pass(p, threads, rows, apply_row, 0);
 }
 
 /* Bytes of what `cllm_apply` reads. */

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -23,9 +22,9 @@ from cllm.core.prefill_budget import PrefillBudget
 from cllm.core.preparation import Preparation
 from cllm.core.scheduler import Scheduler
 from cllm.core.sequence import Sequence, State
-from cllm.core.slot_pool import SlotPool
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
+from cllm.core.step_interrupt import StepInterrupt
 from cllm.errors import EngineDied, IntegrityError, StorageFailed
 from cllm.types import Failure, SlotInfo, Snapshot
 from cllm.workers.compute_turns import get_turns
@@ -53,7 +52,9 @@ class EngineCore:
     """Takes commands from `inbox`, gives reports to `emit`: at most one per step, with all its outputs."""
 
     _snapshots = 0  # taken so far
+    _collected: float | None = None  # when the last result came, unless idle since
     _embedded_last = False  # the last step was one of embeddings
+    _ahead: tuple[Batch, StepResult | None] | None = None  # a batch that is submitted, or failed so
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class EngineCore:
         self._emit = emit
         wake = partial(self.inbox.put, Wake())
         self.preparation, limits = preparation(runner, wake=wake), runner.limits
-        cost = cost or StepCostModel(split=not limits.unified, batch1=runner.draft_cost)
+        cost = cost or _make_cost_model(runner)
         target_s = target_itl_s(config)
         # Drafts and the newest token of each sequence go into one batch.
         draft_tokens = max(0, min(config.draft_tokens, limits.batch_tokens - limits.sequences))
@@ -138,8 +139,8 @@ class EngineCore:
         """
         stopped = False
         try:
-            while self._take_commands():
-                self.step()
+            while self._ahead is not None or self._take_commands():
+                self.step(follow=self.runner.asynchronous)
                 if not self.cache_files.idle:
                     self.cache_files.slice()
             stopped = True
@@ -154,8 +155,12 @@ class EngineCore:
             self.embedding.fail_all(ended)
             self.preparation.close()
 
-    def step(self) -> None:
-        """One step, of generation or of embeddings: schedule, submit, collect, update."""
+    def step(self, *, follow: bool = False) -> None:
+        """One step, of generation or of embeddings: schedule, submit, collect, update.
+
+        With `follow` the batch after it may be submitted before its own result is processed; then nothing but
+        the next step may come in between.
+        """
         self.step_started = time.perf_counter()
         # What lies between two steps (reporting the last one, reading commands) is part of this one.
         started = self._busy_since or self.step_started
@@ -168,18 +173,27 @@ class EngineCore:
         self._embedded_last = self.embedding.has_work and not (both and self._embedded_last)
         scheduler = self.embedding if self._embedded_last else self.scheduler
         results: list[StepResult] = []
-        batch = scheduler.schedule()
+        ended: float | None = None
+        ahead, self._ahead = self._ahead, None
+        batch = scheduler.schedule() if ahead is None else ahead[0]
         if batch is not None:
             if batch.token_count >= len(batch.rows) + TILE:  # to submit it takes long
                 self._report()
-            for part, result in self._compute(scheduler, batch):
+            for part, result in self._compute(scheduler, batch, ahead):
+                collected, before = time.perf_counter(), self._collected
+                if follow and part is batch:
+                    ended = self._follow(batch, result)
+                if self.runner.asynchronous and before is not None:
+                    result = result._replace(period_s=collected - before)
+                self._collected = collected
                 scheduler.update(part, result)
                 self._count_failures(part.kind, result)
                 results.append(result)
             self._computed_at = time.monotonic()
         self.step_started = None
-        now = time.perf_counter()
+        now = ended or time.perf_counter()
         self._busy_since = None if self.idle else now
+        self._collected = None if self.idle else self._collected
         if batch is not None:
             self._unreported = {
                 "steps": len(results),
@@ -191,6 +205,16 @@ class EngineCore:
             }
         if batch is None or not self.runner.asynchronous or not self.has_work:
             self._report()
+
+    def _follow(self, batch: Batch, result: StepResult) -> float | None:
+        """Submit the batch after this one, if that is known already; when that was, or None."""
+        if not self.inbox.empty() or not self.cache_files.idle or self.embedding.has_work or self._clearing:
+            return None
+        if (following := self.scheduler.follow(batch, result)) is None:
+            return None
+        now = time.perf_counter()
+        self._ahead = following, self._guarded(partial(self.runner.submit, following))
+        return now
 
     def _report(self) -> None:
         """Report the last step. On a GPU that is done while the device computes the next one."""
@@ -209,11 +233,14 @@ class EngineCore:
         return self.scheduler.has_work or self.embedding.has_work
 
     def _compute(
-        self, scheduler: Scheduler | EmbeddingScheduler, batch: Batch
+        self,
+        scheduler: Scheduler | EmbeddingScheduler,
+        batch: Batch,
+        ahead: tuple[Batch, StepResult | None] | None = None,
     ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is bisected until the culprit stands alone."""
         with self._turns or nullcontext(), self._interrupt.around(batch, self.scheduler.pool):
-            result = self._guarded(partial(self.runner.submit, batch))
+            result = self._guarded(partial(self.runner.submit, batch)) if ahead is None else ahead[1]
             if result is None:
                 if self.runner.asynchronous:
                     self._report()
@@ -385,54 +412,13 @@ class EngineCore:
         )
 
 
+def _make_cost_model(runner: ModelRunner) -> StepCostModel:
+    split = not runner.limits.unified
+    return StepCostModel(split=split, batch1=runner.draft_cost, records=runner.asynchronous)
+
+
 def _open_disk_cache(runner: ModelRunner, config: EngineConfig, wake: Callable[[], None]) -> DiskKVCache:
     used = config.prefix_cache and runner.info.generates
     limit = (config.cache_disk_mb or 0) * MIB if used else 0
     folder = CacheFolder(get_cache_folder(config.cache_dir), runner.state_fingerprint)
     return DiskKVCache(folder, limit, wake)
-
-
-class StepInterrupt:
-    """Ends the running step early when a request whose prefill is in it is cancelled, from any thread.
-
-    Only a prefill is worth it: a decode step is short, and the other rows would lose it for nothing. Nor are
-    two steps in a row interrupted while other rows are in them: a client that sends and cancels all the time
-    takes at most every second step from its neighbours. Recurrent models are left alone: a step that breaks
-    off would cost all slots their states.
-    """
-
-    MIN_ROW_TOKENS = TILE // 2
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._lock = threading.Lock()
-        self._members: frozenset[str | None] = frozenset()  # requests whose cancel ends the running step
-        self._interrupted = False  # the last step was ended early
-        self.count = 0
-
-    @contextmanager
-    def around(self, batch: Batch, pool: SlotPool) -> Iterator[None]:
-        """While a batch is computed. A batch of embeddings is not interrupted: it serves many requests."""
-        members: frozenset[str | None] = frozenset()
-        spared = self._runner.info.recurrent or (self._interrupted and len(batch.rows) > 1)
-        if batch.kind is BatchKind.GENERATE and not spared:
-            long_rows = (row.seq_id for row in batch.rows if len(row.tokens) >= self.MIN_ROW_TOKENS)
-            members = frozenset(map(pool.holder, long_rows))
-        self._interrupted = False
-        with self._lock:
-            self._runner.interrupt(False)
-            self._members = members
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._members = frozenset()
-
-    def cancelled(self, request_id: str | None) -> None:
-        """A request (None: all) will be cancelled as soon as this step is over: end it now."""
-        with self._lock:
-            if self._members and (request_id is None or request_id in self._members):
-                self._members = frozenset()
-                self._interrupted = True
-                self.count += 1
-                self._runner.interrupt(True)

@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from cllm.backend.base import SCORED_LOGITS, Batch, ModelRunner, Row, RowResult, StepResult, StepStatus
+from cllm.core.following_batch import FollowingBatch
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_cache import PrefixCache, PrefixMatch
@@ -70,6 +71,7 @@ class Scheduler:
         # A rejected draft is removed from memory, which not every memory can.
         can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
+        self._following = FollowingBatch(runner, self._spec_decode, budget.cost)
         self.integrity_failures = 0
 
     # Requests in and out ---------------------------------------------------------------------------
@@ -95,10 +97,7 @@ class Scheduler:
             self._fail(sequence, error)
 
     def take_outputs(self) -> list[RequestOutput]:
-        """What happened since the last call, in order.
-
-        Detokenizing and learning wait until here: on a GPU, until the next step is computed.
-        """
+        """What happened since the last call, in order; detokenized while a GPU computes the next step."""
         if self.runner.asynchronous:
             self._spec_decode.learn(self.running.values())
         if self._observed is not None:
@@ -144,6 +143,10 @@ class Scheduler:
         batch = Batch(tuple(rows), padding=padding)
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
+
+    def follow(self, batch: Batch, result: StepResult) -> Batch | None:
+        """The batch after this one, before its result is processed. None: it is to be scheduled."""
+        return None if self._waiting else self._following.find(batch, result, self.running)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Process the result of a batch; the outputs are then waiting in `take_outputs`."""
@@ -235,7 +238,7 @@ class Scheduler:
                 *(sequence.id, slot, sequence.num_computed, cut, sequence.pending),
             )
         except Exception as error:
-            self._fail(sequence, _as_engine_error(error))
+            self._fail(sequence, error)
 
     def _urgency(self, sequence: Sequence) -> int:
         """Pending tokens of the shortest prompt that waits for this one's prefix, its own included."""
@@ -247,7 +250,7 @@ class Scheduler:
             try:
                 position = self.runner.next_position(sequence.seq_id)
             except Exception as error:
-                self._fail(sequence, _as_engine_error(error))
+                self._fail(sequence, error)
                 continue
             if position != (computed := sequence.num_computed):
                 seen = f"the memory's next position is {position}, the request has computed {computed}"
@@ -312,7 +315,7 @@ class Scheduler:
         try:
             sequence.cut_to(self.runner.truncate(sequence.seq_id, sequence.num_computed - count))
         except Exception as error:
-            self._fail(sequence, _as_engine_error(error))
+            self._fail(sequence, error)
             return False
         return True
 
@@ -332,7 +335,7 @@ class Scheduler:
             try:
                 sequence.cut_to(self.runner.truncate(seq_id, length))
             except Exception as error:
-                self._fail(sequence, _as_engine_error(error))
+                self._fail(sequence, error)
 
     def _preempt(self) -> None:
         """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done."""
@@ -351,7 +354,10 @@ class Scheduler:
 
     # Ends ------------------------------------------------------------------------------------------
 
-    def _fail(self, sequence: Sequence, error: CllmError) -> None:
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if not isinstance(error, CllmError):
+            log.error("a runner call failed", exc_info=error)
+            error = EngineError(f"a runner call failed: {type(error).__name__}")
         self._finish(sequence, FinishReason.ERROR, error=Failure(error.code, error.message))
 
     def _finish(
@@ -422,9 +428,10 @@ class Scheduler:
 
     @property
     def cells_used(self) -> int:
-        if self.runner.limits.unified:
-            return count_cells(self.running.values())
-        return sum(sequence.num_computed for sequence in self.running.values())
+        running = self.running.values()
+        return (
+            count_cells(running) if self.runner.limits.unified else sum(one.num_computed for one in running)
+        )
 
     @property
     def draft_bytes(self) -> int:
@@ -441,10 +448,3 @@ class Scheduler:
         if left:
             self.integrity_failures += 1
             raise IntegrityError(f"idle, but not empty: {', '.join(left)}")
-
-
-def _as_engine_error(error: Exception) -> CllmError:
-    if isinstance(error, CllmError):
-        return error
-    log.error("a runner call failed", exc_info=error)
-    return EngineError(f"a runner call failed: {type(error).__name__}")

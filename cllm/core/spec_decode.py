@@ -314,6 +314,16 @@ class SpecDecodePolicy:
             if sequence.drafts is not None:
                 sequence.drafts.learn(sequence.tokens)
 
+    def rests(self, rows: int, cost: StepCostModel) -> bool:
+        """No drafts are looked for in a step of so many rows; to be asked before each.
+
+        Where looking for drafts is a good part of a step, it is not done for a while after it did not pay.
+        """
+        if not self._max_tokens:
+            return True
+        self._rest -= self._rest > 0
+        return self._rest > 0 and rows * self.LOOKUP_S > self.MAX_LOOKUP * cost.plain_step_s(rows)
+
     def draft(
         self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float
     ) -> dict[int, list[int]]:
@@ -325,10 +335,7 @@ class SpecDecodePolicy:
         if not self._max_tokens or any(sequence.pending > 1 for sequence in sequences):
             return {}
         rows = len(sequences)
-        # Where looking for drafts is a good part of a step, it is not done for a while after it did not pay.
-        short = rows * self.LOOKUP_S > self.MAX_LOOKUP * cost.plain_step_s(rows)
-        self._rest -= self._rest > 0
-        if short and self._rest:
+        if self.rests(rows, cost):
             return {}
         self._rest = self.REST  # unless it pays
         proposals = self._proposals(sequences)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cllm.backend.base import Batch, DraftCost, Row, StepResult
+from cllm.backend.base import RECORDED_AFTER, Batch, DraftCost, Row, StepResult
 
 Vector = npt.NDArray[np.float64]
 
@@ -128,6 +128,15 @@ class _Sample(NamedTuple):
     number: int  # of the step
 
 
+class _Drafted(NamedTuple):
+    """A step with drafts, of more than one row."""
+
+    rows: int
+    average: float  # draft tokens a row
+    seconds: float
+    after: list[float]  # seconds of plain steps that followed
+
+
 class StepCostModel:
     """Fits `StepCost` to the latest steps of every kind; keeps medians for drafts and transfers.
 
@@ -154,9 +163,11 @@ class StepCostModel:
         split: bool = True,
         known: StepCost | None = None,
         batch1: DraftCost | None = None,
+        records: bool = False,
         frozen: bool = False,
     ) -> None:
         self.split = split  # then rows of unequal length are computed apart
+        self._records = records  # as a GPU does: a step that differs makes those after it slower
         self._batch1 = batch1 or BATCH1_DRAFT_COST
         self.frozen = frozen
         self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
@@ -169,6 +180,7 @@ class StepCostModel:
         self.largest_attended = 0.0
         self._plain_s: dict[int, deque[float]] = {}  # by rows: steps in which each row decodes one token
         self._draft_cost: dict[int, dict[int, RunningMedian]] = {}  # by rows and draft tokens a row
+        self._drafted: _Drafted | None = None  # a step whose cost is not yet known
         self._refused_drafts = 0
         self._lone_plain = (0, 0.0)  # the latest plain step of a lone row, after another: context and seconds
         self._after_plain = False
@@ -181,7 +193,7 @@ class StepCostModel:
         """Learn from a finished step."""
         seconds = result.compute_s + result.sample_s
         if seconds > 0 and not self.frozen:
-            self._observe_drafts(batch, seconds)
+            self._observe_drafts(batch, max(seconds, result.period_s))
             sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
             self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds - sampling_s)
 
@@ -271,10 +283,20 @@ class StepCostModel:
         longest = max(row.outputs for row in batch.rows) - 1
         if rows == 1:
             self._observe_lone(batch.rows[0], seconds)
-        if rows == 1 or longest < 0 or batch.padding:
+        if (
+            rows == 1
+            or longest < 0
+            or batch.padding
+            or any(len(row.tokens) != row.outputs for row in batch.rows)
+        ):
+            self._learn_drafted()
             return
-        if any(len(row.tokens) != row.outputs for row in batch.rows):
+        if not longest and self._drafted is not None and rows == self._drafted.rows:
+            self._drafted.after.append(seconds)
+            if len(self._drafted.after) == RECORDED_AFTER:
+                self._learn_drafted()
             return
+        self._learn_drafted()
         if not longest:
             plain = self._plain_s.get(rows) or deque(maxlen=REMEMBERED)
             plain.append(seconds)
@@ -282,9 +304,19 @@ class StepCostModel:
             return
         average = sum(row.outputs - 1 for row in batch.rows) / rows
         if rows in self._plain_s and (average == longest or not self.split):
-            known = self._draft_cost.setdefault(rows, {})
-            cost = known.setdefault(max(1, round(average)), RunningMedian(DEFAULT_DRAFT_COST))
-            cost.observe(max(0.0, seconds / self.plain_step_s(rows) - 1) / average)
+            self._drafted = _Drafted(rows, average, seconds, [])
+            if not self._records:
+                self._learn_drafted()
+
+    def _learn_drafted(self) -> None:
+        """What the last step with drafts cost, with what it cost those after it."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None:
+            known = self._draft_cost.setdefault(drafted.rows, {})
+            cost = known.setdefault(max(1, round(drafted.average)), RunningMedian(DEFAULT_DRAFT_COST))
+            plain_s = self.plain_step_s(drafted.rows)
+            seconds = drafted.seconds + sum(drafted.after) - len(drafted.after) * plain_s
+            cost.observe(max(0.0, seconds / plain_s - 1) / drafted.average)
 
     def _observe_lone(self, row: Row, seconds: float) -> None:
         """In a long context, compare a step with drafts with a plain one near it, until that is known."""

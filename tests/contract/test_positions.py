@@ -26,9 +26,10 @@ def test_a_tampered_sequence_fails_alone_with_both_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = StepDriver(opened(kind))
-    driver.runner.asynchronous = asynchronous
+    driver.runner.asynchronous = driver.follows = asynchronous
     driver.submit(*(ask(f"r{seed}", words(seed, 20), 12) for seed in range(5)))
     driver.step(3)
+    driver.land()
     (victim,) = [lease for lease in driver.scheduler.pool.leases if lease.request_id == "r1"]
     computed = driver.runner.next_position(victim.seq_id)
     match tampering:
@@ -59,3 +60,14 @@ def test_without_tampering_no_position_is_ever_inconsistent(
         driver.submit(*(ask(f"r{seed}", words(seed, 30), 6) for seed in range(12)))
         driver.finish()
     assert caplog.records == []
+
+
+def test_batches_submitted_ahead_change_no_text(kind: Kind, opened: Opened) -> None:
+    texts = []
+    for follows in (False, True):
+        driver = StepDriver(opened(kind), draft_tokens=0)
+        driver.runner.asynchronous, driver.follows = True, follows
+        driver.submit(*(ask(f"r{seed}", words(seed, 20), 12, logprobs=0) for seed in range(4)))
+        texts.append({name: answer.tokens for name, answer in driver.finish().items()})
+        assert (driver.followed > 3) is follows
+    assert texts[0] == texts[1]

@@ -106,11 +106,11 @@ class KilledEngine:
 def watch_engine(killed: KilledEngine) -> None:
     step, emit, schedule = EngineCore.step, EngineWorker._emit, PrefillBudget.schedule_tokens
 
-    def step_or_wait(self: EngineCore) -> None:
+    def step_or_wait(self: EngineCore, *, follow: bool = False) -> None:
         if killed.waits(self):
             time.sleep(0.001)
         else:
-            step(self)
+            step(self, follow=follow)
 
     def emit_and_follow(self: EngineWorker, report: Report) -> None:
         emit(self, report)

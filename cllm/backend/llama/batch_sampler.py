@@ -19,7 +19,7 @@ from cllm.backend.llama.candidates import (
     NothingLeft,
     best,
 )
-from cllm.backend.llama.logit_scan import Logits, LogitScan
+from cllm.backend.llama.logit_scan import NO_TOKENS, Logits, LogitScan
 from cllm.backend.llama.sampler import LlamaSampler, log_probabilities
 from cllm.types import TokenLogprob
 
@@ -47,7 +47,7 @@ class BatchSampler:
     """Samples all rows of a step; on several threads where that pays, since NumPy and chains free the GIL."""
 
     def __init__(self, api: Any, vocabulary_size: int, threads: int, scan: LogitScan | None = None) -> None:
-        self._scan = scan or LogitScan()
+        self._scan, self._size = scan or LogitScan(), vocabulary_size
         self._candidates = [Candidates(api, vocabulary_size) for _ in range(threads)]
         self._batched = BatchCandidates(api, self._scan)
         self._pool = ThreadPoolExecutor(threads - 1, "sampler") if threads > 1 else None
@@ -56,6 +56,10 @@ class BatchSampler:
         self._scan.close()
         if self._pool is not None:
             self._pool.shutdown()
+
+    def wait(self, function: Any, pointer: Any, expected_s: float, lines: int) -> None:
+        """Wait for the device with llama.cpp's function; then so many lines of logits are sampled."""
+        self._scan.wait(function, pointer, expected_s, lines * self._size)
 
     def sample(self, rows: Sequence[Row], logits: Logits) -> tuple[RowResult, ...]:
         """The tokens of each row; `logits` holds the lines of each row, in the order of the rows.
@@ -109,9 +113,7 @@ class BatchSampler:
                 excluded = sampler.excluded
             elif excluded is not sampler.excluded:
                 return None
-        if excluded is not None and len(excluded):
-            logits[:, excluded] = -np.inf
-        return self._scan.likeliest(logits)
+        return self._scan.likeliest(logits, excluded if excluded is not None else NO_TOKENS)
 
     def _sample_prefiltered(self, work: Sequence[_Work], logits: Logits, found: dict[int, RowResult]) -> None:
         """Rows whose chains start with a prefilter are filtered together."""

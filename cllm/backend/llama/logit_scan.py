@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,16 @@ from cllm.build.sampling import NAME, library_path
 
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.intp]
+NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 GROUP = 64  # tokens that are looked at by their maximum first
 COARSE = 16  # groups that are ordered by their maximum
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
 PART = 1 << 19  # logits: for less, waking a thread costs more than it saves
 CHAINS = 8  # sampler chains, likewise
-IDLE_PART = 1 << 17  # the same where no compute thread polls the cores: with a GPU
+IDLE_PART = (
+    1 << 15
+)  # the same with a GPU: no compute thread polls the cores, and `wait` wakes those of the scan
+WAKE_S = 250e-6  # before the device is expected to be done
 
 
 class Reaching(NamedTuple):
@@ -42,8 +46,17 @@ class LogitScan:
     def close(self) -> None:
         return
 
-    def likeliest(self, logits: Logits) -> list[int]:
-        """The likeliest token of each row; of equals the first."""
+    def wait(self, function: Any, pointer: Any, expected_s: float, size: int) -> None:
+        """Call llama.cpp's function that waits for the device, which is expected to be done in a while.
+
+        So many logits are scanned then. A thread that waits in CUDA keeps its core busy.
+        """
+        function(pointer)
+
+    def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
+        """The likeliest token of each row; of equals the first. Some are excluded, from `logits`, too."""
+        if len(excluded):
+            logits[:, excluded] = -np.inf
         found: list[int] = logits.argmax(axis=1).tolist()
         return found
 
@@ -103,7 +116,7 @@ class NativeLogitScan(LogitScan):
     def __init__(self, library: Path, threads: int, part: int = PART) -> None:
         """`part` is the least for each thread. Raises OSError where the library cannot be loaded."""
         self._api = ctypes.CDLL(str(library))
-        if not hasattr(self._api, "cllm_apply"):
+        if not hasattr(self._api, "cllm_wait"):
             raise OSError("it was built for an earlier cllm")
         self._api.cllm_pool_new.restype = ctypes.c_void_p
         self._threads, self._part = threads, part
@@ -112,16 +125,32 @@ class NativeLogitScan(LogitScan):
             raise OSError("no memory for the threads that sample")
         self._ids = np.zeros((0, MAX_CANDIDATES), np.int32)
         self._values = np.zeros((0, MAX_CANDIDATES), np.float32)
+        self._best, self._tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
 
     def close(self) -> None:
         if self._pool:
             self._api.cllm_pool_free(self._pool)
             self._pool = ctypes.c_void_p()
 
-    def likeliest(self, logits: Logits) -> list[int]:
-        tokens = np.empty(len(logits), np.int32)
-        self._api.cllm_argmax(self._pool, *self._shape(logits), _pointer(tokens))
-        found: list[int] = tokens.tolist()
+    def wait(self, function: Any, pointer: Any, expected_s: float, size: int) -> None:
+        threads = min(self._threads, size // self._part)
+        if expected_s <= 0 or threads <= 1:
+            function(pointer)
+            return
+        asleep = ctypes.c_int64(int(1e9 * (expected_s - WAKE_S)))
+        self._api.cllm_wait(self._pool, ctypes.c_int(threads), asleep, function, ctypes.c_void_p(pointer))
+
+    def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
+        rows = len(logits)
+        threads, *shape = self._shape(logits)
+        parts = -(-threads // rows)
+        if len(self._best) < rows * parts:
+            self._best = np.empty(rows * parts, np.float32)
+            self._tokens = np.empty(rows * parts, np.int32)
+        excludes = _pointer(excluded), ctypes.c_int(len(excluded))
+        results = ctypes.c_int(parts), _pointer(self._best), _pointer(self._tokens)
+        self._api.cllm_argmax(self._pool, ctypes.c_int(threads), *shape, *excludes, *results)
+        found: list[int] = self._tokens[:rows].tolist()
         return found
 
     def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
@@ -134,7 +163,9 @@ class NativeLogitScan(LogitScan):
         gaps = np.array([gap for _, gap in prefilters], np.float32)
         filters = _pointer(top_k), _pointer(gaps), ctypes.c_int(MAX_CANDIDATES)
         results = _pointer(self._ids), _pointer(self._values), _pointer(counts)
-        self._api.cllm_reach(self._pool, *self._shape(logits), *filters, *results)
+        threads, *shape = self._shape(logits)
+        threads = min(threads, len(logits))
+        self._api.cllm_reach(self._pool, ctypes.c_int(threads), *shape, *filters, *results)
         if counts.min() < 0:
             return None
         bounds = np.concatenate((np.zeros(1, np.intp), np.cumsum(counts, dtype=np.intp)))
@@ -153,15 +184,15 @@ class NativeLogitScan(LogitScan):
         found: list[int] = tokens.tolist()
         return found
 
-    def _shape(self, logits: Logits) -> tuple[object, ...]:
+    def _shape(self, logits: Logits) -> tuple[int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]:
         """Threads, logits, rows and width."""
         assert logits.flags.c_contiguous and logits.dtype == np.float32
         rows, width = logits.shape
-        threads = max(1, min(self._threads, rows, rows * width // self._part))
-        return ctypes.c_int(threads), _pointer(logits), ctypes.c_int(rows), ctypes.c_int(width)
+        threads = max(1, min(self._threads, rows * width // self._part))
+        return threads, _pointer(logits), ctypes.c_int(rows), ctypes.c_int(width)
 
 
-def _pointer(array: npt.NDArray[np.float32] | npt.NDArray[np.int32]) -> ctypes.c_void_p:
+def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 

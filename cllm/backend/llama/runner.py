@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from cllm.backend.base import (
+    RECORDED_AFTER,
     Batch,
     BatchKind,
     DraftCost,
@@ -44,7 +45,7 @@ MAX_SAMPLER_THREADS = 12
 MEASURED_DRAFT = 8  # tokens
 MEASURED_ROUNDS = 3
 MEASURED_S = 0.5  # then no further round: a large model's steps take long, and vary less
-RECORDED_AFTER = 3  # plain steps: CUDA repeats one from its recording when it has seen two that are alike
+REMEMBERED_STEPS = 8
 
 
 class LlamaRunner(ModelRunner):
@@ -67,6 +68,8 @@ class LlamaRunner(ModelRunner):
         self._rows: tuple[Row, ...] = ()
         self._padding: dict[int, int] = {}  # position by id
         self._code, self._submitted_at = 0, 0.0
+        self._lines, self._ubatches, self._chains = 0, 0, False  # of what was submitted
+        self._plain_s: dict[int, list[float]] = {}  # by rows: the device's last steps of a token a row
         self._open = ExitStack()  # what is open; closed in reverse order
         try:
             self._load(progress)
@@ -198,6 +201,30 @@ class LlamaRunner(ModelRunner):
         self._context.expect(self._rows)
         self._submitted_at = time.perf_counter()
         self._code = self._context.decode(self._batch.struct)
+        # A GPU computes already.
+        self._lines = sum(row.lines for row in batch.rows)
+        self._chains = any(isinstance(row.sampler, LlamaSampler) and row.sampler.chain for row in batch.rows)
+        # A recurrent memory is split by sequence in either layout.
+        unified = self._context.unified and not self._context.recurrent
+        self._ubatches = count_ubatches(self._rows, self._context.ubatch_tokens, unified=unified)
+
+    def _wait(self) -> None:
+        """Wait until the device is done.
+
+        Sampler chains take two passes on all threads, which are then woken before; the shortest of the last
+        such steps says when. For the likeliest token it would not pay.
+        """
+        rows = len(self._rows)
+        if not self.asynchronous or not self._chains or self._batch.struct.n_tokens != rows:
+            self._api.llama_synchronize(self._context.pointer)
+            return
+        known = self._plain_s.setdefault(rows, [])
+        if len(known) == REMEMBERED_STEPS:
+            known.clear()  # the next one is waited for awake: sleep that is too long must not be remembered
+        taken_s = time.perf_counter() - self._submitted_at
+        expected_s = min(known) - taken_s if known else 0.0
+        self.batch_sampler.wait(self._api.llama_synchronize, self._context.pointer, expected_s, self._lines)
+        known.append(time.perf_counter() - self._submitted_at)
 
     def collect(self) -> StepResult:
         batch, self._submitted = self._submitted, None
@@ -207,24 +234,21 @@ class LlamaRunner(ModelRunner):
             return self._embedding.run(batch)
         code = self._code
         if code == 0:
-            self._api.llama_synchronize(self._context.pointer)
+            self._wait()
         for seq_id, position in self._padding.items():
             self._context.remove_padding(seq_id, position)
         decoded = time.perf_counter()
         status = get_status(code)
         if status is not StepStatus.DONE:
             return StepResult(status, code=code, compute_s=decoded - self._submitted_at)
-        lines = sum(row.lines for row in batch.rows)
-        if lines:
-            results = self.batch_sampler.sample(batch.rows, self._context.logits(lines))
+        if self._lines:
+            results = self.batch_sampler.sample(batch.rows, self._context.logits(self._lines))
         else:
             results = (RowResult(),) * len(batch.rows)
-        # A recurrent memory is split by sequence in either layout.
-        unified = self._context.unified and not self._context.recurrent
         return StepResult(
             status,
             results,
-            ubatches=count_ubatches(self._rows, self._context.ubatch_tokens, unified=unified),
+            ubatches=self._ubatches,
             compute_s=decoded - self._submitted_at,
             sample_s=time.perf_counter() - decoded,
         )

@@ -37,7 +37,7 @@ def test_invariants_hold_in_any_scenario(scenario: Scenario, trimmable: bool, as
         swap_space_mb=scenario.swap_space_mb,
         cache_mb=scenario.cache_mb,
     )
-    driver.runner.asynchronous = asynchronous
+    driver.runner.asynchronous = driver.follows = asynchronous
     tier = driver.host_cache
     tier.cached_limit = min(tier.cached_limit, 700)  # bytes: two or three states
     tier.swap_limit = min(tier.swap_limit, 400)

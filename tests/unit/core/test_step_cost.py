@@ -46,6 +46,26 @@ def test_the_cost_of_drafts_is_that_of_the_steps(rows: int, draft_s: float) -> N
     assert model.draft_step(rows, range(rows), 2) == pytest.approx(1 + 2 * draft_s / 0.02)
 
 
+def test_on_a_gpu_drafts_cost_the_plain_steps_after_them_too() -> None:
+    model, known = StepCostModel(records=True), StepCostModel()
+    for number in range(60):
+        late_s = 0.005 if number % 5 in (2, 3, 4) else 0.0  # the three steps after one with drafts
+        for each in (model, known):
+            observe(each, make_step(8, 2 if number % 5 == 1 else 0), 0.02 + late_s)
+    assert model.plain_step_s(8) == pytest.approx(0.02)
+    assert model.draft_step(8, range(8), 2) == pytest.approx(1 + 3 * 0.005 / 0.02)
+    assert known.draft_step(8, range(8), 2) == pytest.approx(1)
+
+
+def test_the_time_between_two_results_is_the_cost_of_a_step() -> None:
+    model = StepCostModel()
+    for number in range(40):
+        drafts = number % 2
+        found = StepResult(StepStatus.DONE, ubatches=1, compute_s=0.02, period_s=0.025 if drafts else 0.0)
+        model.observe(make_step(8, drafts), found)
+    assert model.draft_step(8, range(8), 1) == pytest.approx(1.25)
+
+
 def test_nothing_is_known_of_steps_never_seen() -> None:
     model = taught(8, draft_s=0.01)
     assert model.draft_step(7, range(7), 1) == 1 + DEFAULT_DRAFT_COST
