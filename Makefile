@@ -82,6 +82,9 @@ neighbours: .venv/ready ## a plain stream beside seven costly requests of each k
 simulate: .venv/ready-bench ## ways to place requests on 100 simulated replicas, by a public trace; ARGS="--out docs", "--calibrate"
 	.venv/bin/python -m bench.cluster $(ARGS)
 
+cluster-test: .venv/ready .venv-cluster/ready ## a cluster on Ray, here: costs, kills of everything, scaling, updates (20 minutes); ARGS="--only kills", "--long", "--resume"
+	.venv/bin/python -m tests.soak.cluster --python .venv-cluster/bin/python $(ARGS)
+
 waiting: .venv/ready ## 50,000 requests wait: what submitting and cancelling cost
 	.venv/bin/python -m tests.soak.waiting $(ARGS)
 
@@ -149,7 +152,7 @@ firsttoken: ## from a fresh clone to its first token, tuning included, and a sec
 	scripts/first_token.sh
 
 clean: ## remove .venv and what the tools leave here (the built library stays in the cache)
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis build dist *.egg-info
+	rm -rf .venv .venv-cluster .pytest_cache .mypy_cache .ruff_cache .hypothesis .schemathesis build dist *.egg-info
 
 build/tiny.gguf: .venv/ready tests/tiny_models.py
 	@mkdir -p build
@@ -157,6 +160,12 @@ build/tiny.gguf: .venv/ready tests/tiny_models.py
 
 .venv/ready: $(BUILD_INPUTS)
 	PYTHON="$(PYTHON)" scripts/setup.sh
+	@touch $@
+
+# Ray is not for the environment of the tests: it is an extra, and large.
+.venv-cluster/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-cluster
+	.venv-cluster/bin/python -m pip install --disable-pip-version-check -q -e '.[cluster]'
 	@touch $@
 
 .venv/ready-bench: .venv/ready

@@ -174,6 +174,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class ClusterConfig(EngineConfig, frozen=True, kw_only=True):
+    """Settings of a cluster worker: where the replicas of a model are, and which model they must have."""
+
+    cluster: str  # address of the head
+    deployment: str  # the model's name in the cluster
+    digest: str = ""  # of the model's file
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that are ready to be loaded, and the memory that they take, in bytes by device."""
 
@@ -221,6 +229,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: Annotated[float, _option("Time for running requests to finish after SIGTERM, seconds.", 0)] = (
         30.0
     )
+    cluster: Annotated[
+        str,
+        _option(
+            "Replicas of this cluster compute (`cllm cluster`); HOST:PORT of its head.", metavar="ADDRESS"
+        ),
+    ] = ""
     model_dir: Annotated[str, _folder("Folder of the models that /admin/reload may load.")] = ""
     all: Annotated[bool, _option("Serve every model that `cllm list` shows.")] = False
     models_memory_mb: Annotated[

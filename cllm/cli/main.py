@@ -33,6 +33,7 @@ COMMANDS = {  # name: module and function
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
     "service": ("cllm.cli.service", "service_app"),
+    "cluster": ("cllm.cli.cluster", "cluster_app"),
     "keys": (__name__, "keys_app"),
     "bench": (__name__, "bench_command"),
 }

@@ -17,7 +17,7 @@ from rich.console import Console
 from cllm.cli.options import fail, progress_bar, with_options
 from cllm.cli.prepare import Answer, Preparation, SurveyTask, finish, stamp
 from cllm.cli.served import choose_models, is_several, make_common
-from cllm.config import Config, EngineConfig, ModelConfig, Prepared, ServerConfig
+from cllm.config import ClusterConfig, Config, EngineConfig, ModelConfig, Prepared, ServerConfig
 from cllm.errors import CllmError, ConfigError, Forbidden, NotEnoughMemory, ReloadFailed, SetupError
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.engine_registry import EngineRegistry
@@ -30,6 +30,7 @@ from cllm.server.serve import Listeners, bind, serve
 from cllm.workers.compute_turns import share_turns
 from cllm.workers.executor import ProcessExecutor
 
+CLUSTER_WORKER = "cllm.cluster.cluster_worker"
 MAX_SHOWN = 8  # names in the line that says what is served
 
 
@@ -70,8 +71,11 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
     """Serve one model under every name; it is loaded before the server answers."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     server = config.server
-    asked = Preparation(asked=model.engine, given=model.given, log_level=server.log_level)
-    ready = _run_task(asked, Prepared)
+    if server.cluster:
+        ready = prepare_gateway(model.engine, server.cluster)
+    else:
+        asked = Preparation(asked=model.engine, given=model.given, log_level=server.log_level)
+        ready = _run_task(asked, Prepared)
     with progress_bar(console) as progress:
         task = progress.add_task("loading the model", total=1.0)
         loader = EngineLoader(server)
@@ -110,8 +114,8 @@ def _serve_several(
     found = _run_task(task, Survey)
     loader = EngineLoader(server, several=True)
     served = [ServedModel(each.config, loader, info=each.info, created=each.created) for each in found.models]
-    limit = dict(found.memory)
-    if server.models_memory_mb:
+    limit = dict(found.memory) if not server.cluster else {}
+    if server.models_memory_mb and not server.cluster:
         limit["host"] = server.models_memory_mb << 20
     registry = EngineRegistry(
         served,
@@ -125,6 +129,7 @@ def _serve_several(
     def announce(url: str) -> None:
         listed = ", ".join(names[:MAX_SHOWN]) + (" …" if len(names) > MAX_SHOWN else "")
         memory = ", ".join(f"{size >> 20} MiB of {device}" for device, size in limit.items())
+        memory = f"the cluster at {server.cluster}" if server.cluster else memory
         plural = "s" if len(names) > 1 else ""
         console.print(
             f"cllm serves {len(names)} model{plural} ({listed}) at {url}\n"
@@ -133,6 +138,20 @@ def _serve_several(
         )
 
     _run(serve(registry, server, listeners, announce))
+
+
+def prepare_gateway(engine: EngineConfig, cluster: str) -> Prepared:
+    """Settings of a gateway, whose tokenizer reads the model here. Raises SetupError. Ray is not imported."""
+    from cllm.cluster.directory import check_head
+    from cllm.cluster.model_digest import digest_model, name_deployment
+    from cllm.models.resolve import resolve
+    from cllm.models.store import embedded_model
+
+    address = check_head(cluster)
+    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    settings = {**msgspec.structs.asdict(engine), "model": str(path), "cluster": address}
+    name, digest = name_deployment(engine, path), digest_model(path)
+    return Prepared(config=ClusterConfig(**settings, deployment=name, digest=digest), stamps=(stamp(path),))
 
 
 def _run_task(task: Preparation | SurveyTask, kind: type[Answer]) -> Answer:
@@ -179,6 +198,10 @@ class EngineLoader:
         rooms: Sequence[Memory] = (),
     ) -> Prepared:
         """Settings for a file of --model-dir, or for the model's own. Raises CllmError."""
+        if self._server.cluster:
+            if file:
+                raise Forbidden("model: the models of a cluster are changed by `cllm cluster deploy`")
+            return prepare_gateway(model.engine, self._server.cluster)
         if file:
             path = find_model(self._server.model_dir, file)
         else:
@@ -215,8 +238,9 @@ class EngineLoader:
     def make(self, prepared: Prepared, on_loading: Callable[[float], None] | None = None) -> EngineClient:
         """An engine, not started."""
         server = self._server
+        module = CLUSTER_WORKER if isinstance(prepared.config, ClusterConfig) else ""
         return EngineClient(
-            ProcessExecutor(prepared.config, log_level=server.log_level),
+            ProcessExecutor(prepared.config, log_level=server.log_level, engine_module=module),
             queue_size=server.queue_size,
             queue_tokens=server.queue_tokens,
             max_timeout_s=server.max_timeout_s,

@@ -18,7 +18,7 @@ from cllm.errors import EngineNotReady
 class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica has measured of itself."""
 
-    prefill_token_s: float  # beside what else it computes
+    prefill_token_s: float  # beside what else it computes; a relay completes what is not measured yet: 0
     restore_token_s: float = 0.0  # of a prefix that is in its cache
     slot_s: float = 0.0  # how long a request holds a slot
     slots: int = 1
@@ -99,6 +99,10 @@ class Placer:
         self._mean_tokens = 0.0  # that a prompt is expected to take
         self._replicas: dict[int, _Replica] = {}
         self.index = BlockIndex()
+
+    def share(self, gateway: int, gateways: int) -> None:
+        """This is one of so many gateways from now on."""
+        self._gateway, self._gateways = gateway, gateways
 
     def report(self, replica: int, report: ReplicaReport) -> None:
         """A replica says how it is; the first time, it joins."""

@@ -53,6 +53,7 @@ from cllm.workers.executor import Executor, TokenizerClient, settle
 from cllm.workers.messages import (
     Cancel,
     ClearCache,
+    ClusterReport,
     Command,
     Died,
     Inspect,
@@ -63,6 +64,7 @@ from cllm.workers.messages import (
     StateFileDone,
     StepReport,
     Submit,
+    Unready,
     UseStateFile,
 )
 from cllm.workers.supervisor import Backoff
@@ -107,7 +109,7 @@ class EngineClient:
         self._run = 0  # of the executor; reports of an earlier run are stale
         self._computing = False  # this run is Ready and has not died: it may be sent commands
         self._backoff = Backoff()
-        self._error: CllmError | None = None  # why new requests are refused while health is FAILED
+        self.error: CllmError | None = None  # why requests wait; while health is FAILED, are refused
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}  # to the engine, not yet answered, by id
         self.chat_formats: dict[bool, ChatFormat] = {}  # of conversations with tools and without
@@ -268,7 +270,7 @@ class EngineClient:
 
     def _closed_error(self) -> CllmError:
         if self.health is Health.FAILED:
-            return self._error or EngineDied("the engine is gone")
+            return self.error or EngineDied("the engine is gone")
         return ShuttingDown(f"{self.shutdown_message} and takes no new requests")
 
     def _dispatch(self) -> None:
@@ -291,15 +293,11 @@ class EngineClient:
         return state.stage is Stage.ENGINE
 
     def _timer_fired(self, request_id: str | None) -> None:
-        if request_id is not None:
-            self._expire(request_id)
-            return
-        with self._lock:
-            self._dispatch()
-
-    def _expire(self, request_id: str) -> None:
         """A request's time is up: the client gets the error now, not when the step is over."""
         with self._lock:
+            if request_id is None:
+                self._dispatch()
+                return
             state = self._queue.states.get(request_id)
             if state is None or state.cancelled:
                 return
@@ -331,7 +329,7 @@ class EngineClient:
                         self._on_loading(progress)
                 case Ready(info, limits, memory):
                     self.metrics.loaded(limits, memory)
-                    self.info, self.limits = info, limits
+                    self.info, self.limits, self.error = info, limits, None
                     self._computing = True
                     self._backoff.ready()
                     if self.health is not Health.DRAINING:
@@ -339,6 +337,12 @@ class EngineClient:
                     if not self.loaded.done():
                         self.loaded.set_result(None)
                     self._dispatch()
+                case Unready(message, given_up):
+                    self._computing = False
+                    self.metrics.ready.set(0)
+                    self._give_up(EngineNotReady(message), waits=not given_up)
+                case ClusterReport():
+                    self.metrics.replicas.report = report
                 case Died(code, message):
                     self._on_crash(from_code(code, message))
 
@@ -407,14 +411,15 @@ class EngineClient:
         self.metrics.restarts.inc()
         self.start(delay_s)
 
-    def _give_up(self, error: CllmError) -> None:
-        """No engine is expected soon: every request, present and later, fails with the reason until Ready."""
+    def _give_up(self, error: CllmError, *, waits: bool = False) -> None:
+        """No engine is there: every request, present and later, fails until Ready, unless it `waits`."""
         if self.health is not Health.DRAINING:
-            self.health = Health.FAILED
-        self._error = error
-        for state in self._queue.requests:
-            self._fail(state, error)
-        log.critical("the engine is given up: %s", error)
+            self.health = Health.RESTARTING if waits else Health.FAILED
+        self.error = error
+        if not waits:
+            for state in self._queue.requests:
+                self._fail(state, error)
+            log.critical("the engine is given up: %s", error)
 
     # Endings -----------------------------------------------------------------------------------------
 

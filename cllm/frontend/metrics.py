@@ -16,7 +16,7 @@ from cllm.frontend.request_queue import RequestQueue
 from cllm.frontend.request_state import RequestState
 from cllm.frontend.tenants import Tenants
 from cllm.types import Limits, RequestOutput, Usage
-from cllm.workers.messages import StepStats
+from cllm.workers.messages import ClusterReport, StepStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 # Fields of StepStats: (field, metric, help).
@@ -49,6 +49,16 @@ _STEP_GAUGES = (
     ("disk_bytes", "prefix_disk_bytes", "Disk of the prefix cache, of all models"),
     ("swapped_bytes", "swapped_ram_bytes", "RAM of preempted requests"),
 )
+
+# Fields of ReplicaStatus.
+_REPLICA_GAUGES = {
+    "ready": "1 when the replica computes",
+    "requests": "Requests of all gateways at the replica, running or waiting",
+    "slots": "Slots of the replica",
+    "cells": "KV cells of the replica",
+    "cells_used": "KV cells in use at the replica",
+    "generated": "Tokens that the replica has generated for this gateway since it joined",
+}
 
 
 class EngineMetrics:
@@ -111,6 +121,7 @@ class EngineMetrics:
         metrics = dict(zip(names, [metric for _, metric in (*self._counters, *self._gauges)], strict=True))
         DeprecatedMetrics(metrics, self.registry)
         self.registry.register(TenantMetrics(self))
+        self.replicas = ReplicaMetrics(self.registry)
         self._llama = LlamaMetrics(
             {
                 "n_decode_total": metrics["steps"],
@@ -254,6 +265,26 @@ class TenantMetrics(Collector):
             held.add_metric([tenant.name, "waiting"], tenant.waiting)
             held.add_metric([tenant.name, "engine"], tenant.running)
         return tokens, held
+
+
+class ReplicaMetrics(Collector):
+    """The replicas of a cluster, each with its own label; nothing where the engine is of this machine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.report: ClusterReport | None = None
+        registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        if (report := self.report) is None:
+            return
+        moved = CounterMetricFamily("cllm_requests_moved", "Requests that went on at another replica")
+        moved.add_metric([], report.moved)
+        yield moved
+        for field, text in _REPLICA_GAUGES.items():
+            family = GaugeMetricFamily(f"cllm_replica_{field}", text, labels=["replica"])
+            for each in report.replicas:
+                family.add_metric([each.name], float(getattr(each, field)))
+            yield family
 
 
 class DeprecatedMetrics(Collector):

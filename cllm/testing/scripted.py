@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cllm.backend.base import Batch, ModelRunner, StepResult, StepStatus
-from cllm.config import EngineConfig, ServerConfig
+from cllm.config import ClusterConfig, EngineConfig, ServerConfig
 from cllm.testing.fake_runner import END_TOKEN, TURN, FakeRunner, FakeVocabulary
 from cllm.types import SamplingParams
 
@@ -97,8 +98,8 @@ def _run_worker(arguments: list[str]) -> int:
     return run_worker(arguments, _make_runner, lambda channel, _: answer_tasks(channel, tokenizer))
 
 
-def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
-    """Serve `ScriptedRunner` over HTTP until a signal ends it."""
+def serve_scripted(config: EngineConfig, server: ServerConfig, engine_module: str = "") -> None:
+    """Serve `ScriptedRunner` over HTTP until a signal ends it; the engine may be another worker's."""
     from cllm.cli.serve import _new_event_loop
     from cllm.frontend.engine_client import EngineClient
     from cllm.frontend.engine_registry import EngineRegistry
@@ -107,7 +108,9 @@ def serve_scripted(config: EngineConfig, server: ServerConfig) -> None:
     from cllm.workers.executor import ProcessExecutor
 
     configure_logging(server.log_level)
-    executor = ProcessExecutor(config, log_level=server.log_level, module="cllm.testing")
+    executor = ProcessExecutor(
+        config, log_level=server.log_level, module="cllm.testing", engine_module=engine_module
+    )
     engine = EngineClient(executor, queue_size=server.queue_size)
 
     announce = partial(print, "cllm serves fake (a script) at", flush=True)
@@ -130,7 +133,8 @@ def main(arguments: list[str]) -> int:
         "queue-size": 1024,
         "draft-tokens": 0,
     }
-    for name, default in ({"host": "127.0.0.1", "log-level": "warning", "api-key": ""} | defaults).items():
+    texts = {"host": "127.0.0.1", "log-level": "warning", "api-key": "", "cluster": "", "engine-module": ""}
+    for name, default in (texts | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     options = vars(parser.parse_args(arguments[1:]))
     engine = EngineConfig(
@@ -140,5 +144,10 @@ def main(arguments: list[str]) -> int:
         batch_tokens=512,
         draft_tokens=options.pop("draft_tokens"),
     )
-    serve_scripted(engine, ServerConfig(**options, drain_s=1.0))
+    cluster, module = options.pop("cluster"), options.pop("engine_module")
+    if cluster:
+        settings = msgspec.structs.asdict(engine)
+        engine = ClusterConfig(**settings, cluster=cluster, deployment="scripted")
+        module = module or "cllm.cluster.cluster_worker"
+    serve_scripted(engine, ServerConfig(**options, drain_s=1.0), module)
     return 0

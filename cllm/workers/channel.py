@@ -21,11 +21,20 @@ _LENGTH = struct.Struct("<I")
 CHUNK = 1 << 16  # bytes read at a time
 
 
+def pack_frame(frame: bytes) -> bytes:
+    """A frame as it is sent: after its length."""
+    return _LENGTH.pack(len(frame)) + frame
+
+
 class FrameBuffer:
     """Whole frames out of the bytes of a stream."""
 
     def __init__(self) -> None:
         self._data = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes of what has not been taken."""
+        return len(self._data)
 
     def add(self, chunk: bytes) -> None:
         self._data += chunk
@@ -53,7 +62,7 @@ class Channel:
     def send(self, frame: bytes) -> None:
         """Send a whole frame, waiting for the other side; raises OSError when that is gone."""
         with self._lock:
-            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+            self._socket.sendall(pack_frame(frame))
 
     def receive(self) -> bytes | None:
         """The next frame, or None at the end."""

@@ -80,8 +80,18 @@ class ProcessExecutor:
 
     restartable = True
 
-    def __init__(self, config: EngineConfig, *, log_level: str = "info", module: str = WORKER_MODULE) -> None:
-        self._engine = Supervisor("engine", config, Report, log_level=log_level, module=module)
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log_level: str = "info",
+        module: str = WORKER_MODULE,
+        engine_module: str = "",
+    ) -> None:
+        """With an `engine_module`, the engine worker is that: replicas of a cluster compute, for instance."""
+        self._engine = Supervisor(
+            "engine", config, Report, log_level=log_level, module=engine_module or module
+        )
         self.tokenizer = ProcessTokenizer(config, log_level=log_level, module=module)
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:

@@ -132,6 +132,32 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     memory: dict[str, int] = {}  # bytes, by part
 
 
+class Unready(msgspec.Struct, frozen=True, tag=True):
+    """A cluster has no replica now; `Ready` follows when it has. `given_up`: requests wait no longer."""
+
+    message: str
+    given_up: bool = False
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica of a cluster, as metrics show it."""
+
+    name: str
+    ready: bool = False
+    requests: int = 0
+    slots: int = 0
+    cells: int = 0
+    cells_used: int = 0
+    generated: int = 0  # tokens, since it joined
+
+
+class ClusterReport(msgspec.Struct, frozen=True, tag=True):
+    """The replicas of a cluster, and how many requests were moved between them since the start."""
+
+    replicas: tuple[ReplicaStatus, ...]
+    moved: int = 0
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_age_s: float  # how long the running step has run; 0 between steps
 
@@ -144,7 +170,9 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     signal: int = 0  # the one that ended the process
 
 
-Report = StepReport | Inspection | StateFileDone | Loading | Ready | Heartbeat | Died
+Report = (
+    StepReport | Inspection | StateFileDone | Loading | Ready | Unready | ClusterReport | Heartbeat | Died
+)
 
 # To the tokenizer. A prompt of more than `max_tokens` tokens is refused there (0: no limit): tokens that are
 # refused anyway need not cross to the parent.

@@ -119,7 +119,7 @@ def get_children(pid: int) -> dict[int, str]:
 
 def find_workers(pid: int, role: str) -> list[int]:
     """The process ids of a server's workers of that role: `engine` or `tokenizer`."""
-    pattern = re.compile(rf"-m cllm\.[\w.]+ \d+ {role}\b")
+    pattern = re.compile(rf"-m [\w.]+ \d+ {role}\b")
     return [child for child, line in get_children(pid).items() if pattern.search(line)]
 
 
@@ -141,6 +141,11 @@ class Server:
     ) -> None:
         self.log = log
         variables = environment(**{"CLLM_LOG_LEVEL": "debug", **variables})
+        if os.environ.get("TEST_CLUSTER"):  # a cluster of two replicas computes for it
+            program = (
+                f"from tests.driver import cluster; cluster.replace_engines(); {program[0]}",
+                *program[1:],
+            )
         self.process = Program(program[0], (*program[1:], *arguments, *port), variables, log)
         self.url = ""
         self.client = make_client()

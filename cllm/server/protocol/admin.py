@@ -109,6 +109,7 @@ class CacheClearedResponse(msgspec.Struct, frozen=True):
 class HealthResponse(msgspec.Struct, frozen=True):
     status: str
     engine: str | msgspec.UnsetType = msgspec.UNSET
+    reason: str | msgspec.UnsetType = msgspec.UNSET  # why requests are not computed now
 
 
 class SlotCounts(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -85,8 +86,11 @@ async def health(http: HttpRequest) -> Response:
 async def ready(http: HttpRequest) -> Response:
     """Ready: 200 when a request sent now would be computed."""
     health = get_health(http)
-    ready = health in (Health.READY, Health.SLEEPING)
-    return StructResponse(api.HealthResponse(health.value), 200 if ready else 503)
+    if health in (Health.READY, Health.SLEEPING):
+        return StructResponse(api.HealthResponse(health.value))
+    engine = find_model(http).engine
+    error = engine.error if engine is not None else None
+    return StructResponse(api.HealthResponse(health.value, reason=error.message if error else UNSET), 503)
 
 
 @router.get("/metrics", **documented(_METRICS))

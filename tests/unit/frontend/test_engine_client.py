@@ -32,7 +32,7 @@ from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
 from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.executor import Receive, TokenizerClient
-from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit
+from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.workers.supervisor import Backoff
 
 
@@ -515,3 +515,31 @@ def test_inspecting_an_engine_that_is_not_there_fails_at_once(engine: EngineClie
     engine.stop()
     future: Future[object] = engine.inspect()  # type: ignore[assignment]
     assert future.exception(0) is not None
+
+
+def test_requests_wait_while_a_cluster_has_no_replica(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    running = engine.submit(request("running"), BlockingOutputStream)
+    assert executor.receive is not None
+    executor.receive(Unready("no replica is there"))
+    assert engine.health is Health.RESTARTING and engine.error is not None
+    engine.submit(request("waits"), BlockingOutputStream)
+    assert executor.submitted() == ["running"]
+    executor.come_back()
+    assert engine.health.value == "ready" and engine.error is None
+    assert executor.submitted() == ["running", "waits"] and not running.finished
+
+
+def test_a_cluster_that_is_given_up_refuses_until_it_is_ready(
+    engine: EngineClient, executor: ScriptedExecutor
+) -> None:
+    waiting = engine.submit(request("r"), BlockingOutputStream)
+    assert executor.receive is not None
+    executor.receive(Unready("no replica is there", given_up=True))
+    assert read(waiting).error == Failure(EngineNotReady.code, "no replica is there")
+    with pytest.raises(EngineNotReady, match="no replica is there"):
+        engine.submit(request("later"), BlockingOutputStream)
+    executor.come_back()
+    engine.submit(request("again"), BlockingOutputStream)
+    assert executor.submitted()[-1] == "again"

@@ -16,7 +16,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.types import FinishReason, Request, RequestOutput, Usage
-from cllm.workers.messages import StepStats
+from cllm.workers.messages import ClusterReport, ReplicaStatus, StepStats
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 BOUNDS = (0.005, 0.1, 1, 30)
@@ -97,3 +97,13 @@ def test_cached_tokens_are_counted_by_their_source() -> None:
 )
 def test_the_end_of_a_request_says_what_was_cached(cached: int, source: str, said: str) -> None:
     assert said in describe_end(*ended(cached, source))
+
+
+def test_replicas_of_a_cluster_have_their_label() -> None:
+    metrics = EngineMetrics()
+    assert b"cllm_replica" not in metrics.render()
+    metrics.replicas.report = ClusterReport((ReplicaStatus(name="a", ready=True, cells_used=7),), moved=3)
+    text = metrics.render().decode()
+    assert 'cllm_replica_ready{replica="a"} 1.0' in text
+    assert 'cllm_replica_cells_used{replica="a"} 7.0' in text
+    assert "cllm_requests_moved_total 3.0" in text

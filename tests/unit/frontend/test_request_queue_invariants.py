@@ -93,7 +93,7 @@ class QueueMachine(RuleBasedStateMachine):
         state = self.engine._queue.states.get(f"r{number % len(self.streams)}")
         if state is not None and state.request.timeout_s is not None:
             cancelled = state.cancelled
-            self.engine._expire(state.request.id)
+            self.engine._timer_fired(state.request.id)
             assert cancelled or state.stage is Stage.DONE
 
     @precondition(lambda self: self.engine._backoff.count == 0)

@@ -162,7 +162,7 @@ class ResumeMachine(RuleBasedStateMachine):
     def time_is_up(self, number: int) -> None:
         name = self.living()[number % len(self.living())]
         self.ended.add(name)
-        self.engine._expire(name)
+        self.engine._timer_fired(name)
 
     @invariant()
     def what_is_read_is_the_undisturbed_answer(self) -> None:

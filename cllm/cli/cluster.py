@@ -1,0 +1,274 @@
+"""`cllm cluster`: several machines as one: start a head, join it, deploy models, look, and end it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cllm.cli.options import GroupedHelp, fail, with_options
+from cllm.cli.prepare import Preparation, finish
+from cllm.cluster.deployment import (
+    SETTINGS,
+    Scale,
+    ask_loads,
+    connect,
+    count_cpus,
+    deploy,
+    list_deployments,
+    list_nodes,
+    remove,
+)
+from cllm.cluster.directory import DEFAULT_PORT, TOKEN_FILE, RayDirectory, split_address
+from cllm.cluster.model_digest import digest_model, name_deployment
+from cllm.cluster.replica import ReplicaSettings
+from cllm.config import Config, EngineConfig, Prepared
+from cllm.errors import CllmError, ConfigError, SetupError
+from cllm.models.resolve import resolve
+from cllm.models.store import embedded_model
+from cllm.workers.supervisor import WORKER_MODULE
+
+cluster_app = typer.Typer(
+    help="Several machines as one, on Ray Serve.", no_args_is_help=True, add_completion=False
+)
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least; nothing is kept there
+Address = Annotated[
+    str,
+    typer.Option("--cluster", help="The head: HOST or HOST:PORT.", envvar="CLLM_CLUSTER", metavar="ADDRESS"),
+]
+Cpus = Annotated[int, typer.Option("--cpus", help="CPUs for replicas here. 0: all.", min=0)]
+Gpus = Annotated[int, typer.Option("--gpus", help="GPUs for replicas here. -1: all.", min=-1)]
+Block = Annotated[bool, typer.Option("--block", help="Stay in the foreground, for a service manager.")]
+LOCAL = "127.0.0.1"
+
+
+def make_token(path: Path) -> bool:
+    """The token of the cluster; False if there is one already."""
+    if path.is_file():
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return True
+
+
+def find_ray() -> str:
+    """Ray's own command, beside this Python. Raises ConfigError."""
+    found = shutil.which("ray", path=str(Path(sys.executable).parent)) or shutil.which("ray")
+    if found is None:
+        raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'")
+    return found
+
+
+def run_ray(arguments: Sequence[str], **variables: str) -> None:
+    """Run Ray's command with our settings. Raises SetupError with what it said last."""
+    token = os.environ.get("RAY_AUTH_TOKEN_PATH", str(Path(TOKEN_FILE).expanduser()))
+    environment = {**SETTINGS, "RAY_AUTH_TOKEN_PATH": token, **os.environ, **variables}
+    blocks = "--block" in arguments
+    done = subprocess.run(
+        [find_ray(), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=None if blocks else subprocess.PIPE,
+        stderr=None if blocks else subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = [line for line in (done.stdout or "").splitlines() if line.strip()]
+        raise SetupError(f"ray {arguments[0]} failed: {lines[-1] if lines else done.returncode}")
+
+
+def make_start(cpus: int, gpus: int, block: bool) -> list[str]:
+    """The arguments of `ray start` that a head and other machines share."""
+    arguments = ["start", "--disable-usage-stats", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    arguments += [f"--num-cpus={cpus}"] if cpus else []
+    arguments += [f"--num-gpus={gpus}"] if gpus >= 0 else []
+    return arguments + (["--block"] if block else [])
+
+
+@cluster_app.command("head")
+def head_command(
+    port: Annotated[int, typer.Option("--port", help="Port of the head.", min=1, max=65535)] = DEFAULT_PORT,
+    address: Annotated[
+        str, typer.Option("--node-ip", help="Address of this machine for the others.", metavar="IP")
+    ] = "",
+    storage: Annotated[
+        Path, typer.Option("--storage", help="Folder of the cluster's state, on a disk of this machine.")
+    ] = Path("~/.cache/cllm/cluster"),
+    cpus: Cpus = 0,
+    gpus: Gpus = -1,
+    block: Block = False,
+) -> None:
+    """Start the head of a cluster on this machine; it is a machine of it, too."""
+    folder = storage.expanduser()
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        made = make_token(token) if "RAY_AUTH_TOKEN" not in os.environ else False
+        typer.echo(
+            f"the token of the cluster is {'new, ' if made else ''}in {token} (mode 0600): copy it to the "
+            "same place on each other machine, also of gateways, as with scp"
+        )
+        typer.echo(f"on other machines: cllm cluster join {address or 'THIS-HOST'}:{port}")
+        arguments = [*make_start(cpus, gpus, block), "--head", f"--port={port}", "--include-dashboard=false"]
+        arguments += [f"--node-ip-address={address}"] if address else []
+        run_ray(arguments, RAY_gcs_storage="rocksdb", RAY_gcs_storage_path=str(folder))
+    except (CllmError, OSError) as error:
+        raise fail(error) from None
+    if not block:
+        typer.echo(f"the head runs; deploy a model: cllm cluster deploy MODEL --cluster {LOCAL}:{port}")
+
+
+@cluster_app.command("join")
+def join_command(
+    head: Annotated[str, typer.Argument(help="The head: HOST or HOST:PORT.")],
+    cpus: Cpus = 0,
+    gpus: Gpus = -1,
+    block: Block = False,
+) -> None:
+    """Make this machine one of a cluster."""
+    try:
+        host, port = split_address(head)
+        token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", TOKEN_FILE)).expanduser()
+        if "RAY_AUTH_TOKEN" not in os.environ and not token.is_file():
+            raise ConfigError(f"there is no cluster token in {token}: copy it from the machine of the head")
+        run_ray([*make_start(cpus, gpus, block), f"--address={host}:{port}"])
+    except CllmError as error:
+        raise fail(error) from None
+    typer.echo(f"this machine is part of the cluster at {host}:{port}")
+
+
+@with_options(EngineConfig)
+def deploy_command(
+    config: Config,
+    given: frozenset[str],
+    cluster: Address = LOCAL,
+    replicas: Annotated[
+        int, typer.Option("--replicas", "--min", help="Replicas; with --max, at least.", min=1, metavar="N")
+    ] = 1,
+    most: Annotated[
+        int, typer.Option("--max", help="Scale up to so many replicas. 0: not at all.", min=0, metavar="N")
+    ] = 0,
+    gpus: Annotated[float, typer.Option("--gpus", help="GPUs of each replica.", min=0, metavar="N")] = 0.0,
+    drain_s: Annotated[
+        float,
+        typer.Option("--drain-s", help="Seconds for its requests when a replica ends.", min=0, metavar="N"),
+    ] = 30.0,
+) -> None:
+    """Have replicas of a model computed by a cluster, or change them while the others serve."""
+    try:
+        host, port = split_address(cluster)
+        connect(f"{host}:{port}")
+        engine = config.engine
+        if not engine.threads:
+            engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
+        settings = make_settings(engine, given, drain_s)
+        scale = Scale(replicas=replicas, max_replicas=most, cpus=float(engine.threads), gpus=gpus)
+        deploy(settings, scale, prepare_replica)
+    except CllmError as error:
+        raise fail(error) from None
+    typer.echo(
+        f"{settings.name} is deployed; serve it: cllm serve {config.engine.model} --cluster {host}:{port}"
+    )
+
+
+deploy_command.__name__ = "deploy"
+cluster_app.command("deploy", cls=GroupedHelp)(deploy_command)
+
+
+def make_settings(engine: EngineConfig, given: frozenset[str], drain_s: float) -> ReplicaSettings:
+    """What each replica is to compute. The scripted model of the tests has no file."""
+    if module := os.environ.get("CLLM_CLUSTER_WORKER", ""):
+        return ReplicaSettings(name="scripted", engine=engine, module=module, drain_s=drain_s)
+    path = resolve(engine.model, offline=engine.offline) if engine.model else embedded_model()
+    if Path(engine.model).expanduser().is_file():  # other machines have no folder of that name to begin at
+        engine = msgspec.structs.replace(engine, model=str(path.resolve()))
+    return ReplicaSettings(
+        name=name_deployment(engine, path),
+        engine=engine,
+        given=tuple(sorted(given | {"threads"})),
+        digest=digest_model(path),
+        drain_s=drain_s,
+    )
+
+
+def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
+    """On the machine of a replica: settings that are ready to be loaded. Raises SetupError."""
+    if settings.module != WORKER_MODULE:
+        return settings.engine
+    task = Preparation(
+        asked=settings.engine, given=frozenset(settings.given), log_level=settings.log_level, beside=True
+    )
+    ready = finish(task.start(), Prepared).config
+    if digest_model(Path(ready.model)) != settings.digest:
+        raise ConfigError(f"the file of {settings.name} on this machine is another one than was deployed")
+    return ready
+
+
+@cluster_app.command("status")
+def status_command(cluster: Address = LOCAL) -> None:
+    """Show the machines of a cluster, its models, and the KV and queue of each replica."""
+    console = Console(highlight=False)
+    try:
+        host, port = split_address(cluster)
+        connect(f"{host}:{port}")
+        directory = RayDirectory(f"{host}:{port}")
+        nodes = Table("machine", "state", "CPUs", "GPUs", box=None)
+        for node in list_nodes():
+            state = "alive" if node["alive"] else "gone"
+            nodes.add_row(node["address"], state, f"{node.get('CPU', 0):.0f}", f"{node.get('GPU', 0):.0f}")
+        console.print(nodes)
+        for name, (state, counts, message) in list_deployments().items():
+            listed = ", ".join(f"{count} {kind.lower()}" for kind, count in counts.items())
+            console.print(f"\n{name}: {state.lower()} ({listed or 'no replica'}) {message}".rstrip())
+            addresses = directory.list(name)
+            loads = ask_loads(addresses)
+            table = Table("replica", "machine", "requests", "slots", "KV cells in use", "gateways", box=None)
+            for each in addresses:
+                if (load := loads.get(each.replica)) is None:
+                    table.add_row(each.replica, each.host, "does not answer")
+                    continue
+                cells = f"{load.cells_used} of {load.cells}"
+                requests, slots = len(load.report.requests), load.report.speed.slots
+                table.add_row(
+                    each.replica, each.host, f"{requests}", f"{slots}", cells, f"{len(load.gateways)}"
+                )
+            console.print(table)
+    except CllmError as error:
+        raise fail(error) from None
+
+
+@cluster_app.command("down")
+def down_command(
+    model: Annotated[
+        str, typer.Argument(help="Only this model; without it, all that runs on this machine.")
+    ] = "",
+    cluster: Address = LOCAL,
+) -> None:
+    """End a model's replicas, which drain; or end the cluster's processes on this machine."""
+    try:
+        if model:
+            host, port = split_address(cluster)
+            connect(f"{host}:{port}")
+            if model not in list_deployments():
+                raise ConfigError(
+                    f"there is no model {model} in the cluster: {', '.join(list_deployments())}"
+                )
+            remove(model)
+        else:
+            run_ray(["stop", "--grace-period", "10"])
+    except CllmError as error:
+        raise fail(error) from None
+    typer.echo(f"{model} has ended" if model else "nothing of the cluster is left on this machine")

@@ -1,0 +1,184 @@
+"""Deployment: a model's replicas as an application of Ray Serve. Imports Ray when used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from cllm.cluster.directory import open_here, use_token
+from cllm.cluster.link import FromReplica, Link, Load, ReplicaAddress
+from cllm.cluster.replica import Replica, ReplicaSettings
+from cllm.config import EngineConfig
+from cllm.errors import ConfigError, ServerUnreachable, SetupError
+
+# What Ray's processes are started with: see docs/scale.md.
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 otherwise, of engines, too: steps took up to a millisecond longer
+}
+HEALTH_S = 2.0
+LOAD_S = 3.0  # to hear of a replica how it is
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas there are, and what each takes of a machine."""
+
+    replicas: int = 1
+    max_replicas: int = 0  # more than `replicas`: they are scaled between both
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+def connect(address: str) -> None:
+    """Join the cluster as a driver; this machine must be one of it. Raises SetupError."""
+    use_token()
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
+    try:
+        ray.init(address=address, namespace="cllm", log_to_driver=False, logging_level="error")
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ServerUnreachable(
+            f"no cluster at {address} ({reason}): run this on one of its machines, after `cllm cluster head` "
+            "or `cllm cluster join`"
+        ) from None
+
+
+def count_cpus() -> int:
+    """The CPUs of the smallest machine."""
+    import ray
+
+    return int(min((node["Resources"].get("CPU", 1) for node in ray.nodes() if node["Alive"]), default=1))
+
+
+def _import_serve() -> Any:
+    """Serve, which sets up its log when it is imported: only warnings are for a terminal."""
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    return serve
+
+
+def deploy(
+    settings: ReplicaSettings, scale: Scale, prepare: Callable[[ReplicaSettings], EngineConfig]
+) -> None:
+    """Put a model's replicas, or change them one by one while the rest serves. Raises SetupError."""
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    serve = _import_serve()
+    scaled: dict[str, Any] = {"num_replicas": scale.replicas}
+    if scale.max_replicas > scale.replicas:
+        policy = AutoscalingPolicy(policy_function="cllm.cluster.autoscaling:decide")
+        scaled = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=scale.replicas,
+                max_replicas=scale.max_replicas,
+                policy=policy,
+                upscale_delay_s=0.0,
+                downscale_delay_s=60.0,
+                metrics_interval_s=1.0,
+                look_back_period_s=3.0,
+            )
+        }
+    encoded = msgspec.msgpack.encode(settings)
+    deployment = serve.deployment(Replica).options(
+        name="Replica",
+        version=sha256(encoded).hexdigest()[:16],  # without it, each deployment replaces all replicas
+        _internal=True,  # which allows a version
+        ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+        health_check_period_s=HEALTH_S,
+        health_check_timeout_s=2 * HEALTH_S,
+        graceful_shutdown_timeout_s=settings.drain_s + 5.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        **scaled,
+    )
+    serve.start(proxy_location="Disabled")
+    app = deployment.bind(encoded, prepare, open_here)
+    try:
+        serve.run(app, name=settings.name, route_prefix=None)
+    except Exception as error:
+        raise SetupError(
+            f"{settings.name} could not be deployed: {describe_failure(settings.name)}"
+        ) from error
+
+
+def describe_failure(name: str) -> str:
+    """What Serve says of a model's deployment."""
+    app = _import_serve().status().applications.get(name)
+    messages = [] if app is None else [app.message, *(each.message for each in app.deployments.values())]
+    lines: list[str] = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["it is not known why"])[-1][:300]
+
+
+def remove(name: str) -> None:
+    """End a model's replicas; they drain."""
+    _import_serve().delete(name)
+
+
+def list_deployments() -> dict[str, tuple[str, dict[str, int], str]]:
+    """By model: the status, the count of replicas by state, and the message of Serve."""
+    found = {}
+    for name, app in _import_serve().status().applications.items():
+        states: dict[str, int] = {}
+        for each in app.deployments.values():
+            states.update({str(state): count for state, count in each.replica_states.items() if count})
+        found[name] = str(app.status.value), states, app.message
+    return found
+
+
+def list_nodes() -> list[dict[str, Any]]:
+    """The machines: address, alive, resources."""
+    import ray
+
+    return [
+        {"address": node["NodeManagerAddress"], "alive": node["Alive"], **node["Resources"]}
+        for node in ray.nodes()
+    ]
+
+
+def ask_loads(addresses: Sequence[ReplicaAddress]) -> dict[str, Load]:
+    """How replicas are, of those that answer."""
+
+    async def ask(address: ReplicaAddress) -> Load | None:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Load] = loop.create_future()
+
+        def received(link: Link, message: object) -> None:
+            if isinstance(message, Load) and not found.done():
+                found.set_result(message)
+
+        link = Link(
+            FromReplica,
+            address.key,
+            name="-status",
+            opened=lambda *_: None,
+            received=received,
+            lost=lambda _: None,
+        )
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LOAD_S):
+                await loop.create_connection(lambda: link, address.host, address.port)
+                return await found
+        link.abort()
+        return None
+
+    async def ask_all() -> list[Load | None]:
+        return await asyncio.gather(*map(ask, addresses))
+
+    loads = asyncio.run(ask_all())
+    return {address.replica: load for address, load in zip(addresses, loads, strict=True) if load is not None}

@@ -1,0 +1,118 @@
+"""Directory: the replicas of each model by name, in the key-value store of Ray's head. Imports Ray when used.
+
+A gateway reads it with a client of the head alone. So its machine needs no Ray node, and Ray's way to end
+every process of a cluster whose head is gone does not reach the gateway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cllm.cluster.link import ReplicaAddress
+from cllm.errors import ConfigError, ServerUnreachable
+
+log = logging.getLogger(__name__)
+NAMESPACE = b"cllm"
+CALL_S = 2.0
+DEFAULT_PORT = 6379
+TOKEN_FILE = "~/.config/cllm/cluster-token"
+
+
+def use_token() -> None:
+    """Let Ray take the cluster's token where none is set: from the file of `cllm cluster head`."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(Path(TOKEN_FILE).expanduser())
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    if os.environ["RAY_AUTH_MODE"] == "token" and path and not Path(path).is_file():
+        raise ConfigError(f"there is no cluster token in {path}: copy it from the machine of the head")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of a head. Raises ConfigError."""
+    host, _, port = address.partition(":")
+    if not host or (port and not port.isdigit()):
+        raise ConfigError(f"--cluster takes HOST or HOST:PORT of a head, not {address[:100]!r}")
+    return host, int(port or DEFAULT_PORT)
+
+
+def check_head(address: str) -> str:
+    """The address of a head as numbers, if something listens there. Raises SetupError."""
+    host, port = split_address(address)
+    try:
+        with socket.create_connection((host, port), CALL_S) as connection:
+            found = connection.getpeername()
+    except OSError as error:
+        raise ServerUnreachable(
+            f"no head answers at {host}:{port} ({error.strerror or error}): "
+            "start one with `cllm cluster head`"
+        ) from None
+    return f"{found[0]}:{found[1]}"
+
+
+def open_here() -> tuple[RayDirectory, str]:
+    """The directory of the cluster that this process is part of, and the address of its machine."""
+    import ray
+
+    context = ray.get_runtime_context()
+    here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    return RayDirectory(context.gcs_address), here["NodeManagerAddress"]
+
+
+class RayDirectory:
+    """Reads and writes entries. Threads may share it."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is the head's, as host:port. Connects at the first call."""
+        self._host, self._port = split_address(address)
+        self._client: Any = None
+
+    def _connect(self) -> Any:
+        """A client of the head. Raises ServerUnreachable: Ray's own would wait, and end the process."""
+        try:
+            address = check_head(f"{self._host}:{self._port}")
+        except ServerUnreachable:
+            self._client = None
+            raise
+        if self._client is None:
+            try:
+                from ray._raylet import GcsClient
+            except ImportError:
+                raise ConfigError("Ray is not installed: pip install 'cllm[cluster]'") from None
+            self._client = GcsClient(address=address)
+        return self._client
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        """Raises ServerUnreachable, also where the token is wrong."""
+        client = self._connect()
+        try:
+            return getattr(client, name)(*arguments, NAMESPACE, CALL_S)
+        except Exception as error:  # of Ray: many kinds
+            self._client = None
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise ServerUnreachable(f"the head at {self._host}:{self._port} refuses: {reason}") from None
+
+    def put(self, model: str, address: ReplicaAddress) -> None:
+        key = f"{model}/{address.replica}".encode()
+        self._call("internal_kv_put", key, msgspec.msgpack.encode(address), True)
+
+    def remove(self, model: str, replica: str) -> None:
+        self._call("internal_kv_del", f"{model}/{replica}".encode(), False)
+
+    def list(self, model: str) -> list[ReplicaAddress]:
+        """The replicas of a model, with those that are gone and not removed yet."""
+        keys = self._call("internal_kv_keys", f"{model}/".encode())
+        found = []
+        for key in keys:
+            entry = self._call("internal_kv_get", key)
+            with contextlib.suppress(msgspec.MsgspecError):  # of another version
+                if entry is not None:
+                    found.append(msgspec.msgpack.decode(entry, type=ReplicaAddress))
+        return found

@@ -1,0 +1,419 @@
+"""Relay: the requests of one gateway on the replicas of a model. Places them, passes outputs on, moves them.
+
+It stands where an engine would: commands come in, reports go out. When a replica is lost, its requests go on
+elsewhere with what was delivered. One that is there each time a replica dies is isolated, then failed. Pure
+logic without sockets or Ray: the cluster worker says what happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from cllm.cluster.block_hashes import hash_blocks
+from cllm.cluster.gathering import Gathering, add_stats, merge_ready
+from cllm.cluster.link import Draining, FromReplica, Load
+from cllm.cluster.placer import Placement, Placer, ReplicaReport
+from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
+from cllm.types import Failure, FinishReason, Request, RequestOutput
+from cllm.workers.messages import (
+    Cancel,
+    ClearCache,
+    ClusterReport,
+    Command,
+    Died,
+    Heartbeat,
+    Inspect,
+    Inspection,
+    Ready,
+    ReplicaStatus,
+    Report,
+    StateFileDone,
+    StepReport,
+    StepStats,
+    Submit,
+    Unready,
+    UseStateFile,
+)
+from cllm.workers.resumption import ResumableRequest
+
+log = logging.getLogger(__name__)
+_replace = msgspec.structs.replace
+DEFAULT_PREFILL_TOKEN_S = 1e-3  # where no replica has measured it
+
+
+class Sender(Protocol):
+    """The way to a replica."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+
+class RelayedRequest(ResumableRequest):
+    """A request of this gateway, and the replica that has it."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.replica: RemoteReplica | None = None  # None: it waits for one
+        self.placement: Placement | None = None
+        self.placed = 0  # times
+        self.silent = True  # nothing has come from where it is
+
+
+class RemoteReplica:
+    """A replica as this gateway knows it."""
+
+    def __init__(self, number: int, name: str, link: Sender) -> None:
+        self.number = number  # for the placer; used again when it has gone
+        self.name = name
+        self.link = link
+        self.ready: Ready | None = None
+        self.load: Load | None = None
+        self.draining = False
+        self.stats = StepStats()  # the last
+        self.requests: dict[str, RelayedRequest] = {}  # by the id that they have there
+        self.generated = 0
+
+    @property
+    def available(self) -> bool:
+        return self.ready is not None and self.load is not None and not self.draining
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.ready is None else self.ready.limits.parallel or self.ready.limits.sequences
+
+    def describe(self) -> ReplicaStatus:
+        load = self.load
+        return ReplicaStatus(
+            name=self.name,
+            ready=self.available,
+            requests=len(self.requests) if load is None else len(load.report.requests),
+            slots=self.slots,
+            cells=0 if load is None else load.cells,
+            cells_used=0 if load is None else load.cells_used,
+            generated=self.generated,
+        )
+
+
+class Relay:
+    """Every request that is submitted gets one terminal output. One thread at a time."""
+
+    WAIT_LIMIT_S = 30.0  # for a replica, while there is none
+
+    def __init__(
+        self,
+        emit: Callable[[Report], None],
+        name: str,
+        *,
+        absent: str = "no replica computes this model",
+        share_across_tenants: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`name` of this gateway, unique in the cluster. `absent` says what is wrong where none is there."""
+        self._emit, self._name, self._absent, self._clock = emit, name, absent, clock
+        self._share = share_across_tenants
+        self._placer = Placer()
+        self._requests: dict[str, RelayedRequest] = {}
+        self._waiting: deque[RelayedRequest] = deque()  # for a replica
+        self._suspects: deque[RelayedRequest] = deque()  # each is to run alone
+        self._isolated: RelayedRequest | None = None  # it does now, and no other is placed beside it
+        self.replicas: list[RemoteReplica] = []
+        self._calls: dict[int, Gathering] = {}
+        self._snapshots = itertools.count(1)
+        self._outputs: list[RequestOutput] = []  # for the next report
+        self._work: StepStats | None = None
+        self._absent_since: float | None = None  # there was a replica, and there is none
+        self._given_up = False
+        self.moved = 0
+
+    # Commands ----------------------------------------------------------------------------------------
+
+    def handle(self, command: Command) -> None:
+        match command:
+            case Submit(request):
+                relayed = self._requests[request.id] = RelayedRequest(request)
+                self._place(relayed)
+            case Cancel(request_id):
+                self._cancel(request_id)
+            case UseStateFile(call_id):
+                why = "state files are of one machine: they cannot be used with --cluster"
+                self._emit(StateFileDone(call_id, failure=Failure(NotSupported.code, why)))
+            case Inspect() | ClearCache():
+                asked = [replica for replica in self.replicas if replica.ready is not None]
+                self._calls[command.call_id] = Gathering(command, asked, next(self._snapshots))
+                for replica in asked:
+                    replica.link.send(command)
+                self._settle_calls()
+
+    def _cancel(self, request_id: str) -> None:
+        if (relayed := self._requests.get(request_id)) is None or relayed.cancelled:
+            return
+        relayed.cancelled = True
+        if relayed.replica is not None:
+            assert relayed.placement is not None
+            relayed.replica.link.send(Cancel(relayed.placement.request_id))
+        else:
+            for queue in (self._waiting, self._suspects):
+                if relayed in queue:
+                    queue.remove(relayed)
+            self._end(relayed, RequestOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+
+    # Placement ---------------------------------------------------------------------------------------
+
+    def _place(self, relayed: RelayedRequest) -> None:
+        """Send a request to the replica that is expected to begin it first; where there is none, it waits."""
+        if relayed.alone:
+            self._suspects.append(relayed)
+            self._isolate()
+            return
+        closed = {replica.number for replica in self.replicas if not replica.available}
+        if self._isolated is not None and self._isolated.replica is not None:
+            closed.add(self._isolated.replica.number)
+        self._send(relayed, closed)
+
+    def _send(self, relayed: RelayedRequest, closed: set[int]) -> None:
+        request = relayed.submission
+        tokens = (*request.prompt, *request.generated_prefix)
+        tenant = "" if self._share else request.tenant
+        blocks = hash_blocks(tokens, tenant) if request.reuse and tokens else ()
+        name = f"{request.id}~{self._name}.{relayed.placed}"
+        try:
+            placement = self._placer.place(name, max(1, len(tokens) or request.input_tokens), blocks, closed)
+        except EngineNotReady:
+            self._waiting.append(relayed)
+            return
+        replica = next(each for each in self.replicas if each.number == placement.replica)
+        relayed.placed += 1
+        relayed.replica, relayed.placement, relayed.silent = replica, placement, True
+        replica.requests[name] = relayed
+        replica.link.send(Submit(_replace(request, id=name)))
+
+    def _isolate(self) -> None:
+        """Give the next suspect a replica of its own; what runs there goes elsewhere, or waits."""
+        available = [replica for replica in self.replicas if replica.available]
+        if self._isolated is not None or not self._suspects or not available:
+            return
+        self._isolated = relayed = self._suspects.popleft()
+        chosen = min(available, key=lambda replica: len(replica.requests))
+        others = [each for each in chosen.requests.values() if not each.cancelled]
+        for other in others:
+            self._withdraw(other)
+        log.warning("request %s runs alone on replica %s", relayed.request.id, chosen.name)
+        self._send(relayed, {each.number for each in self.replicas if each is not chosen})
+        for other in others:
+            self._place(other)
+
+    def _release(self) -> None:
+        """The isolated request has ended, or is cleared: its replica takes others again."""
+        self._isolated = None
+        self._isolate()
+        self._place_waiting()
+
+    def _withdraw(self, relayed: RelayedRequest) -> None:
+        """Take a request from its replica, to place it again."""
+        assert relayed.replica is not None and relayed.placement is not None
+        relayed.replica.link.send(Cancel(relayed.placement.request_id))
+        self._detach(relayed)
+        relayed.resume()
+        self.moved += 1
+
+    def _detach(self, relayed: RelayedRequest) -> None:
+        assert relayed.replica is not None and relayed.placement is not None
+        relayed.replica.requests.pop(relayed.placement.request_id, None)
+        self._placer.ended(relayed.placement)
+        relayed.replica = relayed.placement = None
+
+    def _place_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for relayed in waiting:
+            self._place(relayed)
+
+    def _rebalance(self, joined: RemoteReplica) -> None:
+        """A replica has come: what waits for a slot elsewhere may go there."""
+        for replica in self.replicas:
+            excess = len(replica.requests) - replica.slots
+            if replica is joined or excess <= 0:
+                continue
+            silent = [each for each in replica.requests.values() if each.silent and not each.cancelled]
+            chosen = silent[-min(excess, joined.slots) :]
+            for relayed in chosen:
+                self._withdraw(relayed)
+            for relayed in chosen:
+                self._place(relayed)
+
+    # Replicas ----------------------------------------------------------------------------------------
+
+    def join(self, name: str, link: Sender) -> RemoteReplica:
+        """A replica is connected. It is used when it has said that it is ready, and how it is."""
+        used = {replica.number for replica in self.replicas}
+        replica = RemoteReplica(next(n for n in itertools.count() if n not in used), name, link)
+        self.replicas.append(replica)
+        return replica
+
+    def receive(self, replica: RemoteReplica, message: FromReplica) -> None:
+        match message:
+            case StepReport(outputs, stats):
+                self._process(replica, outputs)
+                replica.stats = stats
+                self._work = stats if self._work is None else add_stats(self._work, stats)
+            case Load(report, gateways=gateways):
+                joined, replica.load = not replica.available, message
+                self._placer.report(replica.number, self._complete(report))
+                if self._name in gateways:
+                    self._placer.share(sorted(gateways).index(self._name), len(gateways))
+                if joined and replica.available:
+                    self._on_available(replica)
+            case Ready():
+                replica.ready, replica.load = message, None
+            case Died(_, why):
+                log.warning("the engine of replica %s died: %s", replica.name, why)
+                replica.ready = replica.load = None
+                self._move_all(replica, blame=True)
+            case Draining():
+                replica.draining = True
+                self._announce()
+            case Inspection(call_id) | StateFileDone(call_id):
+                if (gathering := self._calls.get(call_id)) is not None:
+                    gathering.add(replica, message)
+                    self._settle_calls()
+            case Heartbeat():
+                pass
+
+    def _complete(self, report: ReplicaReport) -> ReplicaReport:
+        """A replica that has computed no prompt yet is expected to be as fast as the others."""
+        if report.speed.prefill_token_s:
+            return report
+        speeds = [each.load.report.speed.prefill_token_s for each in self.replicas if each.load is not None]
+        known = [speed for speed in speeds if speed]
+        expected = sum(known) / len(known) if known else DEFAULT_PREFILL_TOKEN_S
+        return _replace(report, speed=_replace(report.speed, prefill_token_s=expected))
+
+    def leave(self, replica: RemoteReplica, why: str) -> None:
+        """A replica is gone; its requests go on elsewhere. None is to blame where it was to end."""
+        log.warning("replica %s is gone: %s (%d requests go on)", replica.name, why, len(replica.requests))
+        self.replicas.remove(replica)
+        self._move_all(replica, blame=not replica.draining)
+
+    def _on_available(self, replica: RemoteReplica) -> None:
+        log.info("replica %s computes, %d slots", replica.name, replica.slots)
+        self._absent_since, self._given_up = None, False
+        self._isolate()
+        self._place_waiting()
+        self._rebalance(replica)
+        self._announce()
+
+    def _move_all(self, replica: RemoteReplica, *, blame: bool) -> None:
+        self._placer.remove(replica.number)
+        replica.stats = StepStats()
+        moved = [*replica.requests.values()]
+        replica.requests.clear()
+        failed = []
+        for relayed in moved:
+            relayed.replica = relayed.placement = None
+            if blame and relayed.blame():
+                failed.append(relayed)
+        if self._isolated in moved:
+            self._isolated = None
+        for relayed in moved:
+            if relayed.cancelled:
+                reason = FinishReason.CANCELLED
+                self._end(relayed, RequestOutput(request_id=relayed.request.id, finish_reason=reason))
+            elif relayed in failed:
+                self._fail(relayed, PoisonRequest("a replica died each time it computed this request"))
+            else:
+                relayed.resume()
+                self.moved += 1
+                self._place(relayed)
+        for gathering in self._calls.values():
+            gathering.drop(replica)
+        self._settle_calls()
+        if self._isolated is None:
+            self._release()
+        self._announce()
+
+    def _announce(self) -> None:
+        """Say what the replicas are together, or that there is none."""
+        self.flush()
+        ready = [each.ready for each in self.replicas if each.available and each.ready is not None]
+        if ready:
+            self._emit(merge_ready(ready))
+        elif self._absent_since is None:
+            self._absent_since = self._clock()
+            self._emit(Unready(f"{self._absent}; requests wait up to {self.WAIT_LIMIT_S:.0f} s for one"))
+        self._emit(self.report())
+
+    def keep_limits(self) -> None:
+        """Fail what has waited too long for a replica. Called every second or so."""
+        if self._absent_since is None or self._clock() - self._absent_since < self.WAIT_LIMIT_S:
+            return
+        error = EngineNotReady(f"{self._absent}: `cllm cluster status` shows the cluster; try again later")
+        waiting, self._waiting = [*self._waiting, *self._suspects], deque()
+        self._suspects.clear()
+        for relayed in waiting:
+            self._fail(relayed, error)
+        self.flush()
+        running = any(replica.requests for replica in self.replicas)  # where one drains
+        if not (self._given_up or running):
+            self._given_up = True
+            self._emit(Unready(error.message, given_up=True))
+
+    def report(self) -> ClusterReport:
+        """The replicas as they are now."""
+        return ClusterReport(tuple(replica.describe() for replica in self.replicas), self.moved)
+
+    # Outputs -----------------------------------------------------------------------------------------
+
+    def _process(self, replica: RemoteReplica, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            relayed = replica.requests.get(output.request_id)
+            if relayed is None:  # it was withdrawn
+                continue
+            if relayed.silent:
+                relayed.silent = False
+                assert relayed.placement is not None
+                self._placer.first_token(relayed.placement)
+            so_far = output.usage_so_far
+            if output.tokens:
+                replica.generated += len(output.tokens)
+                relayed.add_tokens(output)
+                if relayed.crashes and relayed.clear_by_progress() and relayed is self._isolated:
+                    self._release()
+            output = _replace(
+                output,
+                request_id=relayed.request.id,
+                usage=None if output.usage is None else relayed.whole_usage(output.usage),
+                usage_so_far=None if so_far is None else relayed.whole_usage(so_far),
+            )
+            if output.finish_reason is None:
+                self._outputs.append(output)
+            else:
+                self._detach(relayed)
+                self._end(relayed, output)
+
+    def _fail(self, relayed: RelayedRequest, error: CllmError) -> None:
+        failure = Failure(error.code, error.message)
+        output = RequestOutput(request_id=relayed.request.id, finish_reason=FinishReason.ERROR, error=failure)
+        self._end(relayed, output)
+
+    def _end(self, relayed: RelayedRequest, output: RequestOutput) -> None:
+        del self._requests[relayed.request.id]
+        self._outputs.append(output)
+        if relayed is self._isolated:
+            self._release()
+
+    def flush(self) -> None:
+        """Report all outputs that came together as one."""
+        if self._outputs or self._work is not None:
+            outputs, self._outputs = tuple(self._outputs), []
+            work, self._work = self._work or StepStats(), None
+            states = [replica.stats for replica in self.replicas]
+            self._emit(StepReport(outputs, add_stats(work, *states, states=True)))
+
+    def _settle_calls(self) -> None:
+        for call_id in [call_id for call_id, gathering in self._calls.items() if gathering.complete]:
+            self._emit(self._calls.pop(call_id).answer())

@@ -1,0 +1,32 @@
+"""A cluster worker that places by power of two choices, as Serve's own router does: for comparison."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Collection, Sequence
+
+from cllm.cluster import relay
+from cllm.cluster.cluster_worker import main
+from cllm.cluster.placer import Placement, Placer
+from cllm.errors import EngineNotReady
+
+
+class PowerOfTwo(Placer):
+    def place(
+        self, request_id: str, tokens: int, blocks: Sequence[int], without: Collection[int] = ()
+    ) -> Placement:
+        numbers = [number for number in self._replicas if number not in without]
+        if not numbers:
+            raise EngineNotReady("there is none")
+        two = random.sample(numbers, min(2, len(numbers)))
+        best = min(two, key=lambda number: len(self._replicas[number].requests))
+        placement = Placement(request_id, best, tokens, ())
+        self._replicas[best].placed[request_id] = placement
+        self._replicas[best].set_pending(request_id, tokens)
+        return placement
+
+
+if __name__ == "__main__":
+    vars(relay)["Placer"] = PowerOfTwo
+    sys.exit(main(sys.argv[1:]))
