@@ -3,6 +3,8 @@ PYTHON ?= python3
 ARGS ?=
 # Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Workers of the servers under test are new interpreters: without bytecode, each of them compiles cllm anew.
+test unit failure-modes: export PYTHONDONTWRITEBYTECODE =
 BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py gpus.py module.py options.py sampling.c sampling.py toolchain.py)
 
 help: ## show this

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -64,17 +65,15 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
 
     def run(self) -> Prepared:
         """In the process itself. Raises SetupError."""
-        from rich.console import Console
-
         from cllm.backend.llama.devices import list_devices, offer_module, wants_gpu
         from cllm.backend.llama.gguf import GgufHeader
         from cllm.backend.llama.memory import MemoryFit
         from cllm.backend.llama.probe import find_ready
         from cllm.build.gpus import find_gpus
-        from cllm.cli.tune import tune_at_start
-        from cllm.tune.search import with_remembered
 
         if self.rooms or self.beside:
+            from cllm.tune.search import with_remembered
+
             if self.rooms:
                 self._choose_room()
             else:
@@ -85,9 +84,16 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
             return describe(with_remembered(self.asked, find_ready(self.asked, log.info), self.given))
         if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
+        ready = find_ready(self.asked, partial(print, file=sys.stderr, flush=True))
+        return describe(self._tune(ready) if self.asked.tune else ready)
+
+    def _tune(self, ready: EngineConfig) -> EngineConfig:
+        from rich.console import Console
+
+        from cllm.cli.tune import tune_at_start
+
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        ready = find_ready(self.asked, console.print)
-        return describe(tune_at_start(self.asked, ready, self.given, console))
+        return tune_at_start(self.asked, ready, self.given, console)
 
     def _choose_room(self) -> None:
         """From here on memory is that of the first room that suffices, else of the largest."""

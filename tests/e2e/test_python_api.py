@@ -284,12 +284,13 @@ def test_a_closed_model_says_so(tiny_model: Path) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "closed"]), done.stderr
 
 
-def test_async_has_the_same_names_and_answers(llm: LLM) -> None:
-    (alone,) = llm.generate(PROMPTS[0], GREEDY, max_tokens=12)
-    said = llm.chat(QUESTION, GREEDY, max_tokens=12)
+def test_async_has_the_same_names_and_answers(tiny_model: Path) -> None:
+    with LLM(tiny_model, parallel=4, ctx_size=4096, threads=1) as llm:
+        (alone,) = llm.generate(PROMPTS[0], GREEDY, max_tokens=12)
+        said = llm.chat(QUESTION, GREEDY, max_tokens=12)
 
     async def use() -> None:
-        async with AsyncLLM(parallel=4, ctx_size=4096, threads=1) as model:
+        async with AsyncLLM(tiny_model, parallel=4, ctx_size=4096, threads=1) as model:
             answers = await model.generate(PROMPTS, GREEDY, max_tokens=4)
             assert [len(answer.tokens) for answer in answers] == [4, 4, 4]
             pieces = [piece async for piece in model.stream(PROMPTS[0], GREEDY, max_tokens=12)]
@@ -298,7 +299,7 @@ def test_async_has_the_same_names_and_answers(llm: LLM) -> None:
             chunks = [chunk async for chunk in model.chat(QUESTION, GREEDY, max_tokens=12, stream=True)]
             assert chunks[-1].reply is not None and chunks[-1].reply.text == said.text
             forced = await model.chat(
-                QUESTION, GREEDY, tools=[WEATHER], tool_choice="required", n=2, max_tokens=64
+                QUESTION, GREEDY, tools=[WEATHER], tool_choice="required", n=2, max_tokens=256
             )
             assert [choice.tool_calls[0].name for choice in forced.choices] == ["get_weather"] * 2
             together = await asyncio.gather(

@@ -33,7 +33,6 @@ from cllm.config import GPU_BATCH_TOKENS, GPU_TARGET_ITL_MS, TARGET_ITL_MS, Engi
 from cllm.errors import ConfigError, ModelFileError, NotEnoughMemory
 from cllm.models.resolve import resolve
 from cllm.models.store import embedded_model as embedded_model
-from cllm.text.chat_template import read_template
 from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)
@@ -398,7 +397,11 @@ def prepare(config: EngineConfig, devices: Sequence[Device] | None = None) -> En
     RAM for saved states is limited to what is left. `devices` replaces the GPUs that are here.
     """
     header = GgufHeader(_find_model(config, devices))
-    template = read_template(config.chat_template) if config.chat_template else ""
+    template = ""
+    if config.chat_template:
+        from cllm.text.chat_template import read_template  # with Jinja, which most starts do without
+
+        template = read_template(config.chat_template)
     # A link may lead to a file of another name: a hub's cache names it by its hash.
     path = header.path.resolve()
     if path.name != header.path.name or len(header.parts) > 1:

@@ -172,8 +172,8 @@ class LlamaVocabulary:
     @cached_property
     def ends(self) -> frozenset[int]:
         """Every end-of-generation token."""
-        is_end = self._api.llama_vocab_is_eog
-        return frozenset(token for token in range(self.size) if is_end(self.pointer, token))
+        is_end, pointer = self._api.llama_vocab_is_eog, self.pointer
+        return frozenset(token for token in range(self.size) if is_end(pointer, token))
 
     @property
     def special_texts(self) -> frozenset[str]:
