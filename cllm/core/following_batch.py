@@ -37,7 +37,13 @@ class FollowingBatch:
             single = len(tokens) == len(row.tokens) == row.outputs == 1
             if not single or row.mask is not None or row.logprobs:
                 return None
-            if not running[seq_id].continues(tokens[0], vocabulary) or next_position(seq_id) != position:
+            try:
+                goes_on = (
+                    running[seq_id].continues(tokens[0], vocabulary) and next_position(seq_id) == position
+                )
+            except Exception:  # `schedule` asks again, and fails this sequence alone
+                return None
+            if not goes_on:
                 return None
             rows.append(Row(seq_id, position, tokens, 1, row.sampler))
         return Batch(tuple(rows)) if self._spec_decode.rests(len(rows), self._cost) else None

@@ -114,6 +114,30 @@ def test_a_batch_submitted_ahead_may_fail(status: StepStatus | None) -> None:
     assert answers["r1"].text == expected_text(b"other", TOKENS, ends=False)
 
 
+def test_a_sequence_whose_position_cannot_be_read_fails_alone() -> None:
+    driver = start(2)
+    driver.add(b"one", TOKENS, ignore_eos=True)
+    driver.add(b"other", TOKENS, ignore_eos=True)
+    driver.step(4)
+    assert driver.core._ahead is not None
+    next_position, failures = driver.runner.next_position, 2  # here, and when the next step is scheduled
+
+    def fail_for_one(seq_id: int) -> int:
+        nonlocal failures
+        if seq_id == 0 and failures:
+            failures -= 1
+            raise RuntimeError("broken")
+        return next_position(seq_id)
+
+    driver.runner.next_position = fail_for_one  # type: ignore[method-assign]
+    driver.core.step(follow=True)
+    assert driver.core._ahead is None and failures == 1
+    answers = driver.finish()
+    assert not failures
+    assert answers["r0"].finish_reason is FinishReason.ERROR
+    assert answers["r1"].text == expected_text(b"other", TOKENS, ends=False)
+
+
 def test_drafts_are_still_looked_for() -> None:
     """Where looking for drafts costs little of a step, each step is scheduled."""
     policy = SpecDecodePolicy(4)
