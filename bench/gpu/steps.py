@@ -3,7 +3,8 @@
     python -m bench.gpu.steps MODEL STREAMS OUTPUT_TOKENS [TEMPERATURE [DRAFT_TOKENS]]
 
 Prints a line of JSON for each of three rounds: tokens per second while all streams generate, and milliseconds
-of a step by part. `sync` is waiting for the device; `report` is done meanwhile.
+of a step by part. `sync` is waiting for the device; `report` and `prepare_following` are done meanwhile.
+`gap` is how long the device waits for the host between two steps.
 """
 
 from __future__ import annotations
@@ -44,6 +45,25 @@ class PartTimes:
 
         setattr(owner, name, timed)
 
+    def between(self, first: tuple[Any, str], second: tuple[Any, str], part: str) -> None:
+        """Watch from the end of one call to the beginning of another."""
+        ended = 0.0
+        call: Callable[..., Any] = getattr(*first)
+        next_call: Callable[..., Any] = getattr(*second)
+
+        def end(*arguments: Any) -> Any:
+            nonlocal ended
+            result = call(*arguments)
+            ended = time.perf_counter()
+            return result
+
+        def begin(*arguments: Any) -> Any:
+            self.seconds[part] += time.perf_counter() - ended
+            return next_call(*arguments)
+
+        setattr(*first, end)
+        setattr(*second, begin)
+
 
 def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts: int = 0) -> None:
     asked = EngineConfig(model=model, parallel=SLOTS, ctx_size=SLOTS * CELLS, draft_tokens=drafts)
@@ -51,10 +71,11 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
     runner = LlamaRunner(config)
     core = EngineCore(runner, config, lambda report: None)
     times = PartTimes()
-    watched = ((core.scheduler, "schedule"), (core.scheduler, "update"), (core, "_report"))
-    for owner, name in (*watched, (runner, "submit"), (runner.batch_sampler, "sample")):
+    watched = ((core.scheduler, name) for name in ("schedule", "update", "prepare_following"))
+    for owner, name in (*watched, (core, "_report"), (runner, "submit"), (runner.batch_sampler, "sample")):
         times.watch(owner, name, name.strip("_"))
     times.watch(runner, "_wait", "sync")
+    times.between((runner, "_wait"), (runner._context, "decode"), "gap")
     size = runner.vocabulary.size
     sampling = SamplingParams(temperature=temperature, top_p=0.95 if temperature else 1.0, ignore_eos=True)
     running = core.scheduler.running
@@ -69,7 +90,7 @@ def main(model: str, streams: int, output: int, temperature: float = 0.0, drafts
         known = sum(len(each.tokens) for each in running.values())
         started, steps = time.perf_counter(), 0
         while all(each.token_limit - len(each.tokens) > 1 + drafts for each in running.values()):
-            core.step()
+            core.step(follow=runner.asynchronous)
             steps += 1
         taken_s = time.perf_counter() - started
         tokens = sum(len(each.tokens) for each in running.values()) - known

@@ -155,7 +155,8 @@ class ModelRunner(Protocol):
     def submit(self, batch: Batch) -> None:
         """Start computing a batch. On a GPU this returns before the device is done, on a CPU after.
 
-        One batch at a time: `collect` comes before the next `submit`. Raises nothing a status can say.
+        One batch at a time: `collect` comes before the next `submit`. Positions count its tokens from here
+        on. Raises nothing a status can say.
         """
 
     def collect(self) -> StepResult:

@@ -179,7 +179,7 @@ class EngineCore:
         if batch is not None:
             if batch.token_count >= len(batch.rows) + TILE:  # to submit it takes long
                 self._report()
-            for part, result in self._compute(scheduler, batch, ahead):
+            for part, result in self._compute(scheduler, batch, ahead, follow=follow):
                 collected, before = time.perf_counter(), self._collected
                 if follow and part is batch:
                     ended = self._follow(batch, result)
@@ -210,7 +210,7 @@ class EngineCore:
         """Submit the batch after this one, if that is known already; when that was, or None."""
         if not self.inbox.empty() or not self.cache_files.idle or self.embedding.has_work or self._clearing:
             return None
-        if (following := self.scheduler.follow(batch, result)) is None:
+        if (following := self.scheduler.following.complete(batch, result)) is None:
             return None
         now = time.perf_counter()
         self._ahead = following, self._guarded(partial(self.runner.submit, following))
@@ -237,6 +237,8 @@ class EngineCore:
         scheduler: Scheduler | EmbeddingScheduler,
         batch: Batch,
         ahead: tuple[Batch, StepResult | None] | None = None,
+        *,
+        follow: bool = False,
     ) -> Iterator[tuple[Batch, StepResult]]:
         """Compute a batch; one that is refused is bisected until the culprit stands alone."""
         with self._turns or nullcontext(), self._interrupt.around(batch, self.scheduler.pool):
@@ -244,6 +246,8 @@ class EngineCore:
             if result is None:
                 if self.runner.asynchronous:
                     self._report()
+                if follow:
+                    self.scheduler.prepare_following(batch)
                 result = self._guarded(self.runner.collect)
         assert result is not None
         refused = result.status is StepStatus.BAD_BATCH or (

@@ -71,7 +71,7 @@ class Scheduler:
         # A rejected draft is removed from memory, which not every memory can.
         can_cut = self.transfer.cuttable or runner.limits.rollback_tokens > 0
         self._spec_decode = spec_decode if spec_decode is not None and can_cut else SpecDecodePolicy(0)
-        self._following = FollowingBatch(runner, self._spec_decode, budget.cost)
+        self.following = FollowingBatch(runner, self._spec_decode, budget.cost)
         self.integrity_failures = 0
 
     # Requests in and out ---------------------------------------------------------------------------
@@ -144,9 +144,10 @@ class Scheduler:
         assert batch.token_count <= limits.batch_tokens, "a batch over the limit cannot be built"
         return batch
 
-    def follow(self, batch: Batch, result: StepResult) -> Batch | None:
-        """The batch after this one, before its result is processed. None: it is to be scheduled."""
-        return None if self._waiting else self._following.find(batch, result, self.running)
+    def prepare_following(self, batch: Batch) -> None:
+        """While a batch is computed: see `FollowingBatch`."""
+        if not self._waiting:
+            self.following.prepare(batch, self.running)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Process the result of a batch; the outputs are then waiting in `take_outputs`."""

@@ -290,15 +290,11 @@ class Sequence:
         text = "".join(texts) if request.stop else None
         return Appended(tuple(self.tokens[begin:]), text, reason, kept)
 
-    def continues(self, token: int, vocabulary: Vocabulary) -> bool:
-        """After this token it wants one more, and nothing else is to be done for it."""
-        return (
-            self._plain
-            and not self.stops
-            and not self.unscored
-            and len(self.tokens) + 1 < self.token_limit
-            and (self.request.sampling.ignore_eos or not vocabulary.is_end(token))
-        )
+    @property
+    def continues(self) -> bool:
+        """After its next token, unless that is an end, it wants one more, and nothing else is to be done."""
+        more = len(self.tokens) + 1 < self.token_limit
+        return self._plain and more and not self.stops and not self.unscored
 
     def _append_plain(self, token: int, vocabulary: Vocabulary) -> Appended:
         """The same for the usual case, which a GPU waits for: one token of an answer without conditions."""

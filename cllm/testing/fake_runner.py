@@ -314,7 +314,10 @@ class FakeRunner(ModelRunner):
 
     def next_position(self, seq_id: int) -> int:
         self._native("next_position")
-        return len(self.memory[seq_id])
+        batch = self._submitted
+        rows = batch.rows if batch is not None and batch.kind is BatchKind.GENERATE else ()
+        submitted = next((len(row.tokens) for row in rows if row.seq_id == seq_id), 0)
+        return len(self.memory[seq_id]) + submitted
 
     def min_length(self, seq_id: int) -> int:
         return 0 if self.trimmable else len(self.memory[seq_id])

@@ -32,6 +32,10 @@ def test_the_next_position_counts_what_a_sequence_holds(kind: Kind, opened: Open
     assert [runner.next_position(i) for i in range(3)] == [0, 100, 0]
     feed(runner, 2, words(2, 1))
     assert [runner.next_position(i) for i in range(3)] == [0, 100, 1]
+    runner.submit(Batch((row(runner, 1, words(3, 2)),)))
+    assert [runner.next_position(i) for i in range(3)] == [0, 102, 1], "before it is collected"
+    assert runner.collect().status is StepStatus.DONE
+    assert [runner.next_position(i) for i in range(3)] == [0, 102, 1]
 
 
 # Truncate --------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ class NativeLogitScan(LogitScan):
         self._ids = np.zeros((0, MAX_CANDIDATES), np.int32)
         self._values = np.zeros((0, MAX_CANDIDATES), np.float32)
         self._best, self._tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
+        self._last: tuple[Logits, npt.NDArray[np.int32], tuple[Any, ...]] | None = None
 
     def close(self) -> None:
         if self._pool:
@@ -141,17 +142,22 @@ class NativeLogitScan(LogitScan):
         self._api.cllm_wait(self._pool, ctypes.c_int(threads), asleep, function, ctypes.c_void_p(pointer))
 
     def likeliest(self, logits: Logits, excluded: npt.NDArray[np.int32] = NO_TOKENS) -> list[int]:
+        last = self._last  # the context's logits are the same view as long as as many rows are computed
+        if last is None or last[0] is not logits or last[1] is not excluded:
+            self._last = last = logits, excluded, self._arguments(logits, excluded)
+        self._api.cllm_argmax(*last[2])
+        found: list[int] = self._tokens[: len(logits)].tolist()
+        return found
+
+    def _arguments(self, logits: Logits, excluded: npt.NDArray[np.int32]) -> tuple[Any, ...]:
+        """Of `cllm_argmax`. To make them takes longer than the pass over a small vocabulary."""
         rows = len(logits)
         threads, *shape = self._shape(logits)
         parts = -(-threads // rows)
-        if len(self._best) < rows * parts:
-            self._best = np.empty(rows * parts, np.float32)
-            self._tokens = np.empty(rows * parts, np.int32)
+        self._best, self._tokens = np.empty(rows * parts, np.float32), np.empty(rows * parts, np.int32)
         excludes = _pointer(excluded), ctypes.c_int(len(excluded))
         results = ctypes.c_int(parts), _pointer(self._best), _pointer(self._tokens)
-        self._api.cllm_argmax(self._pool, ctypes.c_int(threads), *shape, *excludes, *results)
-        found: list[int] = self._tokens[:rows].tolist()
-        return found
+        return self._pool, ctypes.c_int(threads), *shape, *excludes, *results
 
     def reaching(self, logits: Logits, prefilters: Sequence[tuple[int, float]]) -> Reaching | None:
         rows = len(logits)
