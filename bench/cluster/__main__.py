@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     options = parser.parse_args(arguments)
     if options.calibrate:
-        return calibrate()
+        return calibrate(options.out)
     return simulate(options.out, options.count, options.quick, options.jobs)
 
 

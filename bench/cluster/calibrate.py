@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -123,11 +125,14 @@ def play(client: Client, requests: Sequence[TraceRequest]) -> list[float]:
         return list(pool.map(ask, requests))
 
 
-def calibrate() -> int:
-    """Print both; 0 if mean, median and p95 of the time to first token agree within a quarter."""
+def calibrate(out: Path | None) -> int:
+    """Print both; 0 if mean, median and p95 of the time to first token agree within a quarter.
+
+    With `out` what was measured is written there, too.
+    """
     assert "least requests" in POLICIES
     chunk = 512
-    settings = ServerSettings(parallel=SLOTS, threads=1)
+    settings = ServerSettings(parallel=SLOTS, threads=2)
     flags = (
         "--no-tune",
         "--batch-tokens",
@@ -143,6 +148,9 @@ def calibrate() -> int:
         costs = fit_costs(client, chunk)
         requests = make_requests(costs)
         real = play(client, requests)
+    if out is not None:
+        found = {"costs": asdict(costs), "first_s": real}
+        (out / "calibration.json").write_text(json.dumps(found, indent=1) + "\n")
     size = ReplicaSize(slots=SLOTS, chunk_tokens=chunk, cache_blocks=0)
     result = Simulation(Setup("least requests", 1, costs=costs, size=size), requests).run()
     rows, worst = [], 0.0

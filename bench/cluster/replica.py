@@ -13,6 +13,9 @@ from math import ceil
 
 from bench.cluster.trace import BLOCK_TOKENS, TraceRequest
 from cllm.cluster.placer import ReplicaReport, ReplicaSpeed
+from cllm.config import TARGET_ITL_MS
+from cllm.core.prefill_budget import PrefillBudget
+from cllm.core.step_cost import TILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class StepCosts:
 class ReplicaSize:
     slots: int = 16
     chunk_tokens: int = 512  # prefill tokens of a step
+    target_s: float = TARGET_ITL_MS / 1000  # between two tokens of an answer
     cache_blocks: int = 1000
 
 
@@ -72,7 +76,6 @@ class StepEnd:
 class SimulatedReplica:
     """One replica. The simulation says when; it holds no clock."""
 
-    OLDEST_FIRST = 4
     MEMORY = 0.9
 
     def __init__(self, number: int, costs: StepCosts, size: ReplicaSize, speed: float = 1.0) -> None:
@@ -163,8 +166,10 @@ class SimulatedReplica:
             self._step_s = self._costs.step_s(0, rows, context) * self._slower
             return self._schedule(now + self._steps * self._step_s)
         tokens, attended = 0, float(context)
-        for job in self._in_turn():
-            if part := min(job.pending, self._size.chunk_tokens - tokens):
+        prompts = self._in_turn()
+        room = self._room(rows, context, prompts[0].position)
+        for job in prompts:
+            if part := min(job.pending, room - tokens):
                 self._chunks.append((job, part))
                 tokens += part
                 attended += part * (job.position + part / 2)
@@ -177,12 +182,25 @@ class SimulatedReplica:
         self.version += 1
         return end
 
+    def _room(self, rows: int, context: int, position: int) -> int:
+        """Prefill tokens of a step beside so many answers, by time and in tiles: see `PrefillBudget`."""
+        if not rows:
+            return self._size.chunk_tokens
+        costs, aim_s = self._costs, PrefillBudget.AIM * self._size.target_s / self._slower
+        answers_s = costs.base + costs.step_s(0, rows, context)  # the prompt is another pass over the weights
+        token_s = costs.prefill_token + costs.attended * position
+        tokens = int((aim_s - answers_s) / token_s)
+        if tokens < TILE <= (PrefillBudget.OVERRUN * aim_s - answers_s) / token_s:
+            tokens = TILE
+        whole = tokens // TILE * TILE
+        return min(self._size.chunk_tokens, max(PrefillBudget.MIN_CHUNK, whole or tokens))
+
     def _in_turn(self) -> Sequence[Job]:
-        """The shortest prompt first; one step in four belongs to the oldest."""
+        """The shortest prompt first; one step in some belongs to the oldest."""
         self._turn += 1
         if len(self.prefilling) == 1:
             return self.prefilling
-        first = int(self._turn % self.OLDEST_FIRST == 0)
+        first = int(self._turn % PrefillBudget.OLDEST_FIRST == 0)
         return [*self.prefilling[:first], *sorted(self.prefilling[first:], key=lambda job: job.pending)]
 
     def _admit(self, now: float) -> float:

@@ -265,7 +265,9 @@ class SpecDecodePolicy:
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
     LOOKUP_S = 1e-5  # of a sequence's drafter, about
     MAX_LOOKUP = 0.01  # of a step
-    REST = 32  # steps
+    REST = 32  # steps; twice as many each time that it did not pay, up to
+    MAX_REST = 256
+    LEARN_EVERY = 16  # steps, of each sequence in its turn, meanwhile
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
 
@@ -279,7 +281,9 @@ class SpecDecodePolicy:
     ) -> None:
         """`draft_model` makes the drafters instead; it gets the tenant whose KV may be used, or None."""
         self._max_tokens = max_tokens
-        self._rest = 0  # steps left without a look
+        self._rest, self._next_rest = 0, self.REST  # steps left without a look; and after the next one
+        self._resting = False  # in the last step that was asked about
+        self._steps = 0
         self._new_drafter = new_drafter
         self._draft_model = draft_model
         self._across_tenants = share_across_tenants
@@ -293,6 +297,7 @@ class SpecDecodePolicy:
 
         A constraint that sleeps until a trigger allows them up to there.
         """
+        self._rest, self._next_rest = 0, self.REST
         constrained = request.constraint is not None and not request.constraint.triggers
         if not self._max_tokens or not request.speculate or constrained:
             return None
@@ -309,9 +314,14 @@ class SpecDecodePolicy:
         return DraftState(drafter, acceptance_rate=rate, pauses=self._draft_model is not None)
 
     def learn(self, sequences: Iterable[Sequence]) -> None:
-        """Take in what was said. On a GPU that is done while it computes; else when drafts are looked for."""
+        """Take in what was said. On a GPU that is done while it computes; else when drafts are looked for.
+
+        While drafts rest, several tokens at a time: that takes less.
+        """
+        self._steps += 1
         for sequence in sequences if self._max_tokens else ():
-            if sequence.drafts is not None:
+            due = not self._resting or (sequence.arrival + self._steps) % self.LEARN_EVERY == 0
+            if due and sequence.drafts is not None:
                 sequence.drafts.learn(sequence.tokens)
 
     def rests(self, rows: int, cost: StepCostModel) -> bool:
@@ -322,7 +332,9 @@ class SpecDecodePolicy:
         if not self._max_tokens:
             return True
         self._rest -= self._rest > 0
-        return self._rest > 0 and rows * self.LOOKUP_S > self.MAX_LOOKUP * cost.plain_step_s(rows)
+        costly = rows * self.LOOKUP_S > self.MAX_LOOKUP * cost.plain_step_s(rows)
+        self._resting = self._rest > 0 and costly
+        return self._resting
 
     def draft(
         self, sequences: Collection[Sequence], cost: StepCostModel, *, room: int, max_step_s: float
@@ -337,7 +349,8 @@ class SpecDecodePolicy:
         rows = len(sequences)
         if self.rests(rows, cost):
             return {}
-        self._rest = self.REST  # unless it pays
+        self._rest = self._next_rest  # unless it pays
+        self._next_rest = min(2 * self._next_rest, self.MAX_REST)
         proposals = self._proposals(sequences)
         if not proposals:
             return {}
@@ -345,7 +358,7 @@ class SpecDecodePolicy:
         if not plan.length:
             cost.doubt_drafts(rows)
             return {}
-        self._rest = 0
+        self._rest, self._next_rest = 0, self.REST
         drafts = {
             seq_id: state.proposal[: plan.length]
             for seq_id, state in proposals.items()

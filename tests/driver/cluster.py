@@ -89,8 +89,8 @@ class FolderCluster:
             process.stdin.close()
 
 
-def replace_engines() -> None:
-    """In the process of a server: two replicas compute, which share the slots and cells of the engine."""
+def replace_engines(replicas: int = REPLICAS) -> None:
+    """In the process of a server: replicas compute, which share the slots and cells of the engine."""
     make, start, stop = ProcessExecutor.__init__, ProcessExecutor.start, ProcessExecutor.stop
     clusters: dict[ProcessExecutor, FolderCluster] = {}
 
@@ -98,7 +98,7 @@ def replace_engines() -> None:
         cluster = clusters[self] = FolderCluster(Path(tempfile.mkdtemp(), "directory"))
         module = named.get("module", WORKER_MODULE)
         halves = {
-            name: max(1, getattr(config, name) // REPLICAS)
+            name: max(1, getattr(config, name) // replicas)
             for name in ("parallel", "slots", "cache_ram_mb", "swap_space_mb", "ctx_size")
             if getattr(config, name) and not (name == "ctx_size" and config.unified_kv)
         }
@@ -108,7 +108,7 @@ def replace_engines() -> None:
         make(self, ClusterConfig(**settings), **{**named, "engine_module": __name__})
 
     def start_gateway(self: ProcessExecutor, *arguments: Any) -> None:
-        while len(clusters[self].replicas) < REPLICAS:
+        while len(clusters[self].replicas) < replicas:
             clusters[self].start()
         start(self, *arguments)
 

@@ -26,9 +26,8 @@ COARSE = 16  # groups that are ordered by their maximum
 MAX_CANDIDATES = 4096  # of a row: with more, the prefilter hardly narrows
 PART = 1 << 19  # logits: for less, waking a thread costs more than it saves
 CHAINS = 8  # sampler chains, likewise
-IDLE_PART = (
-    1 << 15
-)  # the same with a GPU: no compute thread polls the cores, and `wait` wakes those of the scan
+ALONE = 3 << 17  # logits that one thread scans in the time in which others wake up
+IDLE_PART = 1 << 15  # least part of what is more than that, with a GPU: no compute thread polls the cores
 WAKE_S = 250e-6  # before the device is expected to be done
 
 
@@ -134,8 +133,8 @@ class NativeLogitScan(LogitScan):
             self._pool = ctypes.c_void_p()
 
     def wait(self, function: Any, pointer: Any, expected_s: float, size: int) -> None:
-        threads = min(self._threads, size // self._part)
-        if expected_s <= 0 or threads <= 1:
+        threads = self._count_threads(size)
+        if expected_s <= 0 or threads == 1:
             function(pointer)
             return
         asleep = ctypes.c_int64(int(1e9 * (expected_s - WAKE_S)))
@@ -194,8 +193,16 @@ class NativeLogitScan(LogitScan):
         """Threads, logits, rows and width."""
         assert logits.flags.c_contiguous and logits.dtype == np.float32
         rows, width = logits.shape
-        threads = max(1, min(self._threads, rows * width // self._part))
-        return threads, _pointer(logits), ctypes.c_int(rows), ctypes.c_int(width)
+        return (
+            self._count_threads(logits.size),
+            _pointer(logits),
+            ctypes.c_int(rows),
+            ctypes.c_int(width),
+        )
+
+    def _count_threads(self, size: int) -> int:
+        """That scan so many logits together."""
+        return max(1, min(self._threads, size // self._part)) if size > ALONE else 1
 
 
 def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -199,6 +201,47 @@ def test_a_padded_row_gets_its_own_proposal_first() -> None:
     short = make_sequence(7, Parrot(1))
     drafts = policy.draft([*sequences, short], Priced(0.1), room=100, max_step_s=10)
     assert drafts[7] == [1, *[short.tokens[-1]] * (len(drafts[0]) - 1)]
+
+
+def test_drafts_are_looked_for_less_and_less_where_that_is_costly_and_does_not_pay() -> None:
+    policy, cost = SpecDecodePolicy(8), Priced(0.05)
+    parrot = Parrot(0)
+    sequences = [make_sequence(0, parrot), *(make_sequence(number, Parrot(0)) for number in range(1, 16))]
+
+    def look(steps: int) -> list[int]:
+        """The steps in which it was asked."""
+        found = []
+        for number in range(steps):
+            before = len(parrot.asked)
+            policy.draft(sequences, cost, room=512, max_step_s=10.0)
+            if len(parrot.asked) > before:
+                found.append(number)
+        return found
+
+    rests = [after - before for before, after in pairwise(look(800))]
+    assert rests == [policy.REST, 2 * policy.REST, 4 * policy.REST, policy.MAX_REST, policy.MAX_REST]
+    policy.start(Request(id="new", prompt=(1,), max_tokens=4))
+    assert look(100)[:2] == [0, policy.REST], "what is new may repeat itself"
+    sequences = sequences[:4]
+    policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    assert look(50) == list(range(50)), "for a few rows it costs nothing"
+
+
+def test_while_drafts_rest_each_sequence_learns_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, cost = SpecDecodePolicy(8), Priced(0.05)
+    sequences = [make_sequence(number, Parrot(0)) for number in range(policy.LEARN_EVERY)]
+    learned: list[DraftState] = []
+    monkeypatch.setattr(DraftState, "learn", lambda state, tokens: learned.append(state))
+    for number, sequence in enumerate(sequences):
+        sequence.arrival = number
+    policy.learn(sequences)
+    assert len(learned) == len(sequences), "nothing rests yet"
+    policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    learned.clear()
+    for number in range(policy.LEARN_EVERY):
+        assert policy.rests(len(sequences), cost)
+        policy.learn(sequences)
+        assert len(set(learned)) == len(learned) == number + 1
 
 
 def test_no_drafts_beyond_the_batch_or_the_target() -> None:
