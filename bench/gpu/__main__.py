@@ -1,7 +1,8 @@
 """`python -m bench.gpu OUT`: the table of a GPU machine, row by row; what is in OUT is not measured again.
 
 Each row is a model, a server and a number of streams: tokens per second while all streams generate, and end
-to end. Servers run side by side and take turns, so that each ratio is of one run.
+to end. Servers and bare decode run side by side and take turns: the cores of a shared machine may be half as
+fast for seconds at a time, so each part of bare decode is the median of those of single rounds.
 """
 
 from __future__ import annotations
@@ -76,23 +77,43 @@ def measure(server: RunningPeer, streams: int, output: int, temperature: float, 
     return run_load(server.address, server.peer.api, single_requests("gpu", requests, streams))
 
 
-def bare_rows(table: Table, name: str, model: Path, rounds: int, output: int) -> None:
-    left = [streams for streams in STREAMS[name] if not table.has(model=name, server="bare", streams=streams)]
-    if not left:
-        return
-    numbers = map(str, (PROMPT, output, rounds, *left))
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.gpu.bare", str(model), *numbers], stdout=subprocess.PIPE, check=True
-    )
-    for line in done.stdout.splitlines():
-        found = json.loads(line)
-        table.add({"model": name, "server": "bare", "temperature": 0.0, **found})
+class BareDecode:
+    """`bench.gpu.bare` as a process that waits for its turns."""
+
+    def __init__(self, model: Path, output: int, log: Path) -> None:
+        numbers = map(str, (PROMPT, output, SLOTS))
+        command = [sys.executable, "-m", "bench.gpu.bare", str(model), *numbers]
+        self._log = log.open("w")
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, text=True)
+
+    def __enter__(self) -> BareDecode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def measure(self, streams: int) -> float:
+        """Tokens per second."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{streams}\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
 
 
-def server_rows(
-    table: Table, name: str, peers: dict[str, Peer], logs: Path, rounds: int, output: int, deadline: float
+def measure_model(
+    table: Table,
+    name: str,
+    model: Path,
+    peers: dict[str, Peer],
+    logs: Path,
+    rounds: int,
+    output: int,
+    deadline: float,
 ) -> None:
-    """Rows of all servers of one model; they take turns."""
+    """Rows of bare decode and of all servers of one model."""
     wanted = [
         (streams, temperature, label)
         for streams in STREAMS[name]
@@ -108,21 +129,30 @@ def server_rows(
             for label, peer in peers.items()
             if any(label == each[2] for each in wanted)
         }
+        bare = stack.enter_context(BareDecode(model, output, logs / f"{name}-bare.log"))
         for server in servers.values():
             measure(server, SLOTS, WARM_UP, 0.0, "warm-up")
+        bare.measure(1)
         for streams, temperature in dict.fromkeys(each[:2] for each in wanted):
             if time.monotonic() > deadline:
                 print("out of time: the rest next time", flush=True)
                 return
             labels = [label for *key, label in wanted if tuple(key) == (streams, temperature)]
             loads: dict[str, list[LoadResult]] = {label: [] for label in labels}
+            bare_rates = []
             for number in range(rounds):
+                bare_rates.append(bare.measure(streams))
                 for label in labels:
                     if label == "llama-server" and number and streams == SLOTS:
                         continue  # it takes a minute; once is enough
                     salt = f"{name} {streams} {temperature} {number}"
                     loads[label].append(measure(servers[label], streams, output, temperature, salt))
+            if not table.has(model=name, server="bare", streams=streams):
+                rate = median(bare_rates)
+                row = {"model": name, "server": "bare", "streams": streams, "temperature": 0.0}
+                table.add({**row, "tokens_per_second": rate})
             for label, found in loads.items():
+                parts = [decode_rate([load]) / rate for load, rate in zip(found, bare_rates, strict=False)]
                 errors = [error for load in found for error in load.errors]
                 table.add(
                     {
@@ -131,6 +161,8 @@ def server_rows(
                         "streams": streams,
                         "temperature": temperature,
                         "tokens_per_second": decode_rate(found),
+                        "of_bare": median(parts),
+                        "parts": [round(part, 3) for part in parts],
                         "end_to_end": median(load.tokens_per_second for load in found),
                         "first_token_ms": 1e3
                         * percentile([each for load in found for each in first_tokens([load])], 50),
@@ -161,8 +193,8 @@ def main(
             started = time.monotonic()
             models.make(path, name, vocabulary)
             print(f"made {path.name} in {time.monotonic() - started:.0f} s", flush=True)
-        bare_rows(table, name, path, rounds, output)
-        server_rows(table, name, make_peers(path, llama_server, only), out / "logs", rounds, output, deadline)
+        peers = make_peers(path, llama_server, only)
+        measure_model(table, name, path, peers, out / "logs", rounds, output, deadline)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def _cell(row: dict[str, Any] | None, bare: float | None) -> str:
     shown = f"{row['tokens_per_second']:,.0f}"
     if row["server"] == BARE or not bare:
         return shown
-    return f"{shown} ({row['tokens_per_second'] / bare:.2f}; {row['end_to_end']:,.0f})"
+    part = row.get("of_bare", row["tokens_per_second"] / bare)
+    return f"{shown} ({part:.2f}; {row['end_to_end']:,.0f})"
 
 
 if __name__ == "__main__":
