@@ -40,6 +40,9 @@ bench: .venv/ready-bench ## all workloads beside llama-server (built the first t
 fuzz: .venv/ready-test ## valid and invalid input for every route, from its description; ARGS="--examples 500 --seed 2"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
+reliability: .venv/ready-bench ## docs/reliability.md, from what the commands of the proof have recorded
+	.venv/bin/python -m tests.proof.evidence
+
 seeds: .venv/ready build/tiny.gguf ## the earlier server's failing cases, as a table
 	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)
 
