@@ -40,6 +40,12 @@ bench: .venv/ready-bench ## all workloads beside llama-server (built the first t
 fuzz: .venv/ready-test ## valid and invalid input for every route, from its description; ARGS="--examples 500 --seed 2"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
+load: .venv/ready build/tiny.gguf ## 100,000 requests of all kinds at 1.5 times what the server computes: each ends once
+	.venv/bin/python -m tests.proof.load --tiny build/tiny.gguf $(ARGS)
+
+aborts: .venv/ready build/tiny.gguf ## 10,000 clients leave at random moments: how soon their slots are free
+	.venv/bin/python -m tests.proof.aborts --tiny build/tiny.gguf $(ARGS)
+
 reliability: .venv/ready-bench ## docs/reliability.md, from what the commands of the proof have recorded
 	.venv/bin/python -m tests.proof.evidence
 
