@@ -46,6 +46,15 @@ load: .venv/ready build/tiny.gguf ## 100,000 requests of all kinds at 1.5 times 
 aborts: .venv/ready build/tiny.gguf ## 10,000 clients leave at random moments: how soon their slots are free
 	.venv/bin/python -m tests.proof.aborts --tiny build/tiny.gguf $(ARGS)
 
+kills: .venv/ready build/tiny.gguf ## 200 times kill -9 of a child process under load: every answer as undisturbed
+	.venv/bin/python -m tests.proof.kills --tiny build/tiny.gguf $(ARGS)
+
+terminations: .venv/ready build/tiny.gguf ## 100 times SIGTERM under load: exit 0 in time, and the disk cache readable after it
+	.venv/bin/python -m tests.proof.terminations --tiny build/tiny.gguf $(ARGS)
+
+canary: .venv/ready ## 5,000 marked prompts of two tenants with everything on: the text as alone, no marker elsewhere
+	.venv/bin/python -m tests.proof.canary $(ARGS)
+
 reliability: .venv/ready-bench ## docs/reliability.md, from what the commands of the proof have recorded
 	.venv/bin/python -m tests.proof.evidence
 

@@ -66,8 +66,9 @@ def compare(alone: Sequence[Answer], crowded: Sequence[Answer], tie: float = TIE
 class Client:
     """Greedy requests to a server, on a connection each. May be used from several threads."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, key: str = "") -> None:
         self._address = address
+        self._key = {"authorization": f"Bearer {key}"} if key else {}
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
         """Complete tokens. They come back as ids, because texts of different tokens can be alike."""
@@ -125,7 +126,11 @@ class Client:
         """A response whose connection ends with it."""
         connection = http.client.HTTPConnection(*self._address, timeout=PATIENCE_S)
         data = None if body is None else json.dumps(body)
-        headers = {"connection": "close", **({"content-type": "application/json"} if data else {})}
+        headers = {
+            "connection": "close",
+            **self._key,
+            **({"content-type": "application/json"} if data else {}),
+        }
         connection.request(method, path, data, headers)
         return connection.getresponse()
 
