@@ -46,6 +46,9 @@ load: .venv/ready build/tiny.gguf ## 100,000 requests of all kinds at 1.5 times 
 aborts: .venv/ready build/tiny.gguf ## 10,000 clients leave at random moments: how soon their slots are free
 	.venv/bin/python -m tests.proof.aborts --tiny build/tiny.gguf $(ARGS)
 
+endurance: .venv/ready ## 40 minutes of mixed load, a fault a minute, two models: memory flat, no drift, counters exact
+	.venv/bin/python -m tests.proof.endurance $(ARGS)
+
 kills: .venv/ready build/tiny.gguf ## 200 times kill -9 of a child process under load: every answer as undisturbed
 	.venv/bin/python -m tests.proof.kills --tiny build/tiny.gguf $(ARGS)
 

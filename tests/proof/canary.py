@@ -70,7 +70,7 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
     settings = ServerSettings(model, AT_ONCE, CELLS * AT_ONCE // 3, threads=1)
     unified: tuple[str, ...] = ()
     if kind == "dense":  # few cells for all, and drafts that come true
-        settings = replace(settings, ctx_size=2 * CELLS)
+        settings = replace(settings, ctx_size=CELLS)
         unified = ("--unified-kv", "--draft-model", str(model))
     flags = ("--no-tune", "--max-request-tokens", str(CELLS), *EXACT, *unified)
     with two_tenants(settings, *flags, *TIERS, str(folder / f"cache-{kind}")) as server:

@@ -126,20 +126,29 @@ async def run_load(port: int, count: int) -> tuple[Ledger, float]:
 def read_counters(client: Client) -> dict[str, float]:
     """Accepted and finished requests, and what must be zero in an idle server."""
     found = client.metrics()
-    prefix = "cllm_requests_finished_total"
-    finished = {
-        name.partition('"')[2][:-2]: value for name, value in found.items() if name.startswith(prefix)
+
+    def total(prefix: str) -> float:  # over all models
+        return sum(value for name, value in found.items() if name.startswith(prefix))
+
+    finished = "cllm_requests_finished_total"
+    outcomes = {
+        outcome: sum(
+            value
+            for name, value in found.items()
+            if name.startswith(finished) and f'outcome="{outcome}"' in name
+        )
+        for outcome in ("stop", "length", "cancelled")
     }
     return {
-        "accepted": found["cllm_requests_accepted_total"],
-        "finished": sum(finished.values()),
-        "answered": finished.get("stop", 0.0) + finished.get("length", 0.0),
-        "cancelled": finished.get("cancelled", 0.0),
-        "leases": found["cllm_sequence_leases"],
-        "cells in use": found["cllm_kv_cells_used"],
-        "waiting": found["cllm_queue_requests"],
-        "integrity failures": found["cllm_integrity_failures"],
-        "restarts": found["cllm_engine_restarts_total"],
+        "accepted": total("cllm_requests_accepted_total"),
+        "finished": total(finished),
+        "answered": outcomes["stop"] + outcomes["length"],
+        "cancelled": outcomes["cancelled"],
+        "leases": total("cllm_sequence_leases"),
+        "cells in use": total("cllm_kv_cells_used"),
+        "waiting": total("cllm_queue_requests"),
+        "integrity failures": total("cllm_integrity_failures"),
+        "restarts": total("cllm_engine_restarts_total"),
     }
 
 

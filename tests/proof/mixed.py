@@ -150,8 +150,11 @@ def _flagged(flag: str, *, lines: bool = False) -> Callable[[bytes], int]:
 class MixedRequests:
     """Draws requests of all kinds, of random lengths, by a seed."""
 
-    def __init__(self, seed: int, max_tokens: int = 24, prompt_words: int = 40) -> None:
-        self._random = random.Random(seed)
+    def __init__(
+        self, seed: int, max_tokens: int = 24, prompt_words: int = 40, *, model: str = "any"
+    ) -> None:
+        """`model` is named where a route wants one; a server of one model takes any name."""
+        self._random, self._model = random.Random(seed), model
         self._max_tokens, self._prompt_words = max_tokens, prompt_words
         self._number = 0
         self.kinds: tuple[Callable[[str, dict[str, Any]], Ask], ...] = (
@@ -202,7 +205,7 @@ class MixedRequests:
     def _messages(self, text: str, fields: dict[str, Any]) -> Ask:
         stream, temperature = self._streams, min(1.0, fields["temperature"])
         messages = [{"role": "user", "content": text}]
-        body = {"model": "any", "messages": messages, "max_tokens": self._tokens, "stream": stream}
+        body = {"model": self._model, "messages": messages, "max_tokens": self._tokens, "stream": stream}
         ends = _typed("message_stop") if stream else _whole
         return Ask("/v1/messages", {**body, "temperature": temperature}, ends)
 
@@ -226,7 +229,7 @@ class MixedRequests:
     def _ollama(self, text: str, fields: dict[str, Any]) -> Ask:
         stream = self._streams
         options = {"num_predict": self._tokens, "temperature": fields["temperature"]}
-        body = {"model": "any", "prompt": text, "stream": stream, "options": options}
+        body = {"model": self._model, "prompt": text, "stream": stream, "options": options}
         return Ask("/api/generate", body, _flagged("done", lines=True) if stream else _whole)
 
     def _embeddings(self, text: str, fields: dict[str, Any]) -> Ask:
