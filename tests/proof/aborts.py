@@ -24,8 +24,8 @@ from typing import NamedTuple
 from bench.command import serving
 from bench.figures import percentile
 from bench.peers import ServerSettings
+from tests.proof.counters import nothing_left, read_counters
 from tests.proof.evidence import Bar, Evidence, Series, record
-from tests.proof.load import read_counters
 from tests.proof.mixed import Ask, Closed, connect, read_chunk, read_head, send
 from tests.soak.answers import Client
 
@@ -151,7 +151,6 @@ def main() -> int:
     seconds, unknown = match_releases(leavers.left, ends)
     late = [one for one in seconds if one > MAX_RELEASE_S]
     p99 = percentile(seconds, 99)
-    zero = {name: counters[name] for name in ("leases", "cells in use", "waiting", "integrity failures")}
     moments = Counter(one.moment for one in leavers.left)
     limit, all_left = f"≤ {1e3 * MAX_RELEASE_S:.0f} ms", len(leavers.left) >= options.count
     accepted, finished = counters["accepted"], counters["finished"]
@@ -159,7 +158,7 @@ def main() -> int:
         Bar("clients that left", f"{options.count:,}", f"{len(leavers.left):,}", all_left),
         Bar("from leaving to free, p99", limit, f"{1e3 * p99:.0f} ms", p99 <= MAX_RELEASE_S),
         Bar("accepted requests that ended", f"{accepted:,.0f}", f"{finished:,.0f}", finished == accepted),
-        Bar("leases, cells, waiting, integrity failures afterwards", "0", f"{zero}", not any(zero.values())),
+        nothing_left(counters),
     ]
     return record(
         Evidence(

@@ -27,8 +27,9 @@ from bench.command import serving
 from bench.footprint import descendants
 from bench.peers import RunningPeer, ServerSettings
 from tests.driver.server import find_workers
+from tests.proof.counters import nothing_left, read_counters
 from tests.proof.evidence import Bar, Evidence, Series, record
-from tests.proof.load import Ledger, read_counters
+from tests.proof.load import Ledger
 from tests.proof.mixed import REFUSALS, Ask, Closed, MixedRequests, connect, exchange, send
 from tests.soak.answers import Client
 from tests.tiny_architectures import make_all
@@ -226,7 +227,6 @@ def judge(run: Endurance, counters: dict[str, float]) -> list[Bar]:
         for name in ("descriptors", "threads")
     }
     drift = find_drift(run)
-    zero = {name: counters[name] for name in ("leases", "cells in use", "waiting", "integrity failures")}
     wrong = run.ledger.outcomes["lost"] + run.ledger.outcomes["wrong"]
     same = counters["accepted"] == counters["finished"]
     return [
@@ -240,7 +240,7 @@ def judge(run: Endurance, counters: dict[str, float]) -> list[Bar]:
             f"{counters['finished']:,.0f}",
             same,
         ),
-        Bar("leases, cells, waiting, integrity failures afterwards", "0", f"{zero}", not any(zero.values())),
+        nothing_left(counters),
     ]
 
 

@@ -22,8 +22,8 @@ from bench.figures import percentile
 from bench.peers import RunningPeer, ServerSettings
 from bench.workloads.text import words
 from tests.driver.server import find_workers
+from tests.proof.counters import nothing_left, read_counters
 from tests.proof.evidence import Bar, Evidence, Series, record
-from tests.proof.load import read_counters
 from tests.proof.mixed import Ask, Closed, Reply, connect, exchange
 from tests.soak.answers import Client
 from tests.soak.resume import EXACT
@@ -156,7 +156,6 @@ def main() -> int:
     noticed, ready = [each[1] for each in kills], [each[2] for each in kills]
     limit_s = load_s + READY_S
     exact, total = streams.outcomes["as undisturbed"], sum(streams.outcomes.values())
-    zero = {name: counters[name] for name in ("leases", "cells in use", "waiting", "integrity failures")}
     bars = [
         Bar("kills", f"{options.count}", f"{len(kills)}", len(kills) == options.count),
         Bar("noticed, longest", f"≤ {NOTICED_S:g} s", f"{max(noticed):.2f} s", max(noticed) <= NOTICED_S),
@@ -167,7 +166,7 @@ def main() -> int:
             max(ready) <= limit_s,
         ),
         Bar("answers as undisturbed", f"{total:,}", f"{exact:,}", exact == total),
-        Bar("leases, cells, waiting, integrity failures afterwards", "0", f"{zero}", not any(zero.values())),
+        nothing_left(counters),
     ]
     return record(
         Evidence(

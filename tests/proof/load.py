@@ -17,6 +17,7 @@ from statistics import median
 
 from bench.command import serving
 from bench.peers import ServerSettings
+from tests.proof.counters import nothing_left, read_counters
 from tests.proof.evidence import Bar, Evidence, Series, record
 from tests.proof.mixed import REFUSALS, Ask, Closed, Connection, MixedRequests, connect, exchange
 from tests.soak.answers import Client
@@ -123,35 +124,6 @@ async def run_load(port: int, count: int) -> tuple[Ledger, float]:
     return generator.ledger, rate
 
 
-def read_counters(client: Client) -> dict[str, float]:
-    """Accepted and finished requests, and what must be zero in an idle server."""
-    found = client.metrics()
-
-    def total(prefix: str) -> float:  # over all models
-        return sum(value for name, value in found.items() if name.startswith(prefix))
-
-    finished = "cllm_requests_finished_total"
-    outcomes = {
-        outcome: sum(
-            value
-            for name, value in found.items()
-            if name.startswith(finished) and f'outcome="{outcome}"' in name
-        )
-        for outcome in ("stop", "length", "cancelled")
-    }
-    return {
-        "accepted": total("cllm_requests_accepted_total"),
-        "finished": total(finished),
-        "answered": outcomes["stop"] + outcomes["length"],
-        "cancelled": outcomes["cancelled"],
-        "leases": total("cllm_sequence_leases"),
-        "cells in use": total("cllm_kv_cells_used"),
-        "waiting": total("cllm_queue_requests"),
-        "integrity failures": total("cllm_integrity_failures"),
-        "restarts": total("cllm_engine_restarts_total"),
-    }
-
-
 def medians(times: list[tuple[float, float]]) -> Series:
     """The median time of an answer, over the run."""
     last = max(sent for sent, _ in times)
@@ -176,7 +148,6 @@ def main() -> int:
         counters = read_counters(Client(server.address))
     outcomes, asked = ledger.outcomes, sum(ledger.outcomes.values())
     ends = outcomes["answered"] + outcomes["refused"]
-    left = {name: counters[name] for name in ("leases", "cells in use", "waiting", "integrity failures")}
     same = counters["accepted"] == counters["finished"] and counters["answered"] == ledger.answered
     bars = [
         Bar(
@@ -194,7 +165,7 @@ def main() -> int:
             f"{counters['cancelled']:,.0f} cancelled, since another one of their `n` was refused",
             same,
         ),
-        Bar("leases, cells, waiting, integrity failures afterwards", "0", f"{left}", not any(left.values())),
+        nothing_left(counters),
     ]
     for fault in ledger.faults[:10]:
         print(fault, file=sys.stderr)
