@@ -145,9 +145,8 @@ class Scheduler:
         return batch
 
     def prepare_following(self, batch: Batch) -> None:
-        """While a batch is computed: see `FollowingBatch`."""
-        if not self._waiting:
-            self.following.prepare(batch, self.running)
+        """While a batch is computed; none follows where a request waits for a slot."""
+        self.following.prepare(batch, {} if self._waiting else self.running)
 
     def update(self, batch: Batch, result: StepResult) -> None:
         """Process the result of a batch; the outputs are then waiting in `take_outputs`."""

@@ -267,6 +267,7 @@ class SpecDecodePolicy:
     MAX_LOOKUP = 0.01  # of a step
     REST = 32  # steps; twice as many each time that it did not pay, up to
     MAX_REST = 256
+    TRIAL, TRIAL_REST = 8, 1024  # steps with drafts that have not gained so far; and then none for so long
     LEARN_EVERY = 16  # steps, of each sequence in its turn, meanwhile
     MIN_GAIN = 1.05  # that drafts must promise: acceptance is an estimate, and long contexts cost more
     MAX_SHARED_COST = 1.5  # plain steps at most, where a row does not draft and waits for those that do
@@ -282,6 +283,7 @@ class SpecDecodePolicy:
         """`draft_model` makes the drafters instead; it gets the tenant whose KV may be used, or None."""
         self._max_tokens = max_tokens
         self._rest, self._next_rest = 0, self.REST  # steps left without a look; and after the next one
+        self._trial = self.TRIAL  # steps left to prove that they gain
         self._resting = False  # in the last step that was asked about
         self._steps = 0
         self._new_drafter = new_drafter
@@ -297,7 +299,8 @@ class SpecDecodePolicy:
 
         A constraint that sleeps until a trigger allows them up to there.
         """
-        self._rest, self._next_rest = 0, self.REST
+        if self._rest <= self.MAX_REST:  # not where drafts were tried and lost
+            self._rest, self._next_rest = 0, self.REST
         constrained = request.constraint is not None and not request.constraint.triggers
         if not self._max_tokens or not request.speculate or constrained:
             return None
@@ -358,7 +361,8 @@ class SpecDecodePolicy:
         if not plan.length:
             cost.doubt_drafts(rows)
             return {}
-        self._rest, self._next_rest = 0, self.REST
+        if not self._goes_on(cost.drafts_gain(rows)):
+            return {}
         drafts = {
             seq_id: state.proposal[: plan.length]
             for seq_id, state in proposals.items()
@@ -370,6 +374,16 @@ class SpecDecodePolicy:
                     padding = [sequence.tokens[-1]] * plan.length
                     drafts[sequence.seq_id] = [*sequence.drafts.proposal, *padding][: plan.length]
         return _before_triggers(drafts, sequences)
+
+    def _goes_on(self, gains: bool) -> bool:
+        """Drafts are expected to pay. Where they did not, they have some steps to do better, then a rest."""
+        if gains:
+            self._rest, self._next_rest, self._trial = 0, self.REST, self.TRIAL
+        elif self._trial:
+            self._rest, self._trial = 0, self._trial - 1
+        else:
+            self._rest, self._trial = self.TRIAL_REST, self.TRIAL
+        return not self._rest
 
     def _proposals(self, sequences: Collection[Sequence]) -> dict[int, DraftState]:
         longest = self._max_tokens

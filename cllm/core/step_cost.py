@@ -156,6 +156,7 @@ class StepCostModel:
     # Units in which the costs are of similar size; what cannot be distinguished is shared in them.
     UNITS: Vector = np.array([1, TILE, 2, TILE**2, TILE**2], float)
     DOUBT_AFTER = 8  # times that drafts seemed too expensive
+    GAIN_WEIGHT, WORST_GAIN = 0.1, -2.0  # of one more step
 
     def __init__(
         self,
@@ -181,6 +182,8 @@ class StepCostModel:
         self._plain_s: dict[int, deque[float]] = {}  # by rows: steps in which each row decodes one token
         self._draft_cost: dict[int, dict[int, RunningMedian]] = {}  # by rows and draft tokens a row
         self._drafted: _Drafted | None = None  # a step whose cost is not yet known
+        self._gains: dict[int, float] = {}  # by bits of the rows: tokens a row and step, beyond plain steps
+        self._slowed = 0  # steps left that a step with drafts slows down
         self._refused_drafts = 0
         self._lone_plain = (0, 0.0)  # the latest plain step of a lone row, after another: context and seconds
         self._after_plain = False
@@ -193,7 +196,7 @@ class StepCostModel:
         """Learn from a finished step."""
         seconds = result.compute_s + result.sample_s
         if seconds > 0 and not self.frozen:
-            self._observe_drafts(batch, max(seconds, result.period_s))
+            self._observe_drafts(batch, max(seconds, result.period_s), result)
             sampling_s = sum(row.sample_s for row in result.rows)  # each sequence has its own
             self.observe_shape(StepShape.of(batch, result.ubatches, split=self.split), seconds - sampling_s)
 
@@ -277,10 +280,36 @@ class StepCostModel:
             for cost in self._draft_cost.get(rows, {}).values():
                 cost.doubt()
 
-    def _observe_drafts(self, batch: Batch, seconds: float) -> None:
+    def drafts_gain(self, rows: int) -> bool:
+        """False where steps with drafts, and those that they slowed down, brought less than plain ones.
+
+        On a GPU only, where a step that differs slows those after it: no sum of prices has all of that.
+        """
+        return not self._records or self._gains.get(rows.bit_length(), 0.0) >= 0.0
+
+    def _observe_gain(self, batch: Batch, result: StepResult, seconds: float) -> bool:
+        """What drafts brought in this step beyond what plain ones would have; False if it is one of those."""
+        rows = len(batch.rows)
+        if any(len(row.tokens) != row.outputs for row in batch.rows) or rows not in self._plain_s:
+            self._slowed = 0
+            return False
+        if any(row.outputs > 1 for row in batch.rows):
+            self._slowed = RECORDED_AFTER
+        elif self._slowed:
+            self._slowed -= 1
+        else:
+            return False
+        gained = sum(len(row.tokens) for row in result.rows) / rows - seconds / self.plain_step_s(rows)
+        known = self._gains.get(rows.bit_length(), 0.0)
+        change = max(gained, self.WORST_GAIN) - known  # a busy moment does not decide
+        self._gains[rows.bit_length()] = known + self.GAIN_WEIGHT * change
+        return True
+
+    def _observe_drafts(self, batch: Batch, seconds: float, result: StepResult) -> None:
         """Learn from a decode step; one with a prompt, or with rows computed apart, says nothing."""
         rows = len(batch.rows)
         longest = max(row.outputs for row in batch.rows) - 1
+        slowed = self._records and rows > 1 and self._observe_gain(batch, result, seconds) and not longest
         if rows == 1:
             self._observe_lone(batch.rows[0], seconds)
         if (
@@ -297,6 +326,8 @@ class StepCostModel:
                 self._learn_drafted()
             return
         self._learn_drafted()
+        if slowed:
+            return
         if not longest:
             plain = self._plain_s.get(rows) or deque(maxlen=REMEMBERED)
             plain.append(seconds)

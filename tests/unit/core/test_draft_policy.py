@@ -45,6 +45,10 @@ class Priced(StepCostModel):
         super().__init__(split=split)
         self.draft = draft
         self.doubts = 0
+        self.gains = True
+
+    def drafts_gain(self, rows: int) -> bool:
+        return self.gains
 
     def draft_step(self, rows, drafting, length, context=0):  # type: ignore[no-untyped-def]
         plain = super().draft_step(rows, drafting, 0)  # a lone row, and rows computed apart
@@ -225,6 +229,32 @@ def test_drafts_are_looked_for_less_and_less_where_that_is_costly_and_does_not_p
     sequences = sequences[:4]
     policy.draft(sequences, cost, room=512, max_step_s=10.0)
     assert look(50) == list(range(50)), "for a few rows it costs nothing"
+
+
+def test_drafts_that_were_tried_and_lost_rest_for_long() -> None:
+    policy, cost = SpecDecodePolicy(8), Priced(0.01)
+    cost.gains = False
+    sequences = [make_sequence(number, Parrot()) for number in range(16)]
+    drafting = [
+        number
+        for number in range(policy.TRIAL_REST + 50)
+        if policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    ]
+    again = policy.TRIAL + policy.TRIAL_REST
+    assert drafting == [*range(policy.TRIAL), *range(again, again + policy.TRIAL)]
+    cost.gains = True
+    policy = SpecDecodePolicy(8)
+    assert all(policy.draft(sequences, cost, room=512, max_step_s=10.0) for _ in range(50))
+
+
+def test_a_new_request_ends_a_rest_but_not_the_one_after_a_loss() -> None:
+    policy, cost = SpecDecodePolicy(8), Priced(0.01)
+    cost.gains = False
+    sequences = [make_sequence(number, Parrot()) for number in range(16)]
+    for _ in range(policy.TRIAL + 1):
+        policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    policy.start(Request(id="new", prompt=(1,), max_tokens=4))
+    assert policy.rests(len(sequences), cost)
 
 
 def test_while_drafts_rest_each_sequence_learns_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:

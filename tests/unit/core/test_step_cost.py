@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cllm.backend.base import Batch, DraftCost, Row, StepResult, StepStatus
+from cllm.backend.base import Batch, DraftCost, Row, RowResult, StepResult, StepStatus
 from cllm.core.step_cost import (
     BATCH1_DRAFT_COST,
     DEFAULT_DRAFT_COST,
@@ -55,6 +55,29 @@ def test_on_a_gpu_drafts_cost_the_plain_steps_after_them_too() -> None:
     assert model.plain_step_s(8) == pytest.approx(0.02)
     assert model.draft_step(8, range(8), 2) == pytest.approx(1 + 3 * 0.005 / 0.02)
     assert known.draft_step(8, range(8), 2) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "late_s", "gains"), [(0, 0.0, False), (2, 0.0, True), (2, 0.02, False), (4, 0.02, True)]
+)
+def test_on_a_gpu_drafts_gain_by_what_they_brought_in_all_the_steps_that_they_slowed(
+    accepted: int, late_s: float, gains: bool
+) -> None:
+    """Also where only some rows draft: half of 8 here, two passes a step."""
+    model, on_a_cpu = StepCostModel(records=True), StepCostModel()
+    assert model.drafts_gain(8)
+    for number in range(100):
+        drafting, after = number >= 20 and number % 5 == 0, number >= 20 and number % 5 in (1, 2, 3)
+        batch = make_step(8, 4, drafting=4) if drafting else make_step(8)
+        brought = [1 + accepted * (row.outputs > 1) for row in batch.rows]
+        rows = tuple(RowResult(tuple(range(count))) for count in brought)
+        seconds = 0.02 + 0.01 * drafting + late_s / 3 * after
+        for each in (model, on_a_cpu):
+            each.observe(batch, StepResult(StepStatus.DONE, rows, ubatches=1, compute_s=seconds))
+    assert model.drafts_gain(8) is gains
+    assert model.plain_step_s(8) == pytest.approx(0.02)
+    assert model.drafts_gain(16), "of so many rows nothing is known"
+    assert on_a_cpu.drafts_gain(8)
 
 
 def test_the_time_between_two_results_is_the_cost_of_a_step() -> None:
