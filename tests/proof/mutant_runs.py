@@ -1,25 +1,25 @@
-"""Runs of tests with one module changed: a process each, forked from one that has imported everything else.
+"""Runs of tests with one function changed: a process each, forked from one that has collected all tests.
 
-The parent imports pytest and what cllm and the tests depend on, but nothing of either. A child puts the
-changed code in the place of its module, then runs pytest.
+The parent imports everything and runs no test. A child gives the function its changed code, then runs the
+tests that call it, those first that have noticed most. What is changed outside of functions (a constant, a
+default) cannot be put in place afterwards: such a mutant is run in a new interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import gc
+import inspect
 import os
 import resource
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -30,20 +30,18 @@ from tests.proof.evidence import ROOT
 from tests.proof.mutation import mutate
 
 TEST_LIMIT_S = 20.0  # a test takes three seconds at most
+START_LIMIT_S = 60.0
 MEMORY_LIMIT = 6 << 30
-PRELOADED = (
-    *("asyncio", "hypothesis.stateful", "hypothesis.strategies", "llguidance", "msgspec", "numpy", "jinja2"),
-    *("prometheus_client", "httpx", "gguf"),
-)
+OPTIONS = ("-x", "-q", "-s", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 class Job(NamedTuple):
-    """One module, which of its mutations (None: as it is), and the tests to run."""
+    """One mutant: its module, its number among the module's mutations, and the files of the tests for it."""
 
     key: str
     path: str
-    index: int | None
-    tests: Sequence[str]
+    index: int
+    files: Sequence[str]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -55,50 +53,19 @@ class Outcome(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
-class _Child(NamedTuple):
-    job: Job
-    pid: int
-    reports: int  # the end of a pipe: a byte for each test that begins, then the name of one that failed
-    started: float
+class Trace(msgspec.Struct, frozen=True):
+    """How long a test took on the source as it is, and which functions of the modules it called."""
+
+    test: str
+    seconds: float
+    called: frozenset[str]
 
 
-class _Mutated(importlib.machinery.SourceFileLoader):
-    """Loads the changed code instead of the file's."""
-
-    def __init__(self, name: str, path: str, code: CodeType) -> None:
-        super().__init__(name, path)
-        self._code = code
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self._code
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the changed module; every other is found as always."""
-
-    def __init__(self, name: str, path: str, code: CodeType) -> None:
-        self._name, self._path, self._code = name, path, code
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        loader = _Mutated(fullname, self._path, self._code)
-        return importlib.util.spec_from_file_location(fullname, self._path, loader=loader)
-
-
-class _Reporter:
-    """A plugin of pytest that tells the parent what runs, and what failed."""
+class Reporter:
+    """A plugin of pytest that tells the parent what runs, and ends the process when a test fails."""
 
     def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
-
-    def pytest_sessionstart(self) -> None:
-        """An example that fails is enough: a smaller one is not looked for."""
-        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("unit", hypothesis.settings.get_profile("unit"), phases=phases)
-        hypothesis.settings.load_profile("unit")
+        self.pipe = pipe
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(f"+{nodeid}")
@@ -116,113 +83,239 @@ class _Reporter:
         os._exit(1)  # all is known
 
     def _write(self, line: str) -> None:
-        os.write(self._pipe, line.encode(errors="replace") + b"\n")
+        if self.pipe >= 0:
+            os.write(self.pipe, line.encode(errors="replace") + b"\n")
 
 
-def run_all(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[Job, Outcome]]:
-    """The outcome of each job, as they end."""
-    os.chdir(ROOT)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    waiting, running = list(reversed(jobs)), list[_Run]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                running.append(_Run(_start(waiting.pop())))
-            select.select([run.child.reports for run in running], [], [], 1.0)
-            for run in tuple(running):
-                if (outcome := run.poll()) is not None:
-                    running.remove(run)
-                    yield run.child.job, outcome
-    finally:
+class MutantSession(Reporter):
+    """A session of pytest that has collected its tests and hands itself to `work` instead of running them."""
+
+    def __init__(self, modules: Sequence[str], work: Callable[[MutantSession], None]) -> None:
+        super().__init__(-1)
+        self._modules = modules
+        self._work = work
+        self._items: list[pytest.Item] = []
+        self._traces: dict[str, Trace] = {}
+        self._kills: Counter[tuple[str, str]] = Counter()
+
+    def pytest_sessionstart(self) -> None:
+        """An example that fails is enough: a smaller one is not looked for."""
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("unit", hypothesis.settings.get_profile("unit"), phases=phases)
+        hypothesis.settings.load_profile("unit")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._items = session.items
+        gc.collect()
+        gc.freeze()  # else each child copies what it only looks at
+        self._work(self)
+        return True
+
+    # On the source as it is -------------------------------------------------------------------------
+
+    def trace(self, at_once: int) -> float:
+        """Run every test once, unchanged; raises where one fails. Returns the seconds of all of them."""
+        paths = {str(ROOT / path): path for path in self._modules}
+        slices = [self._items[number::at_once] for number in range(at_once)]
+        running = [_Run(_fork(lambda pipe, part=part: self._trace(part, paths, pipe))) for part in slices]
         for run in running:
-            run.kill()
+            while (outcome := run.poll()) is None:
+                select.select([run.reports], [], [], 1.0)
+            if outcome.killed:
+                raise SystemExit(f"{outcome.test} fails on the source as it is")
+            for line in run.traces:
+                trace = msgspec.json.decode(line, type=Trace)
+                self._traces[trace.test] = trace
+        return sum(trace.seconds for trace in self._traces.values())
+
+    def _trace(self, items: Sequence[pytest.Item], paths: dict[str, str], pipe: int) -> None:
+        called: set[str] = set()
+
+        def note(frame: Any, event: str, argument: object) -> None:
+            if (path := paths.get(frame.f_code.co_filename)) is not None:
+                called.add(f"{path}:{_function(frame.f_code.co_qualname)}")
+
+        for item in items:
+            called.clear()
+            began = time.process_time()
+            sys.settrace(note)
+            self._run_item(item)
+            sys.settrace(None)
+            trace = Trace(item.nodeid, time.process_time() - began, frozenset(called))
+            os.write(pipe, b"=" + msgspec.json.encode(trace) + b"\n")
+
+    # With mutants -----------------------------------------------------------------------------------
+
+    def run_all(self, jobs: Sequence[Job], at_once: int) -> Iterator[tuple[Job, Outcome]]:
+        """The outcome of each job, as they end."""
+        waiting = list(reversed(jobs))
+        running: list[tuple[Job, str, _Run]] = []
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    running.append(self._start(waiting.pop()))
+                select.select([run.reports for _, _, run in running], [], [], 1.0)
+                for each in tuple(running):
+                    job, function, run = each
+                    if (outcome := run.poll()) is not None:
+                        running.remove(each)
+                        self._kills[function, outcome.test] += outcome.killed
+                        self._kills[job.path, outcome.test] += outcome.killed
+                        yield job, outcome
+        finally:
+            for _, _, run in running:
+                run.kill()
+
+    def _start(self, job: Job) -> tuple[Job, str, _Run]:
+        function, code = find_changed(job.path, job.index)
+        if code is None:
+            return job, "", _Run(_fork(lambda pipe: _run_anew(job, pipe)), START_LIMIT_S)
+        name = f"{job.path}:{function}"
+        items = [item for item in self._items if item.nodeid.partition("::")[0] in job.files]
+        items = [item for item in items if name in self._traces[item.nodeid].called]
+        items.sort(
+            key=lambda item: (
+                -self._kills[name, item.nodeid],
+                -self._kills[job.path, item.nodeid],
+                self._traces[item.nodeid].seconds,
+            )
+        )
+
+        def run(pipe: int) -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+            _put_in_place(job.path, function, code)
+            for item in items:
+                self._run_item(item)
+
+        return job, name, _Run(_fork(run, self))
+
+    def _run_item(self, item: pytest.Item) -> None:
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+
+
+def collect(modules: Sequence[str], files: Sequence[str], work: Callable[[MutantSession], None]) -> None:
+    """Collect the tests of these files and call `work` with the session."""
+    os.chdir(ROOT)
+    session = MutantSession(modules, work)
+    pytest.main([*OPTIONS, "-W", "ignore::pytest.PytestAssertRewriteWarning", *files], plugins=[session])
+
+
+def find_changed(path: str, index: int) -> tuple[str, CodeType | None]:
+    """The name and the changed code of the function that a mutation is in; None if it is in none."""
+    source = (ROOT / path).read_text()
+    mutation = next(islice(mutate(source), index, None))
+    before, after = (_codes(compile(each, path, "exec")) for each in (source, mutation.code))
+    changed = [name for name, code in after.items() if before.get(name) != code]
+    return (changed[0], after[changed[0]]) if len(changed) == 1 and changed[0] else ("", None)
+
+
+def _function(qualified: str) -> str:
+    """The function or method that something inside it belongs to."""
+    return qualified.partition(".<locals>")[0]
+
+
+def _codes(code: CodeType) -> dict[str, CodeType]:
+    """The code of each function by name; those inside a function are part of it. A class body is `''`."""
+    found = {"": code.replace(co_consts=())}
+    left = [code]
+    while left:
+        for inner in left.pop().co_consts:
+            if isinstance(inner, CodeType):
+                if inner.co_flags & 0x2:  # CO_NEWLOCALS: not a class
+                    found[inner.co_qualname] = inner
+                else:
+                    found[f" {inner.co_qualname}"] = inner.replace(co_consts=())
+                    left.append(inner)
+    return found
+
+
+def _put_in_place(path: str, function: str, code: CodeType) -> None:
+    """Give a function of a loaded module other code."""
+    found: Any = sys.modules[path.removesuffix(".py").replace("/", ".")]
+    for name in function.split("."):
+        found = vars(found)[name]
+    if isinstance(found, property):
+        found = found.fget
+    found = inspect.unwrap(getattr(found, "__func__", found))
+    assert isinstance(found, FunctionType)
+    found.__code__ = code
+
+
+def _fork(run: Callable[[int], None], session: Reporter | None = None) -> tuple[int, int]:
+    """Start a child; its id, and the pipe on which it reports."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    if pid := os.fork():
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        os.close(writing)
+        return pid, reading
+    code = 70
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nothing, descriptor)
+        if session is not None:
+            session.pipe = writing
+        run(writing)
+        code = 0
+    finally:
+        os._exit(code)  # threads of the tests must not hold it up
+
+
+def _run_anew(job: Job, pipe: int) -> None:
+    os.set_inheritable(pipe, True)
+    arguments = ["-m", "tests.proof.mutated_module", job.path, str(job.index), str(pipe), *job.files]
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 class _Run:
     """A child at work, and what it has said."""
 
-    def __init__(self, child: _Child) -> None:
-        self.child = child
+    def __init__(self, child: tuple[int, int], limit_s: float = TEST_LIMIT_S) -> None:
+        self._pid, self.reports = child
+        self.traces: list[bytes] = []
+        self._started = self._since = time.monotonic()
+        self._limit_s = limit_s
         self._text = b""
         self._test = "the import"
-        self._since = child.started
         self._failed: str | None = None
 
     def poll(self) -> Outcome | None:
         """Read what it says; its outcome when it has ended, or takes too long."""
         ended = False
-        while not ended and select.select([self.child.reports], [], [], 0)[0]:
-            piece = os.read(self.child.reports, 65536)
+        while not ended and select.select([self.reports], [], [], 0)[0]:
+            piece = os.read(self.reports, 65536)
             ended = not piece
             *lines, self._text = (self._text + piece).split(b"\n")
             for line in lines:
-                self._note(line.decode(errors="replace"))
-        seconds = time.monotonic() - self.child.started
+                self._note(line)
+        seconds = time.monotonic() - self._started
         if ended:
-            code = os.waitstatus_to_exitcode(os.waitpid(self.child.pid, 0)[1])
-            os.close(self.child.reports)
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            os.close(self.reports)
             killed = code != 0
             return Outcome(killed, self._failed or (self._test if killed else ""), seconds=seconds)
-        if time.monotonic() - self._since > TEST_LIMIT_S:
+        if time.monotonic() - self._since > self._limit_s:
             self.kill()
             return Outcome(True, self._test, timed_out=True, seconds=seconds)
         return None
 
-    def _note(self, line: str) -> None:
-        name = line[1:].partition("\n")[0]
-        if line.startswith("-"):
+    def _note(self, line: bytes) -> None:
+        self._since, self._limit_s = time.monotonic(), TEST_LIMIT_S
+        if line.startswith(b"="):
+            self.traces.append(line[1:])
+            return
+        name = line[1:].decode(errors="replace")
+        if line.startswith(b"-"):
             self._failed = self._failed or name
         else:
-            self._test, self._since = name, time.monotonic()
+            self._test = name
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        os.waitpid(self.child.pid, 0)
-        os.close(self.child.reports)
-
-
-def _start(job: Job) -> _Child:
-    reading, writing = os.pipe()
-    started = time.monotonic()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if pid := os.fork():
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)
-        os.close(writing)
-        return _Child(job, pid, reading, started)
-    code = 70
-    try:
-        os.close(reading)
-        code = _run(job, writing)
-    finally:
-        os._exit(code)  # threads of the tests must not hold it up
-
-
-def _run(job: Job, pipe: int) -> int:
-    """In the child: put the changed module in place and run the tests."""
-    with contextlib.suppress(OSError):
-        os.setpgid(0, 0)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    name = job.path.removesuffix(".py").replace("/", ".")
-    _forget_package()
-    sys.dont_write_bytecode = False  # else each child compiles cllm and its tests anew
-    if job.index is not None:
-        path = ROOT / job.path
-        mutation = next(islice(mutate(path.read_text()), job.index, None))
-        sys.meta_path.insert(0, _Finder(name, str(path), compile(mutation.code, str(path), "exec")))
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what the parent has imported
-    plugins: list[Any] = [_Reporter(pipe)]
-    return int(pytest.main([*options, *job.tests], plugins=plugins))
-
-
-def _forget_package() -> None:
-    """What the command itself has imported of cllm is imported anew."""
-    for name in [name for name in sys.modules if name == "cllm" or name.startswith("cllm.")]:
-        del sys.modules[name]
+            os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self.reports)

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from tests.proof.evidence import FOLDER, ROOT, Bar, Evidence, record
-from tests.proof.mutant_runs import Job, Outcome, run_all
+from tests.proof.mutant_runs import Job, MutantSession, Outcome, collect
 from tests.proof.mutation import Mutation, mutate
 
 SEED = 600
@@ -36,8 +35,8 @@ CORE = "tests/unit/core"
 ENGINE = tuple(
     f"{CORE}/test_{name}.py"
     for name in (
-        *("output_writer", "resume", "prefix_cache", "slot_choice", "following_batch", "token_masks"),
-        *("triggers", "spec_decode", "scheduler_invariants", "prefill_budget", "preparation"),
+        *("output_writer", "resume", "prefix_cache", "following_batch", "token_masks", "triggers"),
+        *("spec_decode", "scheduler_invariants", "preparation", "slot_choice", "prefill_budget"),
         *("padding_rows", "spec_decode_invariants", "mask_invariants", "disk_loader"),
     )
 )
@@ -130,17 +129,6 @@ def write_list(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], equivale
     LIST.write_text("\n".join(lines) + "\n")
 
 
-def check_unchanged(jobs: int) -> float:
-    """The tests pass on the source as it is; returns how long the slowest module's take."""
-    clean = [Job(path, path, None, tests) for path, tests in MODULES.items()]
-    seconds = 0.0
-    for job, outcome in run_all(clean, jobs):
-        if outcome.killed:
-            raise SystemExit(f"{job.path}: {outcome.test} fails on the source as it is")
-        seconds = max(seconds, outcome.seconds)
-    return seconds
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
@@ -158,26 +146,32 @@ def main() -> int:
     if options.fresh:
         RESULTS.unlink(missing_ok=True)
     outcomes = read_results()
-    left = [
-        mutant
-        for mutant in mutants
-        if mutant.key not in outcomes or (options.again and not outcomes[mutant.key].killed)
-    ]
-    clean_s = check_unchanged(options.jobs)
-    started = time.monotonic()
+    if options.again:
+        outcomes = {key: outcome for key, outcome in outcomes.items() if outcome.killed}
+    left = [mutant for mutant in mutants if mutant.key not in outcomes]
+    modules = {mutant.path: MODULES[mutant.path] for mutant in left}
+    files = tuple(dict.fromkeys(file for tests in modules.values() for file in tests))
+    if left:
+        collect(tuple(modules), files, lambda session: run(session, left, outcomes, options.jobs))
+    return 0 if options.match else report(mutants, outcomes)
+
+
+def run(session: MutantSession, left: Sequence[Mutant], outcomes: dict[str, Outcome], at_once: int) -> None:
+    """Run the mutants that are left, and keep what comes of each."""
+    print(f"the tests take {session.trace(at_once):.0f} s on the source as it is", flush=True)
     jobs = [Job(each.key, each.path, each.index, MODULES[each.path]) for each in left]
     with RESULTS.open("ab") as file:
-        for done, (job, outcome) in enumerate(run_all(jobs, options.jobs), 1):
+        for done, (job, outcome) in enumerate(session.run_all(jobs, at_once), 1):
             outcomes[job.key] = outcome
             file.write(msgspec.json.encode(Known(job.key, outcome)) + b"\n")
             file.flush()
             verdict = f"killed by {outcome.test}" if outcome.killed else "SURVIVED"
-            print(f"{done}/{len(jobs)} {job.path} {job.index}: {verdict} in {outcome.seconds:.1f} s", flush=True)
-    print(f"{len(jobs)} mutants in {time.monotonic() - started:.0f} s", file=sys.stderr)
-    return 0 if options.match else report(mutants, outcomes, clean_s)
+            print(
+                f"{done}/{len(jobs)} {job.path} {job.index}: {verdict} in {outcome.seconds:.1f} s", flush=True
+            )
 
 
-def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], clean_s: float) -> int:
+def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
     """Write the list and the evidence; the exit code of the command."""
     equivalent = read_equivalent()
     write_list(mutants, outcomes, equivalent)
@@ -202,7 +196,12 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], clean_s: flo
             "detokenizer. Each is killed by the first unit test of its module that fails. Every one of them, "
             "and what became of it, is in [mutants.txt](reliability/mutants.txt).",
             bars=[
-                Bar("mutants killed, of all", "≥ 90 %", f"{killed} of {len(mutants)}, {share:.1%}", share >= 0.9),
+                Bar(
+                    "mutants killed, of all",
+                    "≥ 90 %",
+                    f"{killed} of {len(mutants)}, {share:.1%}",
+                    share >= 0.9,
+                ),
                 Bar(
                     "without those shown to be equivalent",
                     "≥ 90 %",
@@ -216,7 +215,6 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], clean_s: flo
                 "survivors shown to be equivalent": proven,
                 "seed": SEED,
                 "minutes, two at a time": round(sum(outcomes[each.key].seconds for each in mutants) / 120, 1),
-                "seconds of the slowest module's tests, unchanged": round(clean_s, 1),
             },
         )
     )

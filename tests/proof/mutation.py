@@ -69,12 +69,11 @@ class _Place(NamedTuple):
 def mutate(source: str) -> Iterator[Mutation]:
     """Every mutation of the source, in a fixed order. Each one's `code` is valid until the next is asked for."""
     tree = ast.parse(source)
-    original = ast.dump(tree)
     for place in list(_places(tree, "", None)):
         for kind, changed in _changes(place):
             place.replace(changed)
             ast.fix_missing_locations(ast.copy_location(changed, place.node))
-            if ast.dump(tree) != original:
+            if ast.dump(changed) != ast.dump(place.node):
                 located = place.node.target if isinstance(place.node, ast.comprehension) else place.node
                 line = getattr(located, "lineno", 0)
                 before, after = (_shown(each) for each in (place.node, changed))
@@ -124,7 +123,9 @@ def _put_at(nodes: list[ast.AST], index: int) -> Replace:
 def _is_skipped(node: ast.AST) -> bool:
     """What no test of behaviour should see."""
     match node:
-        case ast.Expr(value=ast.Constant()) | ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom():
+        case (
+            ast.Expr(value=ast.Constant()) | ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom()
+        ):
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="log")))):
             return True
