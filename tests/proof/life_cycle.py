@@ -1,6 +1,6 @@
 """The life cycle of requests, slots and cached cells, explored further than in the unit tests.
 
-    python -m tests.proof.life_cycle --depth 6
+    make life-cycle ARGS="--depth 6"
 
 Every order of events in four small worlds, breadth first: requests that arrive or are cancelled, steps that
 are done or fail in each way, the cache being cleared. See `tests/driver/life_cycle.py`.
@@ -19,7 +19,7 @@ from tests.proof.evidence import Bar, Evidence, record
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="life_cycle", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--depth", type=int, default=6, help="events in a path")
+    parser.add_argument("--depth", type=int, default=5, help="events in a path")
     parser.add_argument("--seconds", type=float, default=300.0, help="for all worlds together")
     options = parser.parse_args()
     began = time.monotonic()
@@ -43,11 +43,11 @@ def main() -> int:
             name="life-cycle",
             order=90,
             title="The life cycle as a model",
-            command=f"python -m tests.proof.life_cycle --depth {options.depth}",
-            about="Every order of events in four small worlds of two slots and three requests, two with the "
-            "same prompt, one that may not use the cache: arrival, cancel, a step that is done, finds no room, "
-            "fails, is aborted or refused, and the cache being cleared. Each path is played on the real engine "
-            "core over the fake runner. Paths that lead to the same state are followed once. The "
+            command=f'make life-cycle ARGS="--depth {options.depth}"',
+            about="Every order of events in four small worlds of two slots and three requests, two with "
+            "the same prompt, one that may not use the cache: arrival, cancel, a step that is done, finds no "
+            "room, fails, is aborted or refused, and the cache being cleared. Each path is played on the "
+            "real engine core over the fake runner. Paths that lead to the same state are followed once. The "
             "invariants are checked after every event; then the engine runs until it is idle, and serves one "
             "more request.",
             bars=[

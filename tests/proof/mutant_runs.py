@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import inspect
 import os
 import resource
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import islice
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -30,17 +32,18 @@ from tests.proof.evidence import ROOT
 from tests.proof.mutation import mutate
 
 TEST_LIMIT_S = 20.0  # a test takes three seconds at most
+TRACES = ROOT / "build" / "mutants-traces.json"
 START_LIMIT_S = 60.0
 MEMORY_LIMIT = 6 << 30
 OPTIONS = ("-x", "-q", "-s", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 class Job(NamedTuple):
-    """One mutant: its module, its number among the module's mutations, and the files of the tests for it."""
+    """One mutant: its module, its number among the module's, and the files of the tests for it."""
 
     key: str
     path: str
-    index: int
+    number: int
     files: Sequence[str]
 
 
@@ -116,16 +119,23 @@ class MutantSession(Reporter):
     def trace(self, at_once: int) -> float:
         """Run every test once, unchanged; raises where one fails. Returns the seconds of all of them."""
         paths = {str(ROOT / path): path for path in self._modules}
-        slices = [self._items[number::at_once] for number in range(at_once)]
-        running = [_Run(_fork(lambda pipe, part=part: self._trace(part, paths, pipe))) for part in slices]
-        for run in running:
-            while (outcome := run.poll()) is None:
-                select.select([run.reports], [], [], 1.0)
-            if outcome.killed:
-                raise SystemExit(f"{outcome.test} fails on the source as it is")
-            for line in run.traces:
-                trace = msgspec.json.decode(line, type=Trace)
-                self._traces[trace.test] = trace
+        sources = "".join((ROOT / path).read_text() for path in self._modules)
+        known = _read_traces(sources)
+        left = [item for item in self._items if item.nodeid not in known]
+        slices = [left[number::at_once] for number in range(at_once)]
+        self._traces.update(known)
+        running = [_Run(_fork(partial(self._trace, part, paths))) for part in slices]
+        while running:
+            select.select([run.reports for run in running], [], [], 1.0)
+            for run in tuple(running):
+                if (outcome := run.poll()) is None:
+                    continue
+                running.remove(run)
+                if outcome.killed:
+                    raise SystemExit(f"{outcome.test} fails on the source as it is")
+                traces = (msgspec.json.decode(line, type=Trace) for line in run.traces)
+                self._traces.update((trace.test, trace) for trace in traces)
+        _write_traces(sources, self._traces)
         return sum(trace.seconds for trace in self._traces.values())
 
     def _trace(self, items: Sequence[pytest.Item], paths: dict[str, str], pipe: int) -> None:
@@ -167,7 +177,7 @@ class MutantSession(Reporter):
                 run.kill()
 
     def _start(self, job: Job) -> tuple[Job, str, _Run]:
-        function, code = find_changed(job.path, job.index)
+        function, code = find_changed(job.path, job.number)
         if code is None:
             return job, "", _Run(_fork(lambda pipe: _run_anew(job, pipe)), START_LIMIT_S)
         name = f"{job.path}:{function}"
@@ -207,6 +217,32 @@ def find_changed(path: str, index: int) -> tuple[str, CodeType | None]:
     before, after = (_codes(compile(each, path, "exec")) for each in (source, mutation.code))
     changed = [name for name, code in after.items() if before.get(name) != code]
     return (changed[0], after[changed[0]]) if len(changed) == 1 and changed[0] else ("", None)
+
+
+def _read_traces(sources: str) -> dict[str, Trace]:
+    """What earlier runs found out about tests, where neither they nor the modules have changed."""
+    if not TRACES.exists():
+        return {}
+    kept = msgspec.json.decode(TRACES.read_bytes(), type=dict[str, list[Trace]])
+    return {
+        trace.test: trace
+        for key, traces in kept.items()
+        if (ROOT / (file := key.partition(" ")[0])).exists() and key == _trace_key(file, sources)
+        for trace in traces
+    }
+
+
+def _write_traces(sources: str, traces: dict[str, Trace]) -> None:
+    kept: dict[str, list[Trace]] = {}
+    for trace in traces.values():
+        kept.setdefault(_trace_key(trace.test.partition("::")[0], sources), []).append(trace)
+    TRACES.write_bytes(msgspec.json.encode(kept))
+
+
+@cache
+def _trace_key(file: str, sources: str) -> str:
+    content = (ROOT / file).read_text() + sources
+    return f"{file} {hashlib.sha256(content.encode()).hexdigest()}"
 
 
 def _function(qualified: str) -> str:
@@ -267,7 +303,7 @@ def _fork(run: Callable[[int], None], session: Reporter | None = None) -> tuple[
 
 def _run_anew(job: Job, pipe: int) -> None:
     os.set_inheritable(pipe, True)
-    arguments = ["-m", "tests.proof.mutated_module", job.path, str(job.index), str(pipe), *job.files]
+    arguments = ["-m", "tests.proof.mutated_module", job.path, str(job.number), str(pipe), *job.files]
     os.execv(sys.executable, [sys.executable, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""Mutation testing: 600 small changes of the modules that everything rests on, and the tests that notice them.
+"""Mutation testing: 600 small changes of the modules that all rests on, and the tests that notice them.
 
     make mutants                      all of them; what was run before is not run again
     make mutants ARGS=--again         those that survived, after tests were added
@@ -43,7 +43,7 @@ ENGINE = tuple(
 # The tests for each module, those that fail soonest first.
 MODULES = {
     "cllm/core/slot_pool.py": (f"{CORE}/test_slot_pool.py", *ENGINE),
-    "cllm/core/sequence.py": ENGINE,
+    "cllm/core/sequence.py": (f"{CORE}/test_sequence.py", *ENGINE),
     "cllm/core/scheduler.py": ENGINE,
     "cllm/core/kv_cache/prefix_index.py": (
         *(f"{CORE}/test_{name}.py" for name in ("radix_index", "prefix_cache", "checkpoints", "host_cache")),
@@ -152,7 +152,7 @@ def main() -> int:
     modules = {mutant.path: MODULES[mutant.path] for mutant in left}
     files = tuple(dict.fromkeys(file for tests in modules.values() for file in tests))
     if left:
-        collect(tuple(modules), files, lambda session: run(session, left, outcomes, options.jobs))
+        collect(tuple(MODULES), files, lambda session: run(session, left, outcomes, options.jobs))
     return 0 if options.match else report(mutants, outcomes)
 
 
@@ -167,7 +167,8 @@ def run(session: MutantSession, left: Sequence[Mutant], outcomes: dict[str, Outc
             file.flush()
             verdict = f"killed by {outcome.test}" if outcome.killed else "SURVIVED"
             print(
-                f"{done}/{len(jobs)} {job.path} {job.index}: {verdict} in {outcome.seconds:.1f} s", flush=True
+                f"{done}/{len(jobs)} {job.path} {job.number}: {verdict} in {outcome.seconds:.1f} s",
+                flush=True,
             )
 
 
@@ -191,8 +192,8 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
             order=80,
             title="Mutation testing",
             command="make mutants",
-            about=f"{len(mutants)} small changes, drawn with a fixed seed from all that can be made in the slot "
-            "pool, the sequence, the scheduler, the index of the KV cache, the request queue and the "
+            about=f"{len(mutants)} small changes, drawn with a fixed seed from all that can be made in the "
+            "slot pool, the sequence, the scheduler, the index of the KV cache, the request queue and the "
             "detokenizer. Each is killed by the first unit test of its module that fails. Every one of them, "
             "and what became of it, is in [mutants.txt](reliability/mutants.txt).",
             bars=[

@@ -7,6 +7,7 @@ What has no effect on behaviour is left alone: docstrings, annotations, log call
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class _Place(NamedTuple):
 
 
 def mutate(source: str) -> Iterator[Mutation]:
-    """Every mutation of the source, in a fixed order. Each one's `code` is valid until the next is asked for."""
+    """Every mutation of the source, in a fixed order; `code` is valid until the next is asked for."""
     tree = ast.parse(source)
     for place in list(_places(tree, "", None)):
         for kind, changed in _changes(place):
@@ -153,9 +154,9 @@ def _changes(place: _Place) -> Iterator[tuple[str, ast.AST]]:
         case ast.BoolOp(operator, values):
             yield "boolean", ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values)
         case ast.UnaryOp(ast.Not(), operand):
-            yield "not", operand
+            yield "not", copy.copy(operand)  # it gets another location
         case ast.UnaryOp(ast.USub(), operand):
-            yield "sign", operand
+            yield "sign", copy.copy(operand)
         case ast.Constant(bool() as value):
             yield "constant", ast.Constant(not value)
         case ast.Constant(int() | float() as value):
