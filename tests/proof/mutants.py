@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import random
 import sys
 from collections import Counter
@@ -46,8 +47,8 @@ MODULES = {
     "cllm/core/sequence.py": (f"{CORE}/test_sequence.py", *ENGINE),
     "cllm/core/scheduler.py": ENGINE,
     "cllm/core/kv_cache/prefix_index.py": (
-        *(f"{CORE}/test_{name}.py" for name in ("radix_index", "prefix_cache", "checkpoints", "host_cache")),
-        *(f"{CORE}/test_{name}.py" for name in ("slot_choice", "disk_cache", "cache_file", "disk_loader")),
+        *(f"{CORE}/test_{name}.py" for name in ("radix_index", "prefix_tier", "prefix_cache", "checkpoints")),
+        *(f"{CORE}/test_{name}.py" for name in ("host_cache", "slot_choice", "disk_cache", "cache_file")),
     ),
     "cllm/frontend/request_queue.py": tuple(
         f"tests/unit/frontend/test_{name}.py"
@@ -135,6 +136,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run those that survived once more")
     parser.add_argument("--fresh", action="store_true", help="forget all earlier results")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
+    parser.add_argument("--quick", action="store_true", help="without the slow tests")
+    parser.add_argument("--max-s", type=float, default=math.inf, help="seconds of tests for a mutant")
     parser.add_argument("--match", default="", help="only those with this in their path; records nothing")
     options = parser.parse_args()
     mutants = [mutant for mutant in draw() if options.match in mutant.path]
@@ -152,14 +155,20 @@ def main() -> int:
     modules = {mutant.path: MODULES[mutant.path] for mutant in left}
     files = tuple(dict.fromkeys(file for tests in modules.values() for file in tests))
     if left:
-        collect(tuple(MODULES), files, lambda session: run(session, left, outcomes, options.jobs))
+        collect(
+            *(tuple(MODULES), files, lambda session: run(session, left, outcomes, options)),
+            quick=options.quick,
+        )
     return 0 if options.match else report(mutants, outcomes)
 
 
-def run(session: MutantSession, left: Sequence[Mutant], outcomes: dict[str, Outcome], at_once: int) -> None:
+def run(
+    session: MutantSession, left: Sequence[Mutant], outcomes: dict[str, Outcome], options: argparse.Namespace
+) -> None:
     """Run the mutants that are left, and keep what comes of each."""
+    at_once, max_s = options.jobs, options.max_s
     print(f"the tests take {session.trace(at_once):.0f} s on the source as it is", flush=True)
-    jobs = [Job(each.key, each.path, each.index, MODULES[each.path]) for each in left]
+    jobs = [Job(each.key, each.path, each.index, MODULES[each.path], max_s) for each in left]
     with RESULTS.open("ab") as file:
         for done, (job, outcome) in enumerate(session.run_all(jobs, at_once), 1):
             outcomes[job.key] = outcome

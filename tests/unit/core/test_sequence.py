@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from typing import Any
 
 import pytest
 
+from cllm.core.kv_cache.prefix_index import Checkpoint
 from cllm.core.sequence import CellSegment, Sequence, State, count_cells
 from cllm.core.slot_pool import SlotPool
-from cllm.testing import FakeRunner, FakeVocabulary
+from cllm.errors import EngineError
+from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
 from cllm.testing.fake_runner import END_TOKEN, TURN
-from cllm.types import FinishReason, Request, SamplingParams, TokenLogprob, Usage
+from cllm.types import FinishReason, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
 
 
 def make(prompt: bytes = b"prompt", max_tokens: int = 8, *, capacity: int = 64, **fields: Any) -> Sequence:
@@ -191,6 +194,63 @@ def test_the_draft_room_leaves_one_token_to_be_sampled() -> None:
     assert waits.draft_room == 0 and not waits.endable
     waits.tokens += [97, 97]
     assert waits.endable and waits.draft_room == 5
+
+
+class RecordingSampler(FakeSampler):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeRunner(), SamplingParams())
+        self.accepted: list[int] = []
+        self.skipped: list[int] = []
+
+    def accept(self, tokens: Tokens[int]) -> None:
+        self.accepted += tokens
+
+    def skip(self, token: int) -> None:
+        self.skipped.append(token)
+
+
+def test_what_is_forced_is_told_to_the_sampler_and_what_was_sampled_is_not() -> None:
+    limit = ReasoningLimit(budget=2, closing=tuple(b"</>"), inside=True)
+    sequence = make(max_tokens=20, reasoning=limit)
+    sequence.sampler = sampler = RecordingSampler()
+    assert sequence.append(tuple(b"a"), FakeVocabulary()).tokens == tuple(b"a") and sampler.accepted == []
+    appended = sequence.append(tuple(b"b"), FakeVocabulary())
+    assert bytes(appended.tokens) == b"b</>" and appended.kept == 1
+    assert bytes(sampler.accepted) == b"</>"
+    without = make(max_tokens=20, reasoning=limit)
+    assert bytes(without.append(tuple(b"ab"), FakeVocabulary()).tokens) == b"ab</>"
+
+
+def test_what_is_resumed_is_skipped_by_the_sampler() -> None:
+    sequence = make(generated_prefix=tuple(b"ab"))
+    sequence.sampler = sampler = RecordingSampler()
+    sequence.resume(FakeVocabulary())
+    assert bytes(sampler.skipped) == b"ab" and bytes(sequence.tokens) == b"promptab"
+    ended = make(generated_prefix=(97, END_TOKEN, 98))
+    with pytest.raises(EngineError):
+        ended.resume(FakeVocabulary())
+
+
+def test_checkpoints_beyond_a_cut_are_gone() -> None:
+    sequence = make()
+    sequence.num_computed = 6
+    sequence.checkpoints = kept = [Checkpoint(length, b"") for length in (2, 4, 5)]
+    sequence.cut_to(4)
+    assert sequence.checkpoints == kept[:2]
+
+
+def test_a_copy_shares_what_it_has_and_no_more() -> None:
+    first, second, third = make(), make(), make()
+    first.num_computed = second.num_computed = third.num_computed = 3
+    second.share_cells(first)
+    second.num_computed = 5
+    third.share_cells(second)
+    assert [segment.begin for segment in third.segments] == [0, 3]
+    assert third.segments[0] is first.segments[0] and third.segments[1] is not second.segments[1]
+    second.cut_to(4)  # its own cells: the next goes there, too
+    assert [segment.begin for segment in second.segments] == [0, 3]
 
 
 def test_two_share_all_but_the_last_token_of_the_one_that_starts() -> None:
