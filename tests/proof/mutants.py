@@ -38,14 +38,14 @@ ENGINE = tuple(
     for name in (
         *("output_writer", "resume", "prefix_cache", "following_batch", "token_masks", "triggers"),
         *("spec_decode", "scheduler_invariants", "preparation", "slot_choice", "prefill_budget"),
-        *("padding_rows", "spec_decode_invariants", "mask_invariants", "disk_loader"),
+        *("life_cycle", "padding_rows", "spec_decode_invariants", "mask_invariants", "disk_loader"),
     )
 )
 # The tests for each module, those that fail soonest first.
 MODULES = {
     "cllm/core/slot_pool.py": (f"{CORE}/test_slot_pool.py", *ENGINE),
     "cllm/core/sequence.py": (f"{CORE}/test_sequence.py", *ENGINE),
-    "cllm/core/scheduler.py": ENGINE,
+    "cllm/core/scheduler.py": (f"{CORE}/test_scheduler.py", *ENGINE),
     "cllm/core/kv_cache/prefix_index.py": (
         *(f"{CORE}/test_{name}.py" for name in ("radix_index", "prefix_tier", "prefix_cache", "checkpoints")),
         *(f"{CORE}/test_{name}.py" for name in ("host_cache", "slot_choice", "disk_cache", "cache_file")),
