@@ -33,8 +33,8 @@ import pytest
 from tests.proof.evidence import ROOT
 from tests.proof.mutation import mutate
 
-TEST_LIMIT_S = 20.0  # of CPU time: a test takes three seconds at most
-WAIT_LIMIT_S = 120.0  # for a test that waits, or a machine that is busy
+TEST_LIMIT_S = 10.0  # of CPU time: a test takes three seconds at most
+WAIT_LIMIT_S = 60.0  # for a test that waits, or a machine that is busy
 # What takes a second or more: with `quick` these are left out.
 SLOW = frozenset(
     {
