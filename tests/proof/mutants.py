@@ -76,8 +76,8 @@ class Mutant(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """Where it is, in words that a change elsewhere in the file leaves alone."""
-        return f"{Path(self.path).name} | {self.where} | {self.change}"
+        """Which one it is, for the list of the equivalent ones."""
+        return f"{Path(self.path).name}:{self.line} | {self.where} | {self.change}"
 
 
 class Known(msgspec.Struct, frozen=True):
