@@ -61,6 +61,12 @@ canary: .venv/ready ## 5,000 marked prompts of two tenants with everything on: t
 reliability: .venv/ready-bench ## docs/reliability.md, from what the commands of the proof have recorded
 	.venv/bin/python -m tests.proof.evidence
 
+mutants: .venv/ready-test ## 600 small changes of the core, each noticed by a unit test or not; ARGS=--again: the survivors
+	.venv/bin/python -m tests.proof.mutants $(ARGS)
+
+life-cycle: .venv/ready-test ## every order of events in small worlds of requests, slots and cells; ARGS="--depth 6"
+	.venv/bin/python -m tests.proof.life_cycle $(ARGS)
+
 seeds: .venv/ready build/tiny.gguf ## the earlier server's failing cases, as a table
 	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)
 

@@ -327,6 +327,7 @@ class FakeRunner(ModelRunner):
 
     def truncate(self, seq_id: int, length: int, checkpoint: KVState | None = None) -> int:
         self._native("truncate")
+        assert length >= 0
         memory = self.memory[seq_id]
         if checkpoint is not None:
             assert memory[:length] == _unpack(checkpoint), "the checkpoint is of other tokens"

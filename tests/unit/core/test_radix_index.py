@@ -80,3 +80,16 @@ def test_a_long_history_is_split_where_it_parts() -> None:
     assert sorted(index.matches((*system, 7, 1))) == [(1000, "second"), (1001, "first")]
     assert sorted(index.matches(system[:600])) == [(600, "first"), (600, "second")]
     assert index.matches((5, *system)) == []
+
+
+def test_a_node_that_is_left_with_one_child_becomes_it() -> None:
+    index: RadixIndex[str] = RadixIndex()
+    for tokens in ((1, 2, 3), (1, 2, 4), (1, 2, 4, 5)):
+        index.insert(tokens, str(tokens))
+    index.remove((1, 2, 3))
+    (node,) = index._root.children.values()
+    assert node.value == "(1, 2, 4)" and len(node.children) == 1
+    index.remove((1, 2, 4))
+    (node,) = index._root.children.values()
+    assert node.value == "(1, 2, 4, 5)" and node.children == {}
+    assert index.matches((1, 2, 4, 5)) == [(4, "(1, 2, 4, 5)")]

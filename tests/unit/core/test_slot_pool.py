@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,18 @@ def test_a_second_release_is_a_bug_and_says_so() -> None:
     with pytest.raises(IntegrityError):
         lease.release()
     assert pool.leases == (other,)
+
+
+def test_the_pool_knows_who_holds_a_slot_and_since_when() -> None:
+    pool = SlotPool(FakeRunner(sequences=2))
+    began = time.monotonic()
+    lease = pool.lease("a", 1)
+    assert lease is not None and began <= lease.leased_at <= time.monotonic()
+    assert pool.holder(1) == "a" and pool.holder(0) is None and pool.free_ids == {0}
+    pool.move(lease, 0)
+    assert pool.holder(0) == "a" and pool.holder(1) is None and pool.free_ids == {1}
+    lease.release()
+    assert pool.holder(0) is None and pool.free_count == 2
 
 
 def test_a_slot_that_cannot_be_cleared_is_retired() -> None:

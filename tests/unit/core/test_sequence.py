@@ -1,0 +1,259 @@
+"""A sequence by itself: its tokens, what is pending, and what it makes of what is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+import pytest
+
+from cllm.core.kv_cache.prefix_index import Checkpoint
+from cllm.core.sequence import CellSegment, Sequence, State, count_cells
+from cllm.core.slot_pool import SlotPool
+from cllm.errors import EngineError
+from cllm.testing import FakeRunner, FakeSampler, FakeVocabulary
+from cllm.testing.fake_runner import END_TOKEN, TURN
+from cllm.types import FinishReason, ReasoningLimit, Request, SamplingParams, TokenLogprob, Usage
+
+
+def make(prompt: bytes = b"prompt", max_tokens: int = 8, *, capacity: int = 64, **fields: Any) -> Sequence:
+    return Sequence(Request(id="r", prompt=tuple(prompt), max_tokens=max_tokens, **fields), capacity)
+
+
+def run(sequence: Sequence) -> Sequence:
+    """Give it a slot."""
+    sequence.lease = SlotPool(FakeRunner(sequences=1)).lease("r")
+    return sequence
+
+
+def test_a_new_sequence_has_done_nothing_and_may_start() -> None:
+    sequence = make()
+    assert sequence.startable and not sequence.answering
+    assert (sequence.mask_s, sequence.sample_s, sequence.deferred) == (0.0, 0.0, 0)
+    assert sequence.usage() == Usage(prompt_tokens=6, completion_tokens=0)
+    assert sequence.pending == sequence.computable == 6
+
+
+def test_it_answers_when_what_it_came_with_is_computed() -> None:
+    sequence = make(generated_prefix=(97, 98))
+    for computed, answers in ((5, False), (7, False), (8, True), (9, True)):
+        sequence.num_computed = computed
+        assert sequence.answering is answers
+
+
+def test_only_the_transitions_of_its_life_exist() -> None:
+    sequence = make()
+    with pytest.raises(AssertionError):
+        sequence.move_to(State.PREEMPTED)
+    for state in (State.RUNNING, State.PREEMPTED, State.RUNNING, State.FINISHED):
+        sequence.move_to(state)
+    for state in State:
+        with pytest.raises(AssertionError):
+            sequence.move_to(state)
+
+
+def test_the_limit_is_that_of_the_request_and_of_the_context() -> None:
+    assert make(max_tokens=8).token_limit == 14
+    assert make(max_tokens=8, capacity=10).token_limit == 10
+
+
+@pytest.mark.parametrize(("count", "outputs"), [(3, 0), (5, 0), (6, 1)])
+def test_a_token_is_wanted_where_nothing_stays_pending(count: int, outputs: int) -> None:
+    row = run(make()).row(count)
+    assert (row.seq_id, row.position, bytes(row.tokens)) == (0, 0, b"prompt"[:count])
+    assert row.outputs == outputs
+    assert run(make(max_tokens=0)).row(count).outputs == 0
+
+
+def test_drafts_follow_the_pending_token_and_are_verified() -> None:
+    sequence = run(make())
+    sequence.num_computed = 5
+    row = sequence.row(1, [97, 98])
+    assert (row.position, list(row.tokens), row.outputs) == (5, [ord("t"), 97, 98], 3)
+
+
+@pytest.mark.parametrize(("computed", "count", "scored"), [(0, 3, b"rom"), (3, 2, b"pt"), (3, 3, b"pt")])
+def test_the_prompt_is_scored_by_the_tokens_that_follow(computed: int, count: int, scored: bytes) -> None:
+    sequence = run(make(prompt_logprobs=1))
+    sequence.num_computed = computed
+    sequence.score([TokenLogprob(token, 0.0) for token in b"prompt"[1 : computed + 1]], 5)
+    assert sequence.unscored == 5 - computed
+    assert bytes(sequence.row(count).scored) == scored
+
+
+def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
+    sequence = run(make(prompt_logprobs=1))
+    sequence.score([TokenLogprob(token, 0.0) for token in b"rom"], 5)
+    assert bytes(sequence.row(5).scored) == b"pt"
+    assert [entry.token for entry in sequence.prompt_logprobs] == list(b"prom")
+
+
+def test_where_nothing_is_generated_the_last_line_stands_for_itself() -> None:
+    assert bytes(run(make(max_tokens=0, prompt_logprobs=1)).row(6).scored) == b"romptt"
+    assert bytes(run(make(max_tokens=1, prompt_logprobs=1)).row(6).scored) == b"rompt"
+
+
+def test_cells_are_counted_once_however_many_share_them() -> None:
+    source, copy = make(), make()
+    source.num_computed, copy.num_computed = 6, 4
+    copy.share_cells(source)
+    assert count_cells([source, copy]) == 6
+    copy.num_computed = 6
+    assert count_cells([source, copy]) == 8 and count_cells([copy]) == 6 and count_cells([]) == 0
+
+
+def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
+    sequence = make()
+    own = sequence.segments[0]
+    assert isinstance(own, CellSegment) and not own.shared
+    sequence.num_computed = 6
+    sequence.cut_to(3)
+    assert sequence.segments == [own] and sequence.num_computed == 3
+    other = make()
+    other.num_computed = 3
+    other.share_cells(sequence)
+    sequence.cut_to(3)  # what it computes next is not the other's
+    assert [segment.begin for segment in sequence.segments] == [0, 3]
+    sequence.cut_to(0)
+    assert [segment.begin for segment in sequence.segments] == [0] and sequence.segments[0] is not own
+
+
+@pytest.mark.parametrize("stop", [(), ("xyz",)], ids=["plain", "with a stop string"])
+@pytest.mark.parametrize(
+    ("sampled", "tokens", "reason", "kept"),
+    [
+        (b"a", b"a", None, 1),
+        (b"abc", b"abc", FinishReason.LENGTH, 3),
+        (b"abcd", b"abc", FinishReason.LENGTH, 3),
+        ([97, END_TOKEN, 98], b"a", FinishReason.STOP, 1),
+        ([END_TOKEN], b"", FinishReason.STOP, 0),
+    ],
+)
+def test_tokens_are_appended_until_the_end(
+    sampled: bytes | list[int], tokens: bytes, reason: FinishReason | None, kept: int, stop: tuple[str, ...]
+) -> None:
+    appended = make(max_tokens=3, stop=stop).append(list(sampled), FakeVocabulary())
+    assert (bytes(appended.tokens), appended.reason, appended.kept) == (tokens, reason, kept)
+    assert appended.text == (tokens.decode() if stop else None)
+
+
+def test_an_ignored_end_token_is_a_token() -> None:
+    for stop in ((), ("xyz",)):
+        sequence = make(sampling=SamplingParams(ignore_eos=True), stop=stop)
+        assert sequence.append((END_TOKEN,), FakeVocabulary()).reason is None
+        assert sequence.tokens[-1] == END_TOKEN
+
+
+def test_a_stop_token_of_the_client_ends_it() -> None:
+    appended = make(stop_token_ids=(98,)).append((97, 98, 99), FakeVocabulary())
+    assert (appended.tokens, appended.reason, appended.kept) == ((97,), FinishReason.STOP, 1)
+
+
+def test_a_stop_string_ends_it_and_is_not_part_of_the_text() -> None:
+    appended = make(stop=("bc",)).append(tuple(b"abcd"), FakeVocabulary())
+    assert (appended.text, appended.reason, appended.kept) == ("a", FinishReason.STOP, 3)
+
+
+def test_what_a_stop_string_held_back_is_given_at_the_end() -> None:
+    sequence = make(max_tokens=2, stop=("bcd",))
+    assert sequence.append((97,), FakeVocabulary()).text == "a"
+    assert sequence.append((98,), FakeVocabulary()).text == "b"
+
+
+@pytest.mark.parametrize(("length", "continues"), [(6, True), (12, True), (13, False)])
+def test_it_continues_while_two_more_tokens_have_room(length: int, continues: bool) -> None:
+    sequence = make()
+    sequence.tokens += [97] * (length - 6)
+    assert sequence.continues is continues
+    for changed in ({"stops": [3]}, {"unscored": 1}):
+        other = make()
+        vars(other).update(changed)
+        assert not other.continues
+
+
+@pytest.mark.parametrize(("markers", "text"), [((), "ab"), (("<|x|>",), "a<|x|>b"), (("a", "none"), "ab")])
+def test_control_tokens_are_spelled_for_those_who_ask(markers: tuple[str, ...], text: str) -> None:
+    assert make(markers=markers).detokenize((97, TURN, 98), FakeVocabulary()) == text
+
+
+def test_no_step_goes_beyond_the_next_checkpoint() -> None:
+    sequence = make()
+    sequence.stops = [4, 6]
+    assert sequence.computable == 4
+    sequence.num_computed, sequence.stops = 4, [6]
+    assert sequence.computable == 2
+
+
+def test_the_draft_room_leaves_one_token_to_be_sampled() -> None:
+    sequence = make(max_tokens=8)
+    assert sequence.draft_room == 7
+    sequence.tokens += [97] * 7
+    assert sequence.draft_room == 0
+    assert make(prompt_logprobs=1).draft_room == 0
+    waits = make(min_tokens=2)
+    assert waits.draft_room == 0 and not waits.endable
+    waits.tokens += [97, 97]
+    assert waits.endable and waits.draft_room == 5
+
+
+class RecordingSampler(FakeSampler):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeRunner(), SamplingParams())
+        self.accepted: list[int] = []
+        self.skipped: list[int] = []
+
+    def accept(self, tokens: Tokens[int]) -> None:
+        self.accepted += tokens
+
+    def skip(self, token: int) -> None:
+        self.skipped.append(token)
+
+
+def test_what_is_forced_is_told_to_the_sampler_and_what_was_sampled_is_not() -> None:
+    limit = ReasoningLimit(budget=2, closing=tuple(b"</>"), inside=True)
+    sequence = make(max_tokens=20, reasoning=limit)
+    sequence.sampler = sampler = RecordingSampler()
+    assert sequence.append(tuple(b"a"), FakeVocabulary()).tokens == tuple(b"a") and sampler.accepted == []
+    appended = sequence.append(tuple(b"b"), FakeVocabulary())
+    assert bytes(appended.tokens) == b"b</>" and appended.kept == 1
+    assert bytes(sampler.accepted) == b"</>"
+    without = make(max_tokens=20, reasoning=limit)
+    assert bytes(without.append(tuple(b"ab"), FakeVocabulary()).tokens) == b"ab</>"
+
+
+def test_what_is_resumed_is_skipped_by_the_sampler() -> None:
+    sequence = make(generated_prefix=tuple(b"ab"))
+    sequence.sampler = sampler = RecordingSampler()
+    sequence.resume(FakeVocabulary())
+    assert bytes(sampler.skipped) == b"ab" and bytes(sequence.tokens) == b"promptab"
+    ended = make(generated_prefix=(97, END_TOKEN, 98))
+    with pytest.raises(EngineError):
+        ended.resume(FakeVocabulary())
+
+
+def test_checkpoints_beyond_a_cut_are_gone() -> None:
+    sequence = make()
+    sequence.num_computed = 6
+    sequence.checkpoints = kept = [Checkpoint(length, b"") for length in (2, 4, 5)]
+    sequence.cut_to(4)
+    assert sequence.checkpoints == kept[:2]
+
+
+def test_a_copy_shares_what_it_has_and_no_more() -> None:
+    first, second, third = make(), make(), make()
+    first.num_computed = second.num_computed = third.num_computed = 3
+    second.share_cells(first)
+    second.num_computed = 5
+    third.share_cells(second)
+    assert [segment.begin for segment in third.segments] == [0, 3]
+    assert third.segments[0] is first.segments[0] and third.segments[1] is not second.segments[1]
+    second.cut_to(4)  # its own cells: the next goes there, too
+    assert [segment.begin for segment in second.segments] == [0, 3]
+
+
+def test_two_share_all_but_the_last_token_of_the_one_that_starts() -> None:
+    one, other = make(b"abcd"), make(b"abcdef")
+    assert (one.shared_with(other), other.shared_with(one)) == (3, 4)
+    assert make(b"xbcd").shared_with(other) == 0 and make(b"a").shared_with(other) == 0
