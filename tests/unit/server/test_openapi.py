@@ -161,6 +161,12 @@ def test_what_goes_through_the_queue_can_be_refused_there() -> None:
         assert ("headers" in route["responses"]["200"]) == bool(queued)
 
 
+def test_a_route_whose_body_names_a_model_may_not_find_it() -> None:
+    for method, path, route in ROUTES:
+        if "model" in (body_of(route) or {}).get("properties", {}):
+            assert "404" in route["responses"], f"{method} {path}"
+
+
 def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
     answers = {path: route["responses"] for _, path, route in ROUTES}
     assert {"409", "403"} <= answers["/admin/reload"].keys()
