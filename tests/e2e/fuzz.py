@@ -172,6 +172,8 @@ def make_evidence(results: Sequence[RouteResult], examples: int) -> Evidence:
         mended=(
             "Routes outside of /v1 and /api answered 404 for an unknown `model` without saying so in their "
             "description (`test_a_route_whose_body_names_a_model_may_not_find_it`).",
+            "/completion answers several prompts with a list, which its description did not say "
+            "(`test_several_prompts_of_llama_servers_route_are_answered_with_a_list`).",
         ),
     )
 

@@ -90,6 +90,7 @@ def documented(
     lines: Iterable[bytes] = (),
     computes: bool = False,
     errors: Mapping[int, tuple[str, str, str]] | None = None,
+    several: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments for a route's decorator: what the OpenAPI page says of its responses.
 
@@ -97,7 +98,7 @@ def documented(
     A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream, `lines` those
     of one that is lines of JSON. `computes`:
     the request goes through the queue. `errors` are responses that other routes do not have: status → code,
-    message, when it happens.
+    message, when it happens. `several`: for several prompts or choices it answers with a list of them.
     """
     content: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
@@ -109,6 +110,7 @@ def documented(
         (schema,), schemas = msgspec.json.schema_components(
             (kind,), ref_template="#/components/schemas/{name}"
         )
+        schema = {"anyOf": [schema, {"type": "array", "items": schema}]} if several else schema
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if events:
         content[EVENTS] = {"example": b"".join(events).decode()}
