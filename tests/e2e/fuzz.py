@@ -143,6 +143,9 @@ def fuzz_routes(options: argparse.Namespace) -> list[RouteResult]:
     return results
 
 
+ROUTES = 45  # as many as the description has, less LEFT_OUT
+
+
 def make_evidence(results: Sequence[RouteResult], examples: int) -> Evidence:
     """The row of the proof."""
     failed = [result.route for result in results if not result.passed]
@@ -160,11 +163,11 @@ def make_evidence(results: Sequence[RouteResult], examples: int) -> Evidence:
             f"Left out: {', '.join(LEFT_OUT)}, which have tests of their own."
         ),
         bars=(
+            Bar("routes", f"{ROUTES}", f"{len(results)}", len(results) >= ROUTES),
             Bar("routes with a finding", "0", ", ".join(failed) or "0", not failed),
             Bar("workers that died", "0", ", ".join(died) or "0", not died),
         ),
         figures={
-            "routes": len(results),
             "cases": sum(result.cases for result in results),
             f"routes with fewer than {examples:,} distinct cases": len(few),
             "seconds": round(sum(result.seconds for result in results)),
@@ -185,7 +188,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--checks", default="all", help="of schemathesis, comma-separated (default all)")
     parser.add_argument("--route", action="append", help="only this one; nothing is recorded (repeatable)")
     parser.add_argument("--resume", action="store_true", help="keep the results in build/fuzz")
+    parser.add_argument("--record", action="store_true", help="send nothing: record what is in build/fuzz")
     options = parser.parse_args(arguments)
+    if options.record:
+        kept = [msgspec.json.decode(path.read_bytes(), type=RouteResult) for path in KEPT.glob("*.json")]
+        return record(make_evidence(kept, options.examples))
     results = fuzz_routes(options)
     if options.route or options.examples < EXAMPLES:
         return int(not all(result.passed and not result.died for result in results))

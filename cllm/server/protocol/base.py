@@ -98,7 +98,8 @@ def documented(
     A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream, `lines` those
     of one that is lines of JSON. `computes`:
     the request goes through the queue. `errors` are responses that other routes do not have: status → code,
-    message, when it happens. `several`: for several prompts or choices it answers with a list of them.
+    message, when it happens. `several`: as llama-server's, it answers
+    several prompts or choices with a list, and with the fields alone that `response_fields` names.
     """
     content: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
@@ -110,7 +111,9 @@ def documented(
         (schema,), schemas = msgspec.json.schema_components(
             (kind,), ref_template="#/components/schemas/{name}"
         )
-        schema = {"anyOf": [schema, {"type": "array", "items": schema}]} if several else schema
+        if several:
+            one = {"anyOf": [schema, {"type": "object", "description": "What `response_fields` names"}]}
+            schema = {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]}
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if events:
         content[EVENTS] = {"example": b"".join(events).decode()}

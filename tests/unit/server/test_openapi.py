@@ -171,8 +171,9 @@ def test_several_prompts_of_llama_servers_route_are_answered_with_a_list() -> No
     routes = {path: route for _, path, route in ROUTES}
     for path in ("/completion", "/infill"):
         schema = routes[path]["responses"]["200"]["content"]["application/json"]["schema"]
-        one, several = schema["anyOf"]
-        assert several == {"type": "array", "items": one}
+        *one, several = schema["anyOf"]
+        assert several == {"type": "array", "items": {"anyOf": one}}
+        assert one[1]["type"] == "object", "with response_fields"
 
 
 def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
