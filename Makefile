@@ -37,7 +37,7 @@ bench: .venv/ready-bench ## all workloads beside llama-server (built the first t
 	.venv/bin/cllm build --with-server
 	.venv/bin/python -m bench --out build/bench $(ARGS)
 
-fuzz: .venv/ready-test ## valid and invalid input for every route, from its description; ARGS="--examples 500 --seed 2"
+fuzz: .venv/ready-test ## 1,000 valid and invalid requests for every route, from its description; ARGS="--resume", "--route /generate"
 	.venv/bin/python -m tests.e2e.fuzz $(ARGS)
 
 load: .venv/ready build/tiny.gguf ## 100,000 requests of all kinds at 1.5 times what the server computes: each ends once
@@ -57,6 +57,15 @@ terminations: .venv/ready build/tiny.gguf ## 100 times SIGTERM under load: exit 
 
 canary: .venv/ready ## 5,000 marked prompts of two tenants with everything on: the text as alone, no marker elsewhere
 	.venv/bin/python -m tests.proof.canary $(ARGS)
+
+fuzz-http: .venv/ready-test ## 100,000 mutated HTTP requests over bare sockets: no server error, no death; ARGS="--seed 2"
+	.venv/bin/python -m tests.proof.raw_http $(ARGS)
+
+fuzz-parsers: .venv/ready-test ## atheris on all that reads hostile bytes, ten minutes each; ARGS="--only calls --seconds 60"
+	.venv/bin/python -m tests.proof.fuzz_parsers $(ARGS)
+
+timing: .venv/ready build/tiny.gguf ## one tenant cannot tell by time what another has cached: 1,000 tries of each, a t-test
+	.venv/bin/python -m tests.proof.timing --tiny build/tiny.gguf $(ARGS)
 
 reliability: .venv/ready-bench ## docs/reliability.md, from what the commands of the proof have recorded
 	.venv/bin/python -m tests.proof.evidence

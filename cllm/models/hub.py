@@ -32,6 +32,7 @@ LIST_BACKOFF_S = 0.2
 MAX_RETRY_AFTER_S = 120.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
+_NO_PATH = re.compile(r"[\\\x00\ud800-\udfff]")  # half of a surrogate pair has no bytes
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -127,7 +128,7 @@ class Hub:
                 reason, wait_s, over = str(error), error.retry_after_s, False
             except httpx.HTTPError as error:
                 reason, wait_s, over = describe_transport(error, self), 0.0, is_lasting(error)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise HubError(f"{_host(url)} does not answer as {self.title} does (no JSON)") from None
             if over or attempt == LIST_ATTEMPTS or wait_s > MAX_RETRY_AFTER_S:
                 raise HubError(reason)
@@ -177,7 +178,8 @@ class Hub:
     def _check_path(self, path: str) -> str:
         """A path of a listing, which must stay in its folder."""
         parts = PurePosixPath(path).parts
-        if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path:
+        leads_out = not parts or path.startswith("/") or ".." in parts
+        if leads_out or _NO_PATH.search(path):
             raise self._unsafe(path)
         return path
 
@@ -204,7 +206,7 @@ class HuggingFace(Hub):
         return Listing(commit, tuple(files))
 
     def _parse(self, entry: Mapping[str, Any]) -> HubFile:
-        lfs = entry.get("lfs") or {}
+        lfs = _as_mapping(entry.get("lfs"))
         return _make_file(
             self._check_path(str(entry.get("path", ""))),
             lfs.get("size", entry.get("size", 0)),
@@ -259,8 +261,8 @@ class ModelScope(Hub):
     def search(self, words: str, count: int) -> list[SearchHit]:
         query = {"search": words, "filter.library": "gguf", "sort": "downloads", "page_size": min(count, 50)}
         answer, _ = self.get_json(f"{self.endpoint}/openapi/v1/models?{urlencode(query)}")
-        data = answer.get("data") if isinstance(answer, dict) else None
-        return [_make_hit(entry) for entry in _entries((data or {}).get("models"))]
+        data = _as_mapping(_as_mapping(answer).get("data"))
+        return [_make_hit(entry) for entry in _entries(data.get("models"))]
 
 
 @cache
@@ -303,6 +305,11 @@ def _make_hit(entry: Mapping[str, Any]) -> SearchHit:
     numbers = (entry.get("downloads"), entry.get("likes"))
     downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
     return SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes)
+
+
+def _as_mapping(value: object) -> Mapping[str, Any]:
+    """What a hub says is an object; an empty one where it is not."""
+    return value if isinstance(value, dict) else {}
 
 
 def _entries(answer: object) -> list[Mapping[str, Any]]:

@@ -151,6 +151,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._header_bytes = 0
         self._hung_up = False
         self._half_closed = False
+        self._answered: RequestResponseCycle | None = None  # now; `cycle` is the last of pipelined requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -164,7 +165,29 @@ class GuardedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
         self._unset_keepalive_if_required()
+        self._disconnect()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """The application sees a disconnect: of the last request, and of the one that is answered now."""
+        for cycle in (self._answered, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, and what follows it; not in the middle of another response."""
+        answered = self._answered
+        begun = answered is not None and answered.response_started and not answered.response_complete
+        self._disconnect()
+        if begun:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def data_received(self, data: bytes) -> None:
         if self._hung_up:
@@ -226,6 +249,7 @@ class GuardedConnection(HttpToolsProtocol):
                 self.transport.write(self._make_probe())
             gone = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if gone:
+            self._disconnect()
             self.transport.abort()
         else:
             pause_s = min(waited_s, MAX_PROBE_S)
@@ -268,14 +292,11 @@ class GuardedConnection(HttpToolsProtocol):
         if self._hung_up or self.transport.is_closing():
             return
         self._hung_up = True
-        cycle = self.cycle
-        answering = cycle is not None and not cycle.response_complete
-        if not (answering and cycle.response_started):
+        cycle = self._answered
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             path = self.scope["path"] if self.scope is not None and "path" in self.scope else "/"
             self.transport.write(_make_response(path, status, code, message))
-        if answering:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._disconnect()
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if self.transport.can_write_eof():

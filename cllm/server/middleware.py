@@ -105,7 +105,9 @@ class TrustedHostMiddleware:
 
     def _parse_allowed(self, host: str) -> bool:
         if host.startswith("["):
-            host = host[1:].partition("]")[0]
+            host, _, port = host[1:].partition("]")
+            if port and not port.startswith(":"):
+                return False
         elif host.count(":") == 1:
             host = host.rpartition(":")[0]
         name = host.lower().rstrip(".")

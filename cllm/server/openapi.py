@@ -110,6 +110,8 @@ def make_description(app: FastAPI, *, closed: bool) -> dict[str, Any]:
             route["description"] = "\n\n".join(filter(None, notes))
             route["security"] = _security(path, closed=closed)
             about = msgspec.json.decode(route.pop(DOCUMENTED, _UNDOCUMENTED))
+            if _names_model(schemas, path, route):
+                about["errors"].setdefault("404", (*ERRORS[404], WHEN[404]))
             route["responses"] = _responses(path, method, about, _first_required(schemas, route))
             for name, struct in about["schemas"].items():
                 assert schemas.setdefault(name, struct) == struct, f"two schemas are called {name}"
@@ -126,6 +128,15 @@ def _security(path: str, *, closed: bool) -> list[dict[str, list[str]]]:
         return []
     roles = ["admin"] if path.startswith(ADMIN) else []
     return [*({name: roles} for name in _SCHEMES), *([] if closed else [{}])]
+
+
+def _names_model(schemas: dict[str, Any], path: str, route: dict[str, Any]) -> bool:
+    """Whether a request says which model it is for: then there may be no such model."""
+    named = {parameter["name"] for parameter in route.get("parameters", ())}
+    if "requestBody" in route:
+        reference: str = route["requestBody"]["content"][JSON]["schema"]["$ref"]
+        named |= schemas[reference.rpartition("/")[2]].get("properties", {}).keys()
+    return "model" in named or path.startswith("/v1/models/")
 
 
 def _first_required(schemas: dict[str, Any], route: dict[str, Any]) -> str | None:
@@ -145,8 +156,6 @@ def _responses(path: str, method: str, about: dict[str, Any], required: str | No
         statuses |= {401, 500, 503}
     if method == "post":
         statuses |= {400, 408, 413, 415}
-    if path.startswith(("/v1/", "/api/")) and (method == "post" or "{" in path):
-        statuses.add(404)
     if about["computes"]:
         statuses |= {429, 504}
         found["200"]["headers"] = _POSITION

@@ -237,11 +237,12 @@ class NamedCallParser(NamedParser):
 
     def _step(self) -> bool:
         if self._object is None:
-            start, end = self._buffer.find("{"), self._buffer.find(self._closing) if self._closing else -1
-            if 0 <= end < (start if start >= 0 else len(self._buffer)):
+            head = self._buffer[: MAX_NAME + 1]  # what is farther away does not count, however it arrives
+            start, end = head.find("{"), head.find(self._closing) if self._closing else -1
+            if 0 <= end < (start if start >= 0 else len(head)):
                 self._buffer, self.done = self._buffer[end:], True  # a call without arguments
                 return True
-            self.failed = start < 0 and len(self._buffer) > MAX_NAME
+            self.failed = start < 0 and len(head) > MAX_NAME
             if start < 0:
                 return False
             self._object, self._buffer = ObjectCallParser(self.name), self._buffer[start:]

@@ -135,7 +135,7 @@ class CallReader:
 
     def _skip_slot(self, text: str, final: bool, cut: bool) -> str:
         """An id stands before the name."""
-        before, found, rest = text.partition(self._name_mark)
+        before, found, rest = text[:MAX_SLOT].partition(self._name_mark)  # farther away is none
         if not found and len(text) < MAX_SLOT and not final:
             return text
         self._in_slot = False
@@ -144,7 +144,7 @@ class CallReader:
             return "" if cut else text
         self._skip(before + found)
         self._after_piece(found)
-        return rest
+        return rest + text[MAX_SLOT:]
 
     def _skip(self, text: str) -> None:
         self._blanks = []

@@ -102,14 +102,14 @@ class ChatTemplate:
         self._guard = guard
         self._lock = threading.Lock()  # the environment counts for one render at a time
 
-    def render(self, **variables: Any) -> str:
+    def render(self, /, **variables: Any) -> str:
         """Render the template. Any failure inside it raises InvalidRequest."""
         try:
             return self.attempt(**variables)
         except TemplateRefused as error:
             raise InvalidRequest(str(error), field="messages") from None
 
-    def attempt(self, **variables: Any) -> str:
+    def attempt(self, /, **variables: Any) -> str:
         """Render the template. Raises TemplateRefused for its own errors, InvalidRequest for others."""
         try:
             with self._lock, self._guard():
@@ -183,7 +183,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._max_length = MAX_ADDED + 2 * _count_characters(variables)
         parts: list[str] = []
         length = 0
-        for part in template.generate(**variables):
+        for part in template.generate(dict(variables)):
             parts.append(part)
             length += len(part)
             if length > self._max_length:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cllm.errors import InvalidRequest
 from cllm.types import ConstraintKind, ConstraintSpec
 
 # Keywords that hold schemas: of the same value as the schema they stand in, and of parts of that value.
@@ -14,6 +15,9 @@ _SAME_VALUE = {"allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchema
 _INNER_VALUE = {"items", "prefixItems", "additionalItems", "additionalProperties", "contains"}
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
+
+MAX_EXACT = 1 << 53  # beyond it llguidance writes another number, or overflows its stack
+_MIN_NUMBER = -(1 << 63)
 
 _DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -66,27 +70,45 @@ def _read_pattern(pattern: str) -> str | None:
 
 
 def close_schemas(spec: ConstraintSpec) -> str:
-    """The source with the objects of its schema, or of the schemas of tool calls, closed."""
+    """The source with the objects of its schema, or of the schemas of tool calls, closed.
 
-    def close(source: str, begin: int = 0) -> tuple[str, int]:
+    Raises InvalidRequest for numbers that cannot be written.
+    """
+
+    def close(source: str, begin: int) -> tuple[str, int]:
         schema, end = json.JSONDecoder().raw_decode(source, begin)
+        _check_numbers(schema, spec.kind.field)
         return json.dumps(close_objects(schema)), end
 
     try:
         if spec.kind is ConstraintKind.JSON_SCHEMA:
-            closed, end = close(spec.source)
+            closed, end = close(spec.source, len(spec.source) - len(spec.source.lstrip()))
             return closed if end == len(spec.source) else spec.source
-        if spec.kind is ConstraintKind.TOOLS:
+        if spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR):
             parts, done = [], 0
             for found in re.finditer(r"%json\s*(?=\{)", spec.source):
                 if found.start() >= done:  # not inside the schema before
                     closed, end = close(spec.source, found.end())
                     parts += [spec.source[done : found.end()], closed]
                     done = end
-            return "".join(parts) + spec.source[done:]
+            return "".join(parts) + spec.source[done:] if spec.kind is ConstraintKind.TOOLS else spec.source
     except (ValueError, TypeError, RecursionError):
         pass  # refused where it is compiled
     return spec.source
+
+
+def _check_numbers(schema: Any, field: str, *, written: bool = False) -> None:
+    """Raise InvalidRequest for a number that llguidance cannot write as it is; `written`: of an answer."""
+    if isinstance(schema, Mapping):
+        for key, inner in schema.items():
+            _check_numbers(inner, field, written=written or key in ("const", "enum"))
+    elif isinstance(schema, list):
+        for inner in schema:
+            _check_numbers(inner, field, written=written)
+    elif isinstance(schema, int | float) and (
+        schema <= _MIN_NUMBER or (written and isinstance(schema, int) and abs(schema) > MAX_EXACT)
+    ):
+        raise InvalidRequest(f"{field}: {schema} is beyond the numbers that can be written exactly", field)
 
 
 def close_objects(schema: Any) -> Any:

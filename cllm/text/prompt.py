@@ -190,7 +190,7 @@ class PromptBuilder:
         refusal = ""
         for shape in folding.shapes(prepared, as_text=as_text, tools=bool(chat.tools)):
             try:
-                rendered = template.attempt(**variables, messages=safe(shape))
+                rendered = template.attempt(**{**variables, "messages": safe(shape)})
             except TemplateRefused as error:
                 refusal = refusal or str(error)
             else:

@@ -242,8 +242,9 @@ class GrammarCompiler:
                 self._checked.popitem(last=False)
 
     def _compile(self, spec: ConstraintSpec) -> LLMatcher:
+        closed = close_schemas(spec)
         try:
-            return self._make_matcher(spec, close_schemas(spec))
+            return self._make_matcher(spec, closed)
         except InvalidRequest:  # a closed schema must not be what is refused
             return self._make_matcher(spec, spec.source)
 

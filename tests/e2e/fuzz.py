@@ -1,17 +1,30 @@
-"""`python -m tests.e2e.fuzz` (`make fuzz`): schemathesis on every route, on a tiny real model."""
+"""`python -m tests.e2e.fuzz` (`make fuzz`): schemathesis on every route, on a tiny real model.
+
+Valid and invalid requests, NUL characters among them: those of the description's limits, and random ones. The
+result of each route is kept in `build/fuzz`; `--resume` goes on after those that are there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.driver.server import PATIENCE_S, Server, environment, make_client
+import msgspec
+
+from tests.driver.server import PATIENCE_S, Server, environment, make_client, wait_for
+from tests.proof.evidence import ROOT, Bar, Evidence, record
 from tests.tiny_models import make_dense
 
 LIMIT_S = 3600.0
+UNLOADED = " is unloaded: "  # on purpose, by Ollama's `keep_alive`: then the workers are others
+EXAMPLES = 1000
+KEPT = ROOT / "build" / "fuzz"
 # Decided otherwise: what a description cannot say is refused (a prompt that is too long, a grammar that is
 # wrong), and what clients send though it does not say so is taken (null for what is not given, say).
 DECIDED = ("positive_data_acceptance", "negative_data_rejection")
@@ -22,6 +35,18 @@ SETTINGS = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx
 LEFT_OUT = ("/admin/reload", "/props", "/api/pull", "/api/delete")
 
 
+class RouteResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What was sent to one route, and what came of it."""
+
+    route: str
+    seed: int
+    examples: int  # random cases, at most
+    cases: int  # of all phases
+    seconds: float
+    passed: bool
+    died: Sequence[str] = ()
+
+
 def fuzz(
     url: str,
     folder: Path,
@@ -29,8 +54,9 @@ def fuzz(
     seed: int = 1,
     phases: str = "examples,coverage,fuzzing",
     checks: str = "not_a_server_error",
+    route: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Every route, valid and invalid data; the same requests for the same seed. 0: nothing was found."""
+    """Every route or one, valid and invalid data; the same requests for the same seed. 0: nothing found."""
     with make_client() as client:
         client.get(f"{url}/openapi.json")  # the first takes longest, and schemathesis waits for 10 s only
     settings = folder / "schemathesis.toml"
@@ -43,8 +69,10 @@ def fuzz(
         else ["--checks", checks]
     )
     command += ["--mode", "all", "--max-examples", str(examples), "--seed", str(seed)]
+    command += ["--generation-allow-x00", "true"]
     for path in LEFT_OUT:
         command += ["--exclude-path", path]
+    command += ["--include-path", route] if route else []
     command += ["--generation-database", "none", "--phases", phases, "--request-timeout", str(PATIENCE_S)]
     return subprocess.run(
         [*command, "--no-color"],
@@ -58,24 +86,120 @@ def fuzz(
     )
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__)
-    parser.add_argument("--examples", type=int, default=100, help="of each route (default 100)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--checks", default="all", help="of schemathesis, comma-separated (default all)")
-    options = parser.parse_args(arguments)
+def fuzz_route(server: Server, folder: Path, route: str, options: argparse.Namespace) -> RouteResult:
+    """One route; its result and schemathesis' own words are kept."""
+    before = {role: server.child(role) for role in ("engine", "tokenizer")}
+    unloads = server.log_text.count(UNLOADED)
+    began = time.monotonic()
+    done = fuzz(server.url, folder, options.examples, options.seed, checks=options.checks, route=route)
+    wait_for(server.idle, message="requests are left after the route")
+    kept = server.log_text.count(UNLOADED) == unloads
+    found = re.search(r"^\s*([\d,]+) generated", done.stdout, re.MULTILINE)
+    result = RouteResult(
+        route=route,
+        seed=options.seed,
+        examples=options.examples,
+        cases=int(found[1].replace(",", "")) if found else 0,
+        seconds=time.monotonic() - began,
+        passed=done.returncode == 0 and found is not None,
+        died=[role for role, pid in before.items() if server.child(role) != pid and kept],
+    )
+    path = _kept(route)
+    path.with_suffix(".txt").write_text(done.stdout)
+    path.write_bytes(msgspec.json.encode(result))
+    if not result.passed or result.died:
+        print(f"{done.stdout}\n{server.log_tail}")
+    return result
+
+
+def _kept(route: str) -> Path:
+    return KEPT / f"{route.strip('/').replace('/', '.')}.json"
+
+
+def _resumed(route: str, options: argparse.Namespace) -> RouteResult | None:
+    """The result of an earlier run, where it was a success of the same size."""
+    if not options.resume or not _kept(route).exists():
+        return None
+    result = msgspec.json.decode(_kept(route).read_bytes(), type=RouteResult)
+    same = (result.seed, result.examples) == (options.seed, options.examples)
+    return result if same and result.passed and not result.died else None
+
+
+def fuzz_routes(options: argparse.Namespace) -> list[RouteResult]:
+    """All routes one after the other, on one server."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_dense(folder / "dense.gguf")
-        settings = ("--parallel", "4", "--ctx-size", "1024", "--threads", "1", "--state-dir", name)
+        settings = ("--parallel", "4", "--ctx-size", "512", "--threads", "1", "--state-dir", name)
         with Server(folder / "log", str(model), *settings) as server:
-            before = {role: server.child(role) for role in ("engine", "tokenizer")}
-            done = fuzz(server.url, folder, options.examples, options.seed, checks=options.checks)
-            print(done.stdout)
-            died = [role for role, pid in before.items() if server.child(role) != pid]
-            if died:
-                print(f"FAIL: these processes died: {', '.join(died)}\n{server.log_tail}")
-            return 1 if died else done.returncode
+            routes = [path for path in server.get("/openapi.json")["paths"] if path not in LEFT_OUT]
+            for route in options.route or routes:
+                result = _resumed(route, options) or fuzz_route(server, folder, route, options)
+                results.append(result)
+                verdict = "passed" if result.passed and not result.died else "FAILED"
+                print(f"{route:<44} {result.cases:>6} cases {result.seconds:>6.0f} s  {verdict}", flush=True)
+            tracebacks = server.log_text.count("Traceback")
+    if tracebacks:
+        print(f"{tracebacks} tracebacks are in the log")
+    return results
+
+
+ROUTES = 45  # as many as the description has, less LEFT_OUT
+
+
+def make_evidence(results: Sequence[RouteResult], examples: int) -> Evidence:
+    """The row of the proof."""
+    failed = [result.route for result in results if not result.passed]
+    died = [f"{role} at {result.route}" for result in results for role in result.died]
+    few = [result for result in results if result.cases < examples]
+    return Evidence(
+        name="fuzz-routes",
+        order=60,
+        title="Every route by its description",
+        command="make fuzz",
+        about=(
+            f"schemathesis sends {examples:,} random cases to each route, valid and invalid, NUL characters "
+            "allowed, beside those at the limits of every field, to a real server with a tiny model. "
+            "A route without parameters or with few of them has fewer distinct cases: then all of these. "
+            f"Left out: {', '.join(LEFT_OUT)}, which have tests of their own."
+        ),
+        bars=(
+            Bar("routes", f"{ROUTES}", f"{len(results)}", len(results) >= ROUTES),
+            Bar("routes with a finding", "0", ", ".join(failed) or "0", not failed),
+            Bar("workers that died", "0", ", ".join(died) or "0", not died),
+        ),
+        figures={
+            "cases": sum(result.cases for result in results),
+            f"routes with fewer than {examples:,} distinct cases": len(few),
+            "seconds": round(sum(result.seconds for result in results)),
+        },
+        mended=(
+            "Routes outside of /v1 and /api answered 404 for an unknown `model` without saying so in their "
+            "description (`test_a_route_whose_body_names_a_model_may_not_find_it`).",
+            "/completion answers several prompts with a list, which its description did not say "
+            "(`test_several_prompts_of_llama_servers_route_are_answered_with_a_list`).",
+        ),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.fuzz", description=__doc__)
+    parser.add_argument("--examples", type=int, default=EXAMPLES, help=f"of each route (default {EXAMPLES})")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--checks", default="all", help="of schemathesis, comma-separated (default all)")
+    parser.add_argument("--route", action="append", help="only this one; nothing is recorded (repeatable)")
+    parser.add_argument("--resume", action="store_true", help="keep the results in build/fuzz")
+    parser.add_argument("--record", action="store_true", help="send nothing: record what is in build/fuzz")
+    options = parser.parse_args(arguments)
+    if options.record:
+        kept = [msgspec.json.decode(path.read_bytes(), type=RouteResult) for path in KEPT.glob("*.json")]
+        return record(make_evidence(kept, options.examples))
+    results = fuzz_routes(options)
+    if options.route or options.examples < EXAMPLES:
+        return int(not all(result.passed and not result.died for result in results))
+    return record(make_evidence(results, options.examples))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def documented(
     lines: Iterable[bytes] = (),
     computes: bool = False,
     errors: Mapping[int, tuple[str, str, str]] | None = None,
+    several: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments for a route's decorator: what the OpenAPI page says of its responses.
 
@@ -97,7 +98,8 @@ def documented(
     A struct's class stands for its `EXAMPLE`. `events` are encoded events of an example stream, `lines` those
     of one that is lines of JSON. `computes`:
     the request goes through the queue. `errors` are responses that other routes do not have: status → code,
-    message, when it happens.
+    message, when it happens. `several`: as llama-server's, it answers
+    several prompts or choices with a list, and with the fields alone that `response_fields` names.
     """
     content: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
@@ -109,6 +111,9 @@ def documented(
         (schema,), schemas = msgspec.json.schema_components(
             (kind,), ref_template="#/components/schemas/{name}"
         )
+        if several:
+            one = {"anyOf": [schema, {"type": "object", "description": "What `response_fields` names"}]}
+            schema = {"anyOf": [*one["anyOf"], {"type": "array", "items": one}]}
         content[JSON] = {"schema": schema, "example": msgspec.to_builtins(example)}
     if events:
         content[EVENTS] = {"example": b"".join(events).decode()}

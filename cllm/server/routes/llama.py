@@ -45,6 +45,7 @@ _COMPLETION = documented(
     api.COMPLETION_EXAMPLE,
     events=(encode(api.LlamaEvent(content="2", tokens=(34,))), encode(api.COMPLETION_EXAMPLE)),
     computes=True,
+    several=True,
 )
 _HIDDEN: dict[str, Any] = {"response_model": None, "include_in_schema": False}
 router = APIRouter(tags=["llama-server"], route_class=LargeJsonRoute)

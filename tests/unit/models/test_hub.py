@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cllm.errors import HubError
@@ -124,11 +126,34 @@ def test_a_hub_that_is_none(hub: FakeHub, fault: str, words: str) -> None:
         list_paths(GATED)
 
 
-@pytest.mark.parametrize("path", ["../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a\\..\\x.gguf", ""])
+@pytest.mark.parametrize(
+    "path", ["../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a\\..\\x.gguf", "", "\ud800.gguf"]
+)
 def test_a_listing_that_leads_out_of_its_folder_is_refused(hub: FakeHub, path: str) -> None:
     hub.extra = [{"type": "file", "path": path, "size": 1, "oid": "0" * 40}]
     with pytest.raises(HubError, match="leads out of its folder"):
         list_paths(GATED)
+
+
+@pytest.mark.parametrize("kind", ["hf", "ms"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"[" * 2000,
+        b'{"data": []}',
+        b'[{"type": "file", "path": "x", "lfs": [1]}]',
+        b'"x"',
+        b'{"Data": {"Files": 5}}',
+    ],
+)
+def test_a_listing_of_another_shape_is_a_hub_error(kind: str, answer: bytes) -> None:
+    """Or an empty one: no other exception comes of what a hub says."""
+    answers = iter([b'{"sha": "%b"}' % COMMIT.encode()] * (kind == "hf") + [answer] * 9)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=next(answers)))
+    for lists in (True, False):
+        with make_hub(HubReference(kind, REPO)) as opened, suppress(HubError):
+            opened._client = httpx.Client(transport=transport)
+            assert opened.list_files("") if lists else not opened.search("words", 3)
 
 
 @pytest.mark.parametrize("oid", ["../../evil", "Z" * 64, "0" * 63])

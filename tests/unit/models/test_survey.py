@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import pytest
 
+from cllm.backend.llama.gguf import GgufHeader
 from cllm.config import EngineConfig, ModelConfig
 from cllm.errors import ConfigError, ModelFileError
-from cllm.models.survey import survey
-from tests.tiny_models import make_dense
+from cllm.models.survey import read_info, survey
+from tests.tiny_models import make_dense, write
 
 COMMON = ModelConfig(name="", engine=EngineConfig(gpu_layers=0))
 
@@ -52,6 +54,13 @@ def test_all_models_of_the_list_without_broken_ones(folder: Path) -> None:
     assert names[:3] == ["one-Q8_0", "one-Q8_0-2", "two"] and len(set(names)) == len(names)
     with pytest.raises(ModelFileError, match="truncated"):
         survey([ask(folder / "models" / "broken.gguf")], COMMON)
+
+
+def test_a_size_label_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
+    writer.add_uint32("general.size_label", 7)
+    header = GgufHeader(write(writer, tmp_path / "odd.gguf"))
+    assert read_info(header, "odd", "Q8_0").description == "llama Q8_0"
 
 
 def test_a_name_stands_for_one_model(folder: Path) -> None:

@@ -175,6 +175,32 @@ def test_a_client_that_has_left_is_noticed(path: bytes, version: bytes) -> None:
     run(scenario)
 
 
+def test_the_first_of_pipelined_requests_hears_that_the_client_has_left() -> None:
+    async def scenario(app: App, connect: Connect) -> None:
+        peer = await connect()
+        peer.writer.write(
+            b"GET /held/stream HTTP/1.1\r\n" + HOST + b"\r\nGET /y HTTP/1.1\r\n" + HOST + b"\r\n"
+        )
+        await peer.reader.readuntil(b"data: 1")
+        peer.writer.transport.abort()
+        async with asyncio.timeout(5):
+            await app.left.wait()
+
+    run(scenario)
+
+
+def test_what_is_no_http_is_not_answered_in_the_middle_of_a_response() -> None:
+    async def scenario(app: App, connect: Connect) -> None:
+        peer = await connect()
+        peer.writer.write(b"GET /held/stream HTTP/1.1\r\n" + HOST + b"\r\n")
+        await peer.reader.readuntil(b"data: 1\n\n\r\n")
+        peer.writer.write(b"no HTTP\r\n\r\n")
+        assert await peer.reader.read() == b""
+        assert app.left.is_set()
+
+    run(scenario)
+
+
 def test_nothing_is_left_in_a_stream_but_a_comment() -> None:
     async def scenario(app: App, connect: Connect) -> None:
         peer = await connect()

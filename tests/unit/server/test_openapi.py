@@ -161,6 +161,21 @@ def test_what_goes_through_the_queue_can_be_refused_there() -> None:
         assert ("headers" in route["responses"]["200"]) == bool(queued)
 
 
+def test_a_route_whose_body_names_a_model_may_not_find_it() -> None:
+    for method, path, route in ROUTES:
+        if "model" in (body_of(route) or {}).get("properties", {}):
+            assert "404" in route["responses"], f"{method} {path}"
+
+
+def test_several_prompts_of_llama_servers_route_are_answered_with_a_list() -> None:
+    routes = {path: route for _, path, route in ROUTES}
+    for path in ("/completion", "/infill"):
+        schema = routes[path]["responses"]["200"]["content"]["application/json"]["schema"]
+        *one, several = schema["anyOf"]
+        assert several == {"type": "array", "items": {"anyOf": one}}
+        assert one[1]["type"] == "object", "with response_fields"
+
+
 def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
     answers = {path: route["responses"] for _, path, route in ROUTES}
     assert {"409", "403"} <= answers["/admin/reload"].keys()

@@ -177,6 +177,21 @@ def test_pieces_never_matter(data: st.DataObject, soup: str, chat_format: ChatFo
     assert len(whole.calls) <= 1 or flags & 2
 
 
+@pytest.mark.parametrize("name", ["harmony", "ministral", "muse", "kimi"])
+@pytest.mark.parametrize("length", (240, 254, 256, 258, 270, 300))
+def test_what_is_too_far_away_does_not_depend_on_the_pieces(name: str, length: int) -> None:
+    """Between a name and its arguments, and in an id, a bounded number of characters may stand."""
+    chat_format = FORMATS[name]
+    written = write_calls(chat_format.calls, [Call("look", {"a": 1}, "abcdefgh1")])
+    for mark in ("look", chat_format.calls.opening[:24]):
+        soup = written.replace(mark, mark + "x " * (length // 2), 1)
+        readings = [
+            joined(events_of(OutputParser(chat_format, TOOLS), pieces))
+            for pieces in ([soup], list(soup), [soup[:100], soup[100:]])
+        ]
+        assert readings[0] == readings[1] == readings[2]
+
+
 @settings(deadline=None, max_examples=examples(300))
 @given(
     soup=SOUP.filter(lambda soup: "think>" not in soup),

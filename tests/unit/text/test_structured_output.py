@@ -54,6 +54,26 @@ def answer(*specs: ConstraintSpec, max_tokens: int = 400, seed: int = 0) -> list
     return [[delta for delta in deltas if delta.request_id == str(number)] for number in range(len(specs))]
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", '{"enum": [-9223372036854775808]}'),
+        ("json_schema", ' {"const": {"a": [9007199254740993]}}'),
+        (
+            "json_schema",
+            '{"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775808}',
+        ),
+        ("tools", 'start: %json {"const": 100000000000000000000}'),
+        ("grammar", 'start: %json {"enum": [-9223372036854775808]}'),
+    ],
+)
+def test_a_number_that_cannot_be_written_exactly_is_refused(kind: str, source: str) -> None:
+    """llguidance would write another one, or end the process."""
+    with pytest.raises(InvalidRequest, match="beyond the numbers"):
+        COMPILER.compile(spec(kind, source))
+    COMPILER.compile(spec("json_schema", '{"enum": [9007199254740992, -1, 1e19]}'))
+
+
 def text(deltas: list[RequestOutput]) -> str:
     return "".join(delta.text for delta in deltas)
 
