@@ -223,7 +223,7 @@ class HuggingFace(Hub):
     def search(self, words: str, count: int) -> list[SearchHit]:
         query = {"search": words, "filter": "gguf", "sort": "downloads", "direction": -1, "limit": count}
         answer, _ = self.get_json(f"{self.endpoint}/api/models?{urlencode(query)}")
-        return [_make_hit(entry) for entry in _entries(answer)]
+        return _make_hits(answer)
 
 
 class ModelScope(Hub):
@@ -262,7 +262,7 @@ class ModelScope(Hub):
         query = {"search": words, "filter.library": "gguf", "sort": "downloads", "page_size": min(count, 50)}
         answer, _ = self.get_json(f"{self.endpoint}/openapi/v1/models?{urlencode(query)}")
         data = _as_mapping(_as_mapping(answer).get("data"))
-        return [_make_hit(entry) for entry in _entries(data.get("models"))]
+        return _make_hits(data.get("models"))
 
 
 @cache
@@ -305,6 +305,12 @@ def _make_hit(entry: Mapping[str, Any]) -> SearchHit:
     numbers = (entry.get("downloads"), entry.get("likes"))
     downloads, likes = (number if isinstance(number, int) else 0 for number in numbers)
     return SearchHit(str(entry.get("id") or entry.get("modelId") or ""), downloads, likes)
+
+
+def _make_hits(answer: object) -> list[SearchHit]:
+    """Those of an answer that have a name."""
+    hits = map(_make_hit, _entries(answer))
+    return [hit for hit in hits if hit.repo]
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.cluster.policies import POLICIES
@@ -10,7 +12,7 @@ from bench.cluster.simulation import Setup, Simulation
 from bench.cluster.trace import BLOCK_TOKENS, TraceRequest, load_trace
 
 COSTS = StepCosts(base=1.0, prefill_token=0.01, row=0.5, attended=0.0, restore_token=0.001)
-SMALL = ReplicaSize(slots=2, chunk_tokens=100, cache_blocks=4)
+SMALL = ReplicaSize(slots=2, chunk_tokens=100, cache_blocks=4, target_s=100.0)
 
 
 def job(name: str, tokens: int, answer: int = 3, at: float = 0.0, blocks: tuple[int, ...] = ()) -> Job:
@@ -47,6 +49,21 @@ def test_an_arrival_cuts_decode_steps_short() -> None:
     assert one.generated == 3 and following == pytest.approx(5.0 + 1 + 0.5 + 0.5)
     third = job("c", 10)
     assert replica.submit(third, 5.5) is None and list(replica.waiting) == [third], "there is no slot"
+
+
+def test_beside_answers_a_prompt_is_read_by_time() -> None:
+    """A step of one answer takes 1.5 s, a pass for the prompt another second: 1.05 s are left of 4.2."""
+    size = replace(SMALL, target_s=4.2, chunk_tokens=1000)
+    replica, one, two = SimulatedReplica(0, COSTS, size), job("a", 100, 50), job("b", 200)
+    now = replica.submit(one, 0.0)
+    assert now is not None
+    replica.finish(now)
+    replica.submit(two, now)
+    replica.finish(now + 1.5)
+    replica.finish(now + 4.0)
+    assert two.pending == 200 - 64, "a tile"
+    quick = SimulatedReplica(0, COSTS, replace(size, target_s=100.0))
+    assert quick._room(0, 0, 0) == quick._room(1, 0, 0) == 1000
 
 
 def test_the_cache_serves_prefixes_and_forgets_the_ends_of_prompts_first() -> None:
