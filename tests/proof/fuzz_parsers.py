@@ -1,8 +1,8 @@
 """`make fuzz-parsers`: coverage-guided fuzzing, by atheris, of all that reads hostile bytes.
 
 atheris is installed in `build/atheris` (where PyPI has no wheel for this CPU it is built, which takes clang
-and its runtime: `apt install clang libclang-rt-14-dev`). Each target runs in a process of its own, for
-`--seconds`, and goes on from the inputs that earlier runs found in `build/fuzz-parsers`.
+and its runtime: `apt install clang libclang-rt-14-dev`). Each target runs in processes of its own, for
+`--seconds` in all, and goes on from the inputs that earlier runs found in `build/fuzz-parsers`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -70,20 +72,32 @@ def install() -> None:
     subprocess.run([*command, "--target", str(PACKAGES), f"atheris=={VERSION}"], env=variables, check=True)
 
 
-def run_target(name: str, seconds: int) -> TargetResult:
-    """One target in a process of its own."""
-    folder = KEPT / name
-    folder.mkdir(parents=True, exist_ok=True)
+def run_target(name: str, seconds: int, processes: int) -> TargetResult:
+    """One target, in processes of its own that share what they find."""
+    (KEPT / name).mkdir(parents=True, exist_ok=True)
     failures = KEPT / "failures"
     failures.mkdir(exist_ok=True)
     for earlier in failures.glob(f"{name}-*"):
         earlier.unlink()
-    command = [sys.executable, "-m", "tests.proof.fuzz_parsers", "--child", name, str(folder)]
-    command += [f"-max_total_time={seconds}", "-seed=1", f"-artifact_prefix={failures}/{name}-"]
+    with ThreadPoolExecutor(processes) as pool:
+        parts = list(pool.map(partial(_run_process, name, seconds // processes), range(1, processes + 1)))
+    inputs = [f"{path.name} {path.read_bytes().hex()}" for path in failures.glob(f"{name}-*")]
+    return TargetResult(
+        name=name,
+        seconds=sum(part.seconds for part in parts),
+        executions=sum(part.executions for part in parts),
+        coverage=max(part.coverage for part in parts),
+        found=" ".join((*(part.found for part in parts if part.found), *inputs)),
+    )
+
+
+def _run_process(name: str, seconds: int, seed: int) -> TargetResult:
+    command = [sys.executable, "-m", "tests.proof.fuzz_parsers", "--child", name, str(KEPT / name)]
+    command += [f"-max_total_time={seconds}", f"-seed={seed}", f"-artifact_prefix={KEPT}/failures/{name}-"]
     command += [f"-max_len={MAX_BYTES.get(name, 256)}", f"-timeout={INPUT_LIMIT_S}", "-print_final_stats=1"]
     command += [f"-rss_limit_mb={MEMORY_MB}", "-len_control=20"]
     variables = environment(PYTHONPATH=f"{PACKAGES}{os.pathsep}{ROOT}")
-    log = KEPT / f"{name}.log"
+    log = KEPT / f"{name}-{seed}.log"
     began = time.monotonic()
     with log.open("w") as output:
         done = subprocess.run(
@@ -97,17 +111,14 @@ def run_target(name: str, seconds: int) -> TargetResult:
     text = log.read_text(errors="replace")
     units = re.findall(r"stat::number_of_executed_units: (\d+)", text) or re.findall(r"^#(\d+)\t", text, re.M)
     edges = re.findall(r"cov: (\d+)", text)
-    found = ""
     if done.returncode:
-        inputs = [f"{path.name} {path.read_bytes().hex()}" for path in failures.glob(f"{name}-*")]
-        found = " ".join((f"exit code {done.returncode}", *inputs))
         print("\n".join(text.splitlines()[-40:]))
     return TargetResult(
         name=name,
         seconds=time.monotonic() - began,
         executions=int(units[-1]) if units else 0,
         coverage=int(edges[-1]) if edges else 0,
-        found=found,
+        found=f"exit code {done.returncode}" if done.returncode else "",
     )
 
 
@@ -166,12 +177,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.proof.fuzz_parsers", description=__doc__)
     parser.add_argument("--seconds", type=int, default=SECONDS, help=f"for each target (default {SECONDS})")
     parser.add_argument("--only", choices=NAMES, help="one target; nothing is recorded")
+    parser.add_argument("--targets", type=int, default=os.cpu_count(), help="at a time (default: one a core)")
+    parser.add_argument("--processes", type=int, default=1, help="of each target, which share its seconds")
     options = parser.parse_args(arguments)
     install()
     results = []
-    for name in [options.only] if options.only else NAMES:
-        results.append(run_target(name, options.seconds))
-        print(msgspec.json.encode(results[-1]).decode(), flush=True)
+    with ThreadPoolExecutor(options.targets) as pool:
+        run = partial(run_target, seconds=options.seconds, processes=options.processes)
+        for result in pool.map(run, [options.only] if options.only else NAMES):
+            results.append(result)
+            print(msgspec.json.encode(result).decode(), flush=True)
     if options.only:
         return int(any(result.found for result in results))
     return record(make_evidence(results))

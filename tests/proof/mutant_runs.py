@@ -53,6 +53,8 @@ SLOW = frozenset(
 )
 TRACES = ROOT / "build" / "mutants-traces.json"
 MEMORY_LIMIT = 6 << 30
+NOT_RUN = 70  # exit code of a child whose own work failed
+NO_TEST = "the import"
 OPTIONS = ("-x", "-q", "-s", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
@@ -336,7 +338,7 @@ def _fork(run: Callable[[int], None], session: Reporter | None = None) -> tuple[
             os.setpgid(pid, pid)
         os.close(writing)
         return pid, reading
-    code = 70
+    code = NOT_RUN
     try:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
@@ -372,7 +374,7 @@ class _Run:
         self._started = self._since = time.monotonic()
         self._cpu_s = 0.0  # when the test began
         self._text = b""
-        self._test = "the import"
+        self._test = NO_TEST
         self._failed: str | None = None
 
     def poll(self) -> Outcome | None:
@@ -388,6 +390,8 @@ class _Run:
         if ended:
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             os.close(self.reports)
+            if code == NOT_RUN and self._test == NO_TEST:
+                raise RuntimeError("a child ended before its first test: that says nothing about its mutant")
             killed = code != 0
             return Outcome(killed, self._failed or (self._test if killed else ""), seconds=seconds)
         late = time.monotonic() - self._since > WAIT_LIMIT_S
