@@ -105,9 +105,7 @@ def _check_numbers(schema: Any, field: str, *, written: bool = False) -> None:
     elif isinstance(schema, list):
         for inner in schema:
             _check_numbers(inner, field, written=written)
-    elif isinstance(schema, int | float) and (
-        schema <= _MIN_NUMBER or (written and isinstance(schema, int) and abs(schema) > MAX_EXACT)
-    ):
+    elif isinstance(schema, int | float) and (schema <= _MIN_NUMBER or (written and abs(schema) > MAX_EXACT)):
         raise InvalidRequest(f"{field}: {schema} is beyond the numbers that can be written exactly", field)
 
 

@@ -3,7 +3,7 @@
 On tiny models of three kinds of memory each turn of a conversation is asked alone with the cache off, then
 all at once with prefix sharing, preemption, all cache tiers, checkpoints and drafts: the text must be the
 same, since it depends on every token before it. On the embedded model each prompt has a secret word and asks
-for it: no answer may have another's.
+for it: no answer may have another's. What was run before is not run again: `--fresh` forgets it.
 """
 
 from __future__ import annotations
@@ -20,36 +20,42 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
 from bench.workloads.text import prose
 from tests.driver.server import wait_for
-from tests.proof.evidence import Bar, Evidence, record
+from tests.proof.evidence import ROOT, Bar, Evidence, name_machine, record
 from tests.soak.answers import Client, compare
 from tests.soak.conversations import EXACT, TURNS, Writer, replay
 from tests.tiny_architectures import make_all
 
 KINDS = ("dense", "hybrid", "sliding")
+SECRETS = "secrets"
 AT_ONCE = 16
 CELLS = 2048  # of one conversation
 KEYS = ("sk-canary-one", "sk-canary-other")
 TIERS = ("--cache-ram-mb", "2", "--cache-disk-mb", "64", "--swap-space-mb", "64", "--cache-dir")
 SECRET = re.compile(r"[bdfgklmnprstvz][aeiou][bdfgklmnprstvz][aeiou][bdfgklmnprstvz][aeiou]\d\d")
 SECRET_TOKENS = 12
+RESULTS = ROOT / "build" / "canary.jsonl"
 
 
-class Found(NamedTuple):
-    """What became of the prompts of one kind."""
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the prompts of one kind, or of those with secrets."""
 
+    kind: str
     prompts: int
-    same: int
-    ties: int
-    faults: tuple[str, ...]
-    cached: Counter[str]
-    preemptions: int
-    drafted: int
-    integrity_failures: int
+    same: int  # the text as alone; or with their own secret
+    ties: int = 0
+    faults: tuple[str, ...] = ()
+    cached: dict[str, int] = {}
+    preemptions: int = 0
+    drafted: int = 0
+    integrity_failures: int = 0
+    machine: str = ""
+    minutes: float = 0.0
 
 
 @contextmanager
@@ -87,14 +93,15 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
     for answer in answers:
         cached[answer.cached_from or "unknown"] += answer.cached_tokens
     return Found(
-        len(answers),
-        verdict.same,
-        verdict.parted,
-        verdict.faults,
-        +cached,
-        int(metrics["cllm_preemptions_total"]),
-        int(metrics["cllm_drafted_tokens_total"]),
-        int(metrics["cllm_integrity_failures"]),
+        kind=kind,
+        prompts=len(answers),
+        same=verdict.same,
+        ties=verdict.parted,
+        faults=verdict.faults,
+        cached=+cached,
+        preemptions=int(metrics["cllm_preemptions_total"]),
+        drafted=int(metrics["cllm_drafted_tokens_total"]),
+        integrity_failures=int(metrics["cllm_integrity_failures"]),
     )
 
 
@@ -104,14 +111,14 @@ def make_secret(number: int) -> str:
     return "".join(syllables) + f"{number % 90 + 10}"
 
 
-def watch_secrets(count: int, folder: Path) -> tuple[Counter[str], list[str]]:
+def watch_secrets(kind: str, count: int, folder: Path) -> Found:
     """Secrets of prompts on the embedded model: how many were told to their own, and to others."""
     settings = ServerSettings(None, AT_ONCE, AT_ONCE * 512)
     flags = ("--no-tune", *TIERS, str(folder / "cache-secrets"))
     systems = [prose(f"canary {number}", 60) for number in range(4)]
     secrets = [make_secret(number) for number in range(count)]
     owners = {secret: number for number, secret in enumerate(secrets)}
-    outcomes: Counter[str] = Counter()
+    own = 0
     faults = []
 
     def ask(server: RunningPeer, number: int) -> str:
@@ -122,25 +129,51 @@ def watch_secrets(count: int, folder: Path) -> tuple[Counter[str], list[str]]:
 
     with two_tenants(settings, *flags) as server, ThreadPoolExecutor(AT_ONCE) as pool:
         for number, text in enumerate(pool.map(lambda each: ask(server, each), range(count))):
-            outcomes["told its own"] += secrets[number] in text
+            own += secrets[number] in text
             others = [word for word in SECRET.findall(text) if owners.get(word, number) != number]
-            outcomes["told another's"] += bool(others)
             faults += [f"prompt {number} was told {others}"] if others else []
-    return outcomes, faults
+    return Found(kind=kind, prompts=count, same=own, faults=tuple(faults))
+
+
+def watch(kind: str, count: int) -> Found:
+    """One kind, or the secrets; kept in build/."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        found = (watch_kind if kind in KINDS else watch_secrets)(kind, count, Path(name))
+    minutes = (time.monotonic() - began) / 60
+    found = msgspec.structs.replace(found, machine=name_machine(), minutes=minutes)
+    with RESULTS.open("ab") as file:
+        file.write(msgspec.json.encode(found) + b"\n")
+    print(f"{kind}: {found.same} of {found.prompts} in {minutes:.1f} minutes", flush=True)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.proof.canary", description=__doc__)
     parser.add_argument("--count", type=int, default=5000, help="marked prompts on tiny models, in all")
     parser.add_argument("--secrets", type=int, default=500, help="prompts on the embedded model")
+    parser.add_argument("--only", action="append", help="one kind, or `secrets`; nothing is recorded")
+    parser.add_argument("--at-once", type=int, default=1, help="kinds at a time")
+    parser.add_argument("--fresh", action="store_true", help="forget all earlier results")
     options = parser.parse_args()
-    began = time.monotonic()
-    conversations = -(-options.count // (len(KINDS) * TURNS))
-    with tempfile.TemporaryDirectory() as name:
-        found = {kind: watch_kind(kind, conversations, Path(name)) for kind in KINDS}
-        outcomes, told = watch_secrets(options.secrets, Path(name))
-    for fault in [each for one in found.values() for each in one.faults][:5] + told[:5]:
+    RESULTS.parent.mkdir(exist_ok=True)
+    if options.fresh:
+        RESULTS.unlink(missing_ok=True)
+    counts = dict.fromkeys(KINDS, -(-options.count // (len(KINDS) * TURNS))) | {SECRETS: options.secrets}
+    lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
+    known = {one.kind: one for one in (msgspec.json.decode(line, type=Found) for line in lines)}
+    left = [kind for kind in options.only or counts if kind not in known]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        known |= {one.kind: one for one in pool.map(lambda kind: watch(kind, counts[kind]), left)}
+    for fault in [each for one in known.values() for each in one.faults[:5]]:
         print(fault, file=sys.stderr)
+    if options.only:
+        return int(any(one.faults for one in known.values()))
+    return record(make_evidence({kind: known[kind] for kind in KINDS}, known[SECRETS]))
+
+
+def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
+    """The row of the proof."""
     bars = [
         Bar(
             f"{kind}: {one.prompts:,} prompts, the text as alone",
@@ -150,27 +183,30 @@ def main() -> int:
         )
         for kind, one in found.items()
     ]
-    own, other = outcomes["told its own"], outcomes["told another's"]
-    bars.append(Bar("answers with another's secret word", "0", f"{other}", not other))
+    told = len(secrets.faults)
+    bars.append(Bar("answers with another's secret word", "0", f"{told}", not told))
     bars.append(
         Bar(
-            "answers with their own, so that it proves something", "most", f"{own}", 2 * own > options.secrets
+            "answers with their own, so that it proves something",
+            "most",
+            f"{secrets.same} of {secrets.prompts}",
+            2 * secrets.same > secrets.prompts,
         )
     )
     figures = {
-        f"{kind}": f"cached from {dict(one.cached)}, {one.preemptions} preemptions, {one.drafted} drafted"
+        kind: f"cached from {one.cached}, {one.preemptions} preemptions, {one.drafted} drafted"
         for kind, one in found.items()
     }
-    return record(
-        Evidence(
-            name="canary",
-            order=50,
-            title="Marked prompts",
-            command="make canary",
-            about=f"Two tenants, {AT_ONCE} at a time; sharing, preemption, all tiers, checkpoints, drafts.",
-            bars=bars,
-            figures={**figures, "minutes": (time.monotonic() - began) / 60},
-        )
+    parts = [*found.values(), secrets]
+    machines = {f"{one.kind} on": f"{one.machine} in {one.minutes:.0f} minutes" for one in parts}
+    return Evidence(
+        name="canary",
+        order=50,
+        title="Marked prompts",
+        command="make canary",
+        about=f"Two tenants, {AT_ONCE} at a time; sharing, preemption, all tiers, checkpoints, drafts.",
+        bars=bars,
+        figures=figures | machines,
     )
 
 

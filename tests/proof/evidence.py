@@ -75,7 +75,7 @@ def record(evidence: Evidence, folder: Path = FOLDER) -> int:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     known = msgspec.structs.replace(
-        evidence, date=datetime.now(UTC).strftime("%Y-%m-%d"), machine=_machine(), commit=commit
+        evidence, date=datetime.now(UTC).strftime("%Y-%m-%d"), machine=name_machine(), commit=commit
     )
     folder.mkdir(parents=True, exist_ok=True)
     content = msgspec.json.format(msgspec.json.encode(known), indent=1)
@@ -84,7 +84,7 @@ def record(evidence: Evidence, folder: Path = FOLDER) -> int:
     return int(not all(bar.met for bar in known.bars))
 
 
-def _machine() -> str:
+def name_machine() -> str:
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):

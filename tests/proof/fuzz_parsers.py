@@ -37,8 +37,9 @@ INPUT_LIMIT_S = 10  # one input may take so long
 MEMORY_MB = 4096
 # Findings that were mended, each with the test that fails without the mend.
 MENDED = (
-    "A whole number beyond 2^53 in an `enum` or `const` became another one, and -2^63 ended the process by "
-    "SIGSEGV in llguidance (`test_a_number_that_cannot_be_written_exactly_is_refused`).",
+    "A whole number beyond 2^53 in an `enum` or `const`, also one written as 1e30, became another one, and "
+    "-2^63 ended the process by SIGSEGV in llguidance "
+    "(`test_a_number_that_cannot_be_written_exactly_is_refused`).",
     "A number as a model's `general.size_label` raised TypeError where models are surveyed "
     "(`test_a_size_label_that_is_no_text_is_left_out`).",
     "A tool name or an id farther away than its limit was accepted or not by how the text was split "

@@ -55,6 +55,7 @@ TRACES = ROOT / "build" / "mutants-traces.json"
 MEMORY_LIMIT = 6 << 30
 NOT_RUN = 70  # exit code of a child whose own work failed
 NO_TEST = "the import"
+OF_CLASS = " "  # before the name of a class: the code of its body
 OPTIONS = ("-x", "-q", "-s", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
@@ -75,6 +76,7 @@ class Outcome(msgspec.Struct, frozen=True):
     test: str = ""
     timed_out: bool = False
     seconds: float = 0.0
+    not_run: bool = False  # the child ended before its first test: that says nothing about the mutant
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -209,6 +211,8 @@ class MutantSession(Reporter):
                     job, function, run = each
                     if (outcome := run.poll()) is not None:
                         running.remove(each)
+                        if outcome.not_run:
+                            raise RuntimeError(f"no test was run for {job.key}")
                         self._kills[function, outcome.test] += outcome.killed
                         self._kills[job.path, outcome.test] += outcome.killed
                         yield job, outcome
@@ -266,7 +270,9 @@ def find_changed(path: str, index: int) -> tuple[str, CodeType | None]:
     mutation = next(islice(mutate(source), index, None))
     before, after = (_codes(compile(each, path, "exec")) for each in (source, mutation.code))
     changed = [name for name, code in after.items() if before.get(name) != code]
-    return (changed[0], after[changed[0]]) if len(changed) == 1 and changed[0] else ("", None)
+    if len(changed) != 1 or not changed[0] or changed[0].startswith(OF_CLASS):
+        return "", None
+    return changed[0], after[changed[0]]
 
 
 def _read_traces(sources: str) -> dict[str, Trace]:
@@ -303,7 +309,7 @@ def _function(qualified: str) -> str:
 
 
 def _codes(code: CodeType) -> dict[str, CodeType]:
-    """The code of each function by name; those inside a function are part of it. A class body is `''`."""
+    """The code of each function by name; those inside a function are part of it. The module's own is `''`."""
     found = {"": code.replace(co_consts=())}
     left = [code]
     while left:
@@ -312,7 +318,7 @@ def _codes(code: CodeType) -> dict[str, CodeType]:
                 if inner.co_flags & 0x2:  # CO_NEWLOCALS: not a class
                     found[inner.co_qualname] = inner
                 else:
-                    found[f" {inner.co_qualname}"] = inner.replace(co_consts=())
+                    found[OF_CLASS + inner.co_qualname] = inner.replace(co_consts=())
                     left.append(inner)
     return found
 
@@ -390,10 +396,10 @@ class _Run:
         if ended:
             code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
             os.close(self.reports)
-            if code == NOT_RUN and self._test == NO_TEST:
-                raise RuntimeError("a child ended before its first test: that says nothing about its mutant")
             killed = code != 0
-            return Outcome(killed, self._failed or (self._test if killed else ""), seconds=seconds)
+            not_run = code == NOT_RUN and self._test == NO_TEST
+            test = self._failed or (self._test if killed else "")
+            return Outcome(killed, test, seconds=seconds, not_run=not_run)
         late = time.monotonic() - self._since > WAIT_LIMIT_S
         if late or _cpu_s(self._pid) - self._cpu_s > TEST_LIMIT_S:
             self.kill()
