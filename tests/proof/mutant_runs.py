@@ -64,7 +64,7 @@ class Job(NamedTuple):
 
     key: str
     path: str
-    number: int
+    number: int | None  # None: the module as it is
     files: Sequence[str]
     max_s: float = math.inf  # of tests, as they take on the source as it is: the shortest ones
 
@@ -221,13 +221,15 @@ class MutantSession(Reporter):
                 run.kill()
 
     def _start(self, job: Job) -> tuple[Job, str, _Run]:
+        items = [item for item in self._items if item.nodeid.partition("::")[0] in job.files]
+        items = [item for item in items if not self._traces[item.nodeid].failed]
+        if job.number is None:
+            return job, "", _Run(_fork(lambda pipe: self._run_items(items), self))
         function, code = find_changed(job.path, job.number)
         if code is None:
             return job, "", _Run(_fork(lambda pipe: _run_anew(job, pipe)))
         name = f"{job.path}:{function}"
-        items = [item for item in self._items if item.nodeid.partition("::")[0] in job.files]
         items = [item for item in items if name in self._traces[item.nodeid].called]
-        items = [item for item in items if not self._traces[item.nodeid].failed]
         items.sort(key=lambda item: self._traces[item.nodeid].seconds)
         sums = accumulate(self._traces[item.nodeid].seconds for item in items)
         items = [item for item, sum_s in zip(items, sums, strict=True) if sum_s <= job.max_s]
@@ -242,10 +244,13 @@ class MutantSession(Reporter):
         def run(pipe: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
             _put_in_place(job.path, function, code)
-            for item in items:
-                self._run_item(item)
+            self._run_items(items)
 
         return job, name, _Run(_fork(run, self))
+
+    def _run_items(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            self._run_item(item)
 
     def _run_item(self, item: pytest.Item) -> None:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)

@@ -60,6 +60,10 @@ MODULES = {
 }
 
 
+# Runs of each module as it is, in between: a test that fails there has noticed no mutant.
+CONTROLS = {f"control {number}: {path}": path for number in range(4) for path in MODULES}
+
+
 class Mutant(msgspec.Struct, frozen=True):
     """One of the changes that were drawn."""
 
@@ -169,6 +173,9 @@ def run(
     at_once, max_s = options.jobs, options.max_s
     print(f"the tests take {session.trace(at_once):.0f} s on the source as it is", flush=True)
     jobs = [Job(each.key, each.path, each.index, MODULES[each.path], max_s) for each in left]
+    controls = [Job(key, path, None, MODULES[path]) for key, path in CONTROLS.items() if key not in outcomes]
+    for number, control in enumerate(controls, 1):  # among the others
+        jobs.insert(number * len(jobs) // (len(controls) + 1), control)
     with RESULTS.open("ab") as file:
         for done, (job, outcome) in enumerate(session.run_all(jobs, at_once), 1):
             outcomes[job.key] = outcome
@@ -192,6 +199,7 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], *, whole: bo
             print(f"SURVIVED {mutant.path}:{mutant.line} {mutant.place}")
     killed = len(mutants) - len(survived)
     share = killed / len(mutants)
+    failed = sum(outcomes[control].killed for control in CONTROLS)
     other = len(mutants) - proven
     modules = Counter(Path(mutant.path).stem for mutant in mutants)
     lost = Counter(Path(mutant.path).stem for mutant in survived)
@@ -218,6 +226,12 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], *, whole: bo
                     "≥ 90 %",
                     f"{killed} of {other}, {killed / other:.1%}",
                     killed / other >= 0.9,
+                ),
+                Bar(
+                    "failures on the source as it is, run in between",
+                    "0",
+                    f"{failed} of {len(CONTROLS)} runs",
+                    not failed,
                 ),
             ],
             figures={
