@@ -83,6 +83,7 @@ class PrefillBudget:
             context=sum(sequence.num_computed for sequence in decoding),
             position=prompts[0].num_computed,
             sampling_s=sum(sequence.sample_s for sequence in decoding),
+            wanted=prompts[0].computable,
         )
         parts = divide(room, [prompt.computable for prompt in prompts], self._offset(len(decoding)))
         shares.update((prompt.id, part) for prompt, part in zip(prompts, parts, strict=True) if part)
@@ -143,11 +144,18 @@ class PrefillBudget:
         return int(decoding > 0) if self.cost.split else -(decoding % TILE)
 
     def prefill_tokens(
-        self, decoding: int, *, context: int = 0, position: int = 0, sampling_s: float = 0.0
+        self,
+        decoding: int,
+        *,
+        context: int = 0,
+        position: int = 0,
+        sampling_s: float = 0.0,
+        wanted: int = 0,
     ) -> int:
         """Most prefill tokens of the next step, beside one token for each of `decoding` sequences.
 
         Those hold `context` cells together and take `sampling_s`; the prefill goes on at about `position`.
+        The first prompt has `wanted` tokens left: it is ended where there is time and that takes less.
         """
         room = self.batch_tokens - decoding
         if (decoding == 0 and not self.contended) or room <= 0:
@@ -168,7 +176,15 @@ class PrefillBudget:
         if tiles == 0 and largest >= TILE + offset:
             tiles = int(fits(TILE + offset, self.OVERRUN))
         if tiles > 0:
-            return tiles * TILE + offset
+            chunk = tiles * TILE + offset
+            if not chunk < wanted <= largest or not fits(wanted):
+                return chunk
+            rest = wanted - chunk, position + chunk
+            parts = ((wanted, position), (chunk, position), rest)
+            shapes = (self._shape(tokens, decoding, context, begin) for tokens, begin in parts)
+            whole_s, chunk_s, rest_s = map(step.seconds, shapes)
+            rows_s = step.seconds(StepShape(1, 0, decoding, context))
+            return wanted if whole_s + rows_s <= chunk_s + rest_s else chunk
         smallest = min(room, self.MIN_CHUNK)
         most = max(smallest, min(largest, TILE - 1))
         chunk = bisect_largest(smallest, most, fits)

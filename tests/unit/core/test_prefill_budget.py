@@ -85,6 +85,17 @@ def test_a_chunk_is_worth_its_own_ubatch_where_the_target_all_but_allows_it() ->
     assert LINEAR.seconds(StepShape(1, chunks[False], rows, context + attended, tiled)) <= TARGET
 
 
+def test_a_prompt_is_ended_where_there_is_time_and_a_rest_would_cost_more() -> None:
+    """A few tokens beyond a tile would wait for a step of their own, with a ubatch of its own."""
+    even = StepCost(ubatch=0.012, prefill_token=0.002, row=0.0025, attended=1e-6, tiled=1e-6)
+    tiled = even._replace(ubatch=0.0, tiled=4e-6)  # another tile for four tokens costs more than a step
+    for known, wanted, expected in ((even, 69, 69), (even, 400, 65), (tiled, 69, 65)):
+        cost = StepCostModel(split=True, known=known, frozen=True)
+        cost.largest_prefill, cost.largest_attended = 64, 1e6
+        budget = PrefillBudget(512, 0.25, cost)
+        assert budget.prefill_tokens(7, context=700, position=100, wanted=wanted) == expected
+
+
 @pytest.mark.parametrize("cost", [SMALL, FAST], ids=["small", "fast"])
 @pytest.mark.parametrize("hiccups", [0.0, 0.05])
 def test_no_step_of_a_long_prompt_is_far_over_the_target(cost: StepCost, hiccups: float) -> None:
