@@ -265,6 +265,7 @@ class SpecDecodePolicy:
     MODEL_ACCEPTANCE = 0.9  # of a draft model's tokens, until it is known better
     LOOKUP_S = 1e-5  # of a sequence's drafter, about
     MAX_LOOKUP = 0.01  # of a step
+    LOOK_EVERY = 4  # steps, where it did not pay, on a GPU: after a look no batch is prepared ahead
     REST = 32  # steps; twice as many each time that it did not pay, up to
     MAX_REST = 256
     TRIAL, TRIAL_REST = 8, 1024  # steps with drafts that have not gained so far; and then none for so long
@@ -284,6 +285,7 @@ class SpecDecodePolicy:
         self._max_tokens = max_tokens
         self._rest, self._next_rest = 0, self.REST  # steps left without a look; and after the next one
         self._trial = self.TRIAL  # steps left to prove that they gain
+        self._look = 0  # steps until the next one, at least
         self._resting = False  # in the last step that was asked about
         self._steps = 0
         self._new_drafter = new_drafter
@@ -332,11 +334,12 @@ class SpecDecodePolicy:
 
         Where looking for drafts is a good part of a step, it is not done for a while after it did not pay.
         """
-        if not self._max_tokens:
+        if not self._max_tokens or not cost.prices_drafts(rows):
             return True
         self._rest -= self._rest > 0
+        self._look -= self._look > 0
         costly = rows * self.LOOKUP_S > self.MAX_LOOKUP * cost.plain_step_s(rows)
-        self._resting = self._rest > 0 and costly
+        self._resting = self._rest > 0 and (costly or self._look > 0)
         return self._resting
 
     def draft(
@@ -352,6 +355,7 @@ class SpecDecodePolicy:
         rows = len(sequences)
         if self.rests(rows, cost):
             return {}
+        self._look = self.LOOK_EVERY if cost.records else 0
         self._rest = self._next_rest  # unless it pays
         self._next_rest = min(2 * self._next_rest, self.MAX_REST)
         proposals = self._proposals(sequences)

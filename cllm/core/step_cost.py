@@ -168,7 +168,7 @@ class StepCostModel:
         frozen: bool = False,
     ) -> None:
         self.split = split  # then rows of unequal length are computed apart
-        self._records = records  # as a GPU does: a step that differs makes those after it slower
+        self.records = records  # as a GPU does: a step that differs makes those after it slower
         self._batch1 = batch1 or BATCH1_DRAFT_COST
         self.frozen = frozen
         self._samples: dict[tuple[int, int, int], deque[_Sample]] = {}
@@ -273,6 +273,13 @@ class StepCostModel:
         """Seconds of a decode step without drafts; infinite before it was measured."""
         return median(self._plain_s[rows]) if rows in self._plain_s else math.inf
 
+    def prices_drafts(self, rows: int) -> bool:
+        """False where drafts cannot be compared with plain steps, since none of these was measured.
+
+        On a GPU only, where a step that differs costs most: rows with padding between them have no price.
+        """
+        return not self.records or rows == 1 or rows in self._plain_s
+
     def doubt_drafts(self, rows: int) -> None:
         """Drafts seemed too expensive. That may change, and is found out by trying now and then."""
         self._refused_drafts += 1
@@ -285,7 +292,7 @@ class StepCostModel:
 
         On a GPU only, where a step that differs slows those after it: no sum of prices has all of that.
         """
-        return not self._records or self._gains.get(rows.bit_length(), 0.0) >= 0.0
+        return not self.records or self._gains.get(rows.bit_length(), 0.0) >= 0.0
 
     def _observe_gain(self, batch: Batch, result: StepResult, seconds: float) -> bool:
         """What drafts brought in this step beyond what plain ones would have; False if it is one of those."""
@@ -309,7 +316,7 @@ class StepCostModel:
         """Learn from a decode step; one with a prompt, or with rows computed apart, says nothing."""
         rows = len(batch.rows)
         longest = max(row.outputs for row in batch.rows) - 1
-        slowed = self._records and rows > 1 and self._observe_gain(batch, result, seconds) and not longest
+        slowed = self.records and rows > 1 and self._observe_gain(batch, result, seconds) and not longest
         if rows == 1:
             self._observe_lone(batch.rows[0], seconds)
         if (
@@ -336,7 +343,7 @@ class StepCostModel:
         average = sum(row.outputs - 1 for row in batch.rows) / rows
         if rows in self._plain_s and (average == longest or not self.split):
             self._drafted = _Drafted(rows, average, seconds, [])
-            if not self._records:
+            if not self.records:
                 self._learn_drafted()
 
     def _learn_drafted(self) -> None:

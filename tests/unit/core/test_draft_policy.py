@@ -231,6 +231,29 @@ def test_drafts_are_looked_for_less_and_less_where_that_is_costly_and_does_not_p
     assert look(50) == list(range(50)), "for a few rows it costs nothing"
 
 
+def test_on_a_gpu_a_lone_sequence_looks_now_and_then_since_a_look_costs_the_batch_prepared_ahead() -> None:
+    policy, cost = SpecDecodePolicy(8), Priced(0.05)
+    cost.records = True
+    parrot = Parrot(0)
+    sequences = [make_sequence(0, parrot)]
+    for _ in range(10 * policy.LOOK_EVERY):
+        policy.draft(sequences, cost, room=512, max_step_s=10.0)
+    assert len(parrot.asked) == 10
+    sequences = [make_sequence(0, Parrot())]
+    steps = range(3 * policy.LOOK_EVERY)
+    drafting = [bool(policy.draft(sequences, cost, room=512, max_step_s=10.0)) for _ in steps]
+    assert all(drafting[policy.LOOK_EVERY :]), "where it pays, in every step"
+
+
+def test_on_a_gpu_no_draft_is_made_before_a_plain_step_of_so_many_rows_was_measured() -> None:
+    """Nor beside padding: such steps have no price, so that drafts would be taken for cheap for ever."""
+    policy, sequences = SpecDecodePolicy(8), [make_sequence(number, Parrot()) for number in range(4)]
+    for records in (True, False):
+        cost = StepCostModel(records=records)
+        assert policy.rests(4, cost) is records
+        assert bool(policy.draft(sequences, cost, room=512, max_step_s=10.0)) is not records
+
+
 def test_drafts_that_were_tried_and_lost_rest_for_long() -> None:
     policy, cost = SpecDecodePolicy(8), Priced(0.01)
     cost.gains = False
