@@ -73,6 +73,9 @@ reliability: .venv/ready-bench ## docs/reliability.md, from what the commands of
 mutants: .venv/ready-test ## 600 small changes of the core, each noticed by a unit test or not; ARGS=--again: the survivors
 	.venv/bin/python -m tests.proof.mutants $(ARGS)
 
+sanitize: .venv/ready-test ## llama.cpp under AddressSanitizer (built once, minutes): the contract tests, and what grows with requests
+	.venv/bin/python -m tests.proof.sanitizer $(ARGS)
+
 life-cycle: .venv/ready-test ## every order of events in small worlds of requests, slots and cells; ARGS="--depth 6"
 	.venv/bin/python -m tests.proof.life_cycle $(ARGS)
 
