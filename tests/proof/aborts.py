@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import re
 import sys
@@ -34,6 +35,7 @@ SHORTEST, LENGTHS = 8, 690  # tokens of a prompt, and as many different ones
 VOCABULARY = 200
 OUTPUT = 60
 MAX_RELEASE_S = 0.25
+LOG_RESOLUTION_S = 0.002
 MOMENTS = ("at once", "soon", "later", "first token", "some tokens", "last token")
 _ENDED = re.compile(r"^(\S+ \S+) .* request ([\w-]+): (\w+), (\d+) prompt tokens")
 _RELEASED = re.compile(r"^(\S+ \S+) .* released seq \d+ of request ([\w-]+)")
@@ -43,6 +45,7 @@ class Left(NamedTuple):
     """A client that has left."""
 
     tokens: int  # of its prompt
+    asked: float
     at: float
     moment: str
 
@@ -64,10 +67,10 @@ class Leavers:
     async def _client(self) -> None:
         while len(self.left) < self._count and not self.faults:
             tokens = self._lengths.popleft()
-            moment = self._random.choice(MOMENTS)
+            moment, asked = self._random.choice(MOMENTS), time.time()
             try:
                 if await asyncio.wait_for(self._leave(tokens, moment), 120):
-                    self.left.append(Left(tokens, time.time(), moment))
+                    self.left.append(Left(tokens, asked, time.time(), moment))
                 else:
                     self.ended["answered before it left"] += 1
             except (TimeoutError, Closed, ConnectionError) as error:
@@ -119,12 +122,18 @@ def _seconds(text: str) -> float:
 
 
 def match_releases(left: list[Left], ends: dict[int, list[tuple[float, str]]]) -> tuple[list[float], int]:
-    """Seconds from leaving to the end, and how many have no end: those that left before they were read."""
+    """Seconds from leaving to the end, and how many have no end: those that left before they were read.
+
+    An end is that of the last one who asked before it with a prompt of its length.
+    """
     seconds, unknown = [], 0
-    for one in left:
-        after = [at for at, _ in ends.get(one.tokens, ()) if one.at - 0.002 <= at < one.at + 30]
-        if after:
-            seconds.append(max(0.0, after[0] - one.at))
+    next_asked: dict[int, float] = {}
+    for one in sorted(left, key=lambda one: one.asked, reverse=True):
+        until = next_asked.get(one.tokens, math.inf)
+        next_asked[one.tokens] = one.asked - LOG_RESOLUTION_S
+        own = [at for at, _ in ends.get(one.tokens, ()) if one.asked - LOG_RESOLUTION_S <= at < until]
+        if own:
+            seconds.append(max(0.0, own[0] - one.at))
         else:
             unknown += 1
     return seconds, unknown
