@@ -127,6 +127,7 @@ def _draw(row: Evidence, path: Path) -> None:
     for axis, series in zip(axes[0], row.series, strict=True):
         if series.x:
             axis.plot(series.x, series.y, ".-", markersize=3, linewidth=0.8)
+            axis.set_ylim(top=1.15 * max(series.y) or None)  # a flat line is seen, too
         else:
             axis.hist(series.y, bins=60)
         axis.set_title(series.title, fontsize=10)
