@@ -252,7 +252,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_header_kb: Annotated[int, _rare("Largest request header, KiB.", 1, 1024)] = 32
     header_timeout_s: Annotated[float, _rare("Time limit to receive a header, seconds.", 0.1)] = 10.0
     body_timeout_s: Annotated[float, _rare("Time limit to receive a body, seconds.", 0.1)] = 30.0
-    keep_alive_s: Annotated[float, _rare("Idle connections are closed after this, seconds.", 0)] = 30.0
+    keep_alive_s: Annotated[float, _rare("Idle connections are closed after this, seconds.", 0)] = 75.0
     max_connections: Annotated[int, _rare("Open connections, if descriptors suffice; more: 503.", 1)] = 4096
 
     api_keys: Annotated[str, _file("TOML file of API keys (`cllm keys new`); SIGHUP reads it again.")] = ""

@@ -2,11 +2,13 @@
  *
  * A pool sleeps between steps. The caller takes part in each pass and then spins for the last part: a thread
  * that is put to sleep comes back on another core, with cold caches, and the GPU waits for it meanwhile. For the
- * same reason the threads can be woken shortly before a pass, and then spin until it begins.
+ * same reason the threads can be woken shortly before a pass, and then spin until it begins. They are woken by a
+ * semaphore: of a lock, whoever loses its core while it holds it stops all others.
  */
 #define _GNU_SOURCE
 #include <math.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -33,12 +35,10 @@ typedef struct candidates {
 typedef struct pool {
     int count; /* threads, without the caller */
     pthread_t *threads;
-    pthread_mutex_t mutex;
-    pthread_cond_t wake;
-    unsigned pass; /* its number; under the mutex */
-    int wanted;    /* threads that take part in it */
-    int called;    /* threads that are to wake up for the next one */
-    int closing;
+    sem_t wake;
+    unsigned pass;      /* its number; the caller's */
+    atomic_int called;  /* threads that are to wake up for the next one */
+    atomic_int closing;
     atomic_int awake;   /* threads that wait for a pass without sleeping */
     atomic_int followed; /* another pass follows soon: they wait for it, too */
     void (*row)(struct pool *, int);
@@ -106,45 +106,39 @@ static void spin(pool *p, unsigned seen) {
 
 static void *run(void *argument) {
     pool *p = argument;
-    unsigned seen = 0;
-    pthread_mutex_lock(&p->mutex);
     for (;;) {
-        while (!p->closing && !p->called && (p->pass == seen || p->wanted == 0)) {
-            seen = p->pass;
-            pthread_cond_wait(&p->wake, &p->mutex);
+        while (sem_wait(&p->wake)) {
         }
-        if (p->closing) break;
-        int called = p->called > 0;
-        p->called -= called, p->wanted -= !called;
-        seen = p->pass;
-        pthread_mutex_unlock(&p->mutex);
-        if (called) spin(p, seen);
-        else work(p, seen);
-        pthread_mutex_lock(&p->mutex);
+        if (atomic_load(&p->closing)) return NULL;
+        unsigned seen = (unsigned)(atomic_load(&p->ticket) >> 32); /* before `called`, which a pass clears first */
+        int called = atomic_load(&p->called);
+        while (called > 0 && !atomic_compare_exchange_weak(&p->called, &called, called - 1)) {
+        }
+        if (called > 0) spin(p, seen);
+        else work(p, (unsigned)(atomic_load(&p->ticket) >> 32));
     }
-    pthread_mutex_unlock(&p->mutex);
-    return NULL;
+}
+
+/* Wakes so many threads, together with those that were woken and have not come yet. */
+static void wake(pool *p, int threads) {
+    int coming = 0;
+    sem_getvalue(&p->wake, &coming);
+    for (; coming < threads; coming++) sem_post(&p->wake);
 }
 
 static void pass(pool *p, int threads, int rows, void (*row)(pool *, int), int followed) {
     int others = threads - 1 < p->count ? threads - 1 : p->count;
-    pthread_mutex_lock(&p->mutex);
     atomic_store(&p->followed, followed);
     p->row = row;
-    atomic_store(&p->done, 0);
     p->pass++;
-    p->called = 0;
+    atomic_store(&p->done, 0);
+    atomic_store(&p->called, 0);
     others -= atomic_load(&p->awake);
-    p->wanted = others > 0 ? others : 0;
     atomic_store(&p->ticket, (uint_fast64_t)p->pass << 32 | (unsigned)rows);
-    pthread_mutex_unlock(&p->mutex);
-    for (int i = 0; i < others; i++) pthread_cond_signal(&p->wake);
+    wake(p, others);
     work(p, p->pass);
     while (atomic_load(&p->done) < rows) {
     }
-    pthread_mutex_lock(&p->mutex);
-    p->wanted = 0;
-    pthread_mutex_unlock(&p->mutex);
 }
 
 /* Calls a function that waits for a device, with this thread asleep for the first part of it; then the others
@@ -154,10 +148,9 @@ void cllm_wait(pool *p, int threads, int64_t asleep_ns, void (*wait)(void *), vo
         struct timespec pause = {asleep_ns / 1000000000, asleep_ns % 1000000000};
         nanosleep(&pause, NULL);
     }
-    pthread_mutex_lock(&p->mutex);
-    p->called = threads - 1 < p->count ? threads - 1 : p->count;
-    pthread_mutex_unlock(&p->mutex);
-    pthread_cond_broadcast(&p->wake);
+    int others = threads - 1 < p->count ? threads - 1 : p->count;
+    atomic_store(&p->called, others);
+    wake(p, others);
     wait(argument);
 }
 
@@ -165,9 +158,8 @@ pool *cllm_pool_new(int threads) {
     pool *p = calloc(1, sizeof(pool));
     if (!p) return NULL;
     p->threads = calloc((size_t)threads, sizeof(pthread_t));
-    pthread_mutex_init(&p->mutex, NULL);
-    pthread_cond_init(&p->wake, NULL);
-    while (p->threads && p->count < threads - 1) {
+    int wakes = sem_init(&p->wake, 0, 0) == 0;
+    while (wakes && p->threads && p->count < threads - 1) {
         if (pthread_create(&p->threads[p->count], NULL, run, p)) break; /* then with fewer */
         p->count++;
     }
@@ -175,13 +167,10 @@ pool *cllm_pool_new(int threads) {
 }
 
 void cllm_pool_free(pool *p) {
-    pthread_mutex_lock(&p->mutex);
-    p->closing = 1;
-    pthread_cond_broadcast(&p->wake);
-    pthread_mutex_unlock(&p->mutex);
+    atomic_store(&p->closing, 1);
+    for (int i = 0; i < p->count; i++) sem_post(&p->wake);
     for (int i = 0; i < p->count; i++) pthread_join(p->threads[i], NULL);
-    pthread_mutex_destroy(&p->mutex);
-    pthread_cond_destroy(&p->wake);
+    sem_destroy(&p->wake);
     free(p->threads);
     free(p);
 }

@@ -152,7 +152,7 @@ class NativeLogitScan(LogitScan):
         """Of `cllm_argmax`. To make them takes longer than the pass over a small vocabulary."""
         rows = len(logits)
         threads, *shape = self._shape(logits)
-        parts = -(-threads // rows)
+        parts = -(-logits.shape[1] // self._part) if threads > 1 else 1
         self._best, self._tokens = np.empty(rows * parts, np.float32), np.empty(rows * parts, np.int32)
         excludes = _pointer(excluded), ctypes.c_int(len(excluded))
         results = ctypes.c_int(parts), _pointer(self._best), _pointer(self._tokens)

@@ -74,9 +74,9 @@ class HostKVCache(PrefixTier[Entry]):
         """Cache an entry; False if it is too large. The same tokens are kept once."""
         if not self.could_hold(entry.size):
             return False
-        for match in self.matches(entry.tenant, entry.tokens, len(entry.tokens)):
-            if len(match.value.tokens) == len(entry.tokens):
-                self.drop(match.value)
+        for other in self.covered(entry):
+            if len(other.tokens) == len(entry.tokens):
+                self.drop(other)
         while entry.size > self.room:
             self._evict()
         self.insert(entry)
@@ -85,9 +85,8 @@ class HostKVCache(PrefixTier[Entry]):
 
     def put_last(self, entry: Entry) -> bool:
         """Cache an entry as the first to go; False (nothing changed) if it is known or there is no room."""
-        length = len(entry.tokens)
-        known = self.matches(entry.tenant, entry.tokens, length)
-        if entry.size > self.room or any(len(match.value.tokens) == length for match in known):
+        known = any(len(other.tokens) == len(entry.tokens) for other in self.covered(entry))
+        if known or entry.size > self.room:
             return False
         kept = self.put(entry)
         self.entries.move_to_end(entry, last=False)

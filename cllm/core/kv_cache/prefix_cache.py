@@ -27,7 +27,6 @@ from cllm.core.step_cost import StepCostModel
 log = logging.getLogger(__name__)
 
 MIN_RESTORE_TOKENS = 16  # of a state in RAM only what it holds is moved, so a system prompt is worth it
-MAX_CANDIDATES = 64  # prefixes looked at, of all that have some tokens in common
 
 
 class PrefixMatch(NamedTuple):
@@ -161,8 +160,8 @@ class PrefixCache:
     def _known(self, sequence: Sequence, tokens: list[int]) -> list[Match[SlotContent] | Match[Entry]]:
         """What free slots and RAM have in common with these tokens; the last is always computed."""
         tenant = self._tenant(sequence)
-        slots = self.device.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
-        states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)[-MAX_CANDIDATES:]
+        slots = self.device.matches(tenant, tokens, MIN_RESTORE_TOKENS)
+        states = self.host.matches(tenant, tokens, MIN_RESTORE_TOKENS)
         return [*slots, *states, *([sequence.loaded] if sequence.loaded is not None else [])]
 
     def _gain_s(self, match: PrefixMatch, sequence: Sequence) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from cllm.backend.base import KVState
 
 TOKEN_BYTES = array("i").itemsize
+MAX_MATCHES = 64  # that are looked at: thousands may begin with the same system prompt
 
 
 class Checkpoint(NamedTuple):
@@ -74,17 +75,14 @@ class PrefixTier(Generic[Prefix]):
         self._indexes: dict[str, RadixIndex[Prefix]] = {}
 
     def matches(self, tenant: str, tokens: Sequence[int], min_length: int) -> list[Match[Prefix]]:
-        """Every entry of this tenant that shares a prefix of at least so many of these tokens."""
+        """Entries of this tenant that share at least so many of these tokens, the longest first."""
         index = self._indexes.get(tenant)
         return index.matches(tokens, min_length) if index is not None else []
 
     def covered(self, entry: CachedPrefix) -> list[Prefix]:
         """Entries whose tokens are all among the first of this one's."""
-        return [
-            match.value
-            for match in self.matches(entry.tenant, entry.tokens, 1)
-            if len(match.value.tokens) == match.length
-        ]
+        index = self._indexes.get(entry.tenant)
+        return index.on_path(entry.tokens) if index is not None else []
 
     def has(self, prefix: CachedPrefix) -> bool:
         """Whether all of its tokens can be had of some entry."""
@@ -182,23 +180,41 @@ class RadixIndex(Generic[Value]):
             _tidy(parent, node)
 
     def matches(self, tokens: Sequence[int], min_length: int = 1) -> list[Match[Value]]:
-        """Every value whose tokens share a prefix of `min_length` or more with these."""
-        key = _pack(tokens)
+        """Values whose tokens share a prefix of `min_length` or more with these: the longest first, some."""
         found: list[Match[Value]] = []
+        below: _Node[Value] | None = None
+        for shared, node in reversed(self._walk(tokens)):
+            length = shared // TOKEN_BYTES
+            if length < min_length:
+                break
+            values = node.values(without=below)  # what goes on with other tokens ends its match here
+            found.extend(Match(length, value) for value in islice(values, MAX_MATCHES - len(found)))
+            below = node
+        return found
+
+    def on_path(self, tokens: Sequence[int]) -> list[Value]:
+        """Values whose tokens are all among the first of these, the shortest first."""
+        nodes, depth = self._walk(tokens), 0
+        found: list[Value] = []
+        for shared, node in nodes:
+            depth += len(node.edge)
+            if depth == shared and shared and node.value is not None:
+                found.append(node.value)
+        return found
+
+    def _walk(self, tokens: Sequence[int]) -> list[tuple[int, _Node[Value]]]:
+        """The nodes that lead along these tokens, each with the bytes shared so far; the last may go on."""
+        key = _pack(tokens)
         node, depth = self._root, 0
-        while True:
-            child = node.children.get(key[depth : depth + TOKEN_BYTES])
-            if depth >= min_length * TOKEN_BYTES:  # what goes on with other tokens ends its match here
-                found.extend(Match(depth // TOKEN_BYTES, value) for value in node.values(without=child))
-            if child is None:
-                return found
+        nodes = [(0, node)]
+        while (child := node.children.get(key[depth : depth + TOKEN_BYTES])) is not None:
             shared = _shared(child.edge, key, depth)
             depth += shared
+            nodes.append((depth, child))
             if shared < len(child.edge):
-                if depth >= min_length * TOKEN_BYTES:
-                    found.extend(Match(depth // TOKEN_BYTES, value) for value in child.values())
-                return found
+                break
             node = child
+        return nodes
 
 
 def _pack(tokens: Sequence[int]) -> bytes:

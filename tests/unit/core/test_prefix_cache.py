@@ -10,6 +10,7 @@ import pytest
 from cllm.backend.base import KVState, StepStatus
 from cllm.core.kv_cache import prefix_cache as prefix
 from cllm.core.kv_cache.host_cache import Entry
+from cllm.core.kv_cache.prefix_index import MAX_MATCHES
 from cllm.core.sequence import Sequence
 from cllm.core.step_cost import StepShape
 from cllm.testing import FakeRunner, expected_text
@@ -388,7 +389,7 @@ def test_a_short_system_prompt_is_taken_from_ram_too(common: int, taken: int) ->
 def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
     talk = Talk(cache_mb=64)
     system = b"you are a helpful assistant"
-    for number in range(prefix.MAX_CANDIDATES + 10):
+    for number in range(MAX_MATCHES + 10):
         talk.ask(system + b"%03d" % number * 25, count=1)
     asked: list[prefix.PrefixMatch] = []
     prefixes = talk.scheduler.prefix_cache
@@ -400,4 +401,4 @@ def test_of_many_with_the_same_prefix_only_some_are_examined() -> None:
 
     prefixes._gain_s = counted  # type: ignore[method-assign]
     assert talk.ask(system + b"new") == len(system)
-    assert prefix.MAX_CANDIDATES <= len(asked) <= prefix.MAX_CANDIDATES + 2 + talk.scheduler.pool.size
+    assert MAX_MATCHES <= len(asked) <= MAX_MATCHES + 2 + talk.scheduler.pool.size
