@@ -58,6 +58,9 @@ terminations: .venv/ready build/tiny.gguf ## 100 times SIGTERM under load: exit 
 canary: .venv/ready ## 5,000 marked prompts of two tenants with everything on: the text as alone, no marker elsewhere
 	.venv/bin/python -m tests.proof.canary $(ARGS)
 
+outsider: .venv/ready-test ## no key, other tenants' ids, foreign hosts, path tricks, bombs: each attempt gets nothing
+	.venv/bin/python -m tests.proof.outsider
+
 fuzz-http: .venv/ready-test ## 100,000 mutated HTTP requests over bare sockets: no server error, no death; ARGS="--seed 2"
 	.venv/bin/python -m tests.proof.raw_http $(ARGS)
 
