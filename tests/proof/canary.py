@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -163,8 +163,8 @@ def main() -> int:
     lines = RESULTS.read_bytes().splitlines() if RESULTS.exists() else []
     known = {one.kind: one for one in (msgspec.json.decode(line, type=Found) for line in lines)}
     left = [kind for kind in options.only or counts if kind not in known]
-    with ThreadPoolExecutor(options.at_once) as pool:
-        known |= {one.kind: one for one in pool.map(lambda kind: watch(kind, counts[kind]), left)}
+    with ProcessPoolExecutor(options.at_once) as pool:
+        known |= {one.kind: one for one in pool.map(watch, left, [counts[kind] for kind in left])}
     for fault in [each for one in known.values() for each in one.faults[:5]]:
         print(fault, file=sys.stderr)
     if options.only:

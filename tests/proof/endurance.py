@@ -1,9 +1,9 @@
 """`make endurance`: forty minutes of mixed load with a fault a minute, models loaded and unloaded.
 
 Memory may not grow with requests (Theil and Sen's slope of anonymous memory after the warm-up), nor may
-descriptors and threads. The median time of a request may not drift: it is divided by that of a fixed piece of
-arithmetic, measured at the same time, since the machine's own speed changes. The client's ledger must be the
-server's.
+descriptors and threads. The median time of a request may not drift: it is divided by what a fixed piece of
+arithmetic takes of a core, since the machine's own speed changes. A bare decode beside it would wait for the
+cores that the server keeps busy. The client's ledger must be the server's.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.tiny_architectures import make_all
 CLIENTS, SLOTS = 8, 8
 SECOND_EVERY = 40  # one request in so many is for the second model
 SAMPLE_S = 5.0
+PROBE = 1 << 16  # numbers that are sorted
 WARM_UP = 0.15  # of the run
 MAX_SLOPE = 1024.0  # bytes a request
 MAX_DRIFT = 1.05
@@ -104,13 +105,11 @@ class Endurance:
                 self.ledger.times.append((sent - self.began, reply.total_s))
 
     async def _sample(self) -> None:
-        left = np.random.default_rng(1).random((180, 180))
+        values = np.random.default_rng(1).random(PROBE)
         while not self.over:
             await asyncio.sleep(SAMPLE_S)
             started = time.thread_time()
-            for _ in range(4):
-                left = left @ left
-                left /= left.max()
+            np.sort(values)  # on one thread: a product of matrices takes several, which wait for each other
             probe_s = time.thread_time() - started
             self.samples.append(take_sample(self.server.pid, self.began, self.ledger, probe_s))
 
@@ -206,15 +205,19 @@ def theil_sen(points: list[tuple[float, float]]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-def find_drift(run: Endurance) -> float:
-    """The median time of a request, in the last quarter by the first after the warm-up, by the probes."""
+def find_drift(run: Endurance) -> tuple[float, float]:
+    """The last quarter by the first after the warm-up: the median time of a request, and of the probe."""
     spans = ((WARM_UP, WARM_UP + 0.25), (0.7, 0.95))  # without the kills at the end
-    costs = []
-    for begin, end in spans:
-        inside = [took for sent, took in run.ledger.times if begin <= sent / run.seconds < end]
-        probes = [each.probe_s for each in run.samples if begin <= each.at_s / run.seconds < end]
-        costs.append(statistics.median(inside) / statistics.median(probes))
-    return costs[1] / costs[0]
+    times = run.ledger.times
+    probes = [(each.at_s, each.probe_s) for each in run.samples]
+    first, last = (
+        [
+            statistics.median(took for at_s, took in found if begin <= at_s / run.seconds < end)
+            for found in (times, probes)
+        ]
+        for begin, end in spans
+    )
+    return last[0] / first[0], last[1] / first[1]
 
 
 def judge(run: Endurance, counters: dict[str, float]) -> list[Bar]:
@@ -226,13 +229,14 @@ def judge(run: Endurance, counters: dict[str, float]) -> list[Bar]:
         - statistics.median(getattr(each, name) for each in first)
         for name in ("descriptors", "threads")
     }
-    drift = find_drift(run)
+    requests, probes = find_drift(run)
+    drift, shown = requests / probes, f"{requests / probes:.3f} ({requests:.3f} by {probes:.3f})"
     wrong = run.ledger.outcomes["lost"] + run.ledger.outcomes["wrong"]
     same = counters["accepted"] == counters["finished"]
     return [
         Bar("memory, slope", "≤ 1,024 bytes a request", f"{slope:,.0f}", slope <= MAX_SLOPE),
         Bar("descriptors and threads", "flat", f"{growth}", max(growth.values()) <= MAX_OTHERS),
-        Bar("median time of a request, last by first", f"≤ {MAX_DRIFT}", f"{drift:.3f}", drift <= MAX_DRIFT),
+        Bar("median time of a request, last by first", f"≤ {MAX_DRIFT}", shown, drift <= MAX_DRIFT),
         Bar("requests lost or answered wrongly", "0", f"{wrong}", not wrong),
         Bar(
             "accepted requests that ended",
@@ -252,7 +256,8 @@ def main() -> int:
         models = make_all(Path(name))
         settings = ServerSettings(models["dense"], SLOTS, SLOTS * 512, threads=1)
         disk = ("--cache-ram-mb", "8", "--cache-disk-mb", "32", "--cache-dir", str(Path(name, "cache")))
-        with serving("endurance", settings, flags=(str(models["hybrid"]), "--no-tune", *disk)) as server:
+        flags = (str(models["hybrid"]), "--no-tune", *disk)
+        with serving("endurance", settings, flags=flags) as server:
             run = Endurance(server, "dense", "hybrid", 60 * options.minutes)
             asyncio.run(run.run())
             time.sleep(3.0)
