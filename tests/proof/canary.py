@@ -73,12 +73,10 @@ def two_tenants(settings: ServerSettings, *flags: str) -> Iterator[RunningPeer]:
 def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
     """Conversations of two tenants on a tiny model."""
     model = make_all(folder)[kind]
-    settings = ServerSettings(model, AT_ONCE, CELLS * AT_ONCE // 3, threads=1)
-    unified: tuple[str, ...] = ()
-    if kind == "dense":  # few cells for all, and drafts that come true
-        settings = replace(settings, ctx_size=CELLS)
-        unified = ("--unified-kv", "--draft-model", str(model))
-    flags = ("--no-tune", "--max-request-tokens", str(CELLS), *EXACT, *unified)
+    # Too few cells for all of them, so that some must wait for others.
+    settings = ServerSettings(model, AT_ONCE, CELLS if kind == "dense" else 2 * CELLS, threads=1)
+    drafts = ("--draft-model", str(model)) if kind == "dense" else ()  # that come true
+    flags = ("--no-tune", "--unified-kv", "--max-request-tokens", str(CELLS), *EXACT, *drafts)
     with two_tenants(settings, *flags, *TIERS, str(folder / f"cache-{kind}")) as server:
         clients = [Client(server.address, key) for key in KEYS]
         scripts = [Writer(clients[number % 2]).write(number) for number in range(conversations)]
@@ -172,6 +170,10 @@ def main() -> int:
     return record(make_evidence({kind: known[kind] for kind in KINDS}, known[SECRETS]))
 
 
+def _listed(cached: dict[str, int]) -> str:
+    return ", ".join(f"{tokens:,} from {tier}" for tier, tokens in sorted(cached.items()))
+
+
 def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
     """The row of the proof."""
     bars = [
@@ -194,7 +196,7 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         )
     )
     figures = {
-        kind: f"cached from {one.cached}, {one.preemptions} preemptions, {one.drafted} drafted"
+        kind: f"cached tokens {_listed(one.cached)}; {one.preemptions} preemptions, {one.drafted} drafted"
         for kind, one in found.items()
     }
     parts = [*found.values(), secrets]
@@ -204,7 +206,11 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         order=50,
         title="Marked prompts",
         command="make canary",
-        about=f"Two tenants, {AT_ONCE} at a time; sharing, preemption, all tiers, checkpoints, drafts.",
+        about=(
+            f"Two tenants, {AT_ONCE} at a time in too few cells; sharing, preemption, all tiers, checkpoints and "
+            "drafts on. The figures say which of them took part; what comes back from disk is compared by "
+            "`make conversations ARGS=--restart`."
+        ),
         bars=bars,
         figures=figures | machines,
     )
