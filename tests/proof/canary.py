@@ -207,9 +207,9 @@ def make_evidence(found: dict[str, Found], secrets: Found) -> Evidence:
         title="Marked prompts",
         command="make canary",
         about=(
-            f"Two tenants, {AT_ONCE} at a time in too few cells; sharing, preemption, all tiers, checkpoints and "
-            "drafts on. The figures say which of them took part; what comes back from disk is compared by "
-            "`make conversations ARGS=--restart`."
+            f"Two tenants, {AT_ONCE} at a time in too few cells; sharing, preemption, all tiers, checkpoints "
+            "and drafts on. The figures say which of them took part; what comes back from disk is compared "
+            "by `make conversations ARGS=--restart`."
         ),
         bars=bars,
         figures=figures | machines,
