@@ -307,7 +307,8 @@ def test_what_is_not_offered_of_a_stored_response_is_404(client: openai.OpenAI) 
 
 
 def test_an_answer_outlives_its_engine(start: StartServer, tiny_model: Path) -> None:
-    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", "--no-flash-attention", "--no-tune")
+    exact = ("--no-flash-attention", "--cache-type-k", "f32", "--cache-type-v", "f32", "--no-tune")
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", *exact)
     body: dict[str, Any] = {"model": "any", "input": "x", "max_output_tokens": 600, "temperature": 0}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         expected = client.responses.create(**body)

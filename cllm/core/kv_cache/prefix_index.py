@@ -129,13 +129,16 @@ class _Node(Generic[Value]):
         self.value: Value | None = None
 
     def values(self, without: _Node[Value] | None = None) -> Iterator[Value]:
-        """What is stored here and below, except below one child."""
-        left = [self]
+        """What is stored here and below, except below one child; lazily, the newest first."""
+        left: list[Iterator[_Node[Value]]] = [iter((self,))]
         while left:
-            node = left.pop()
-            if node.value is not None:
-                yield node.value
-            left.extend(child for child in node.children.values() if child is not without)
+            node = next(left[-1], None)
+            if node is None:
+                left.pop()
+            elif node is not without:
+                if node.value is not None:
+                    yield node.value
+                left.append(reversed(node.children.values()))
 
 
 class RadixIndex(Generic[Value]):
@@ -189,14 +192,16 @@ class RadixIndex(Generic[Value]):
                 break
             values = node.values(without=below)  # what goes on with other tokens ends its match here
             found.extend(Match(length, value) for value in islice(values, MAX_MATCHES - len(found)))
+            if len(found) == MAX_MATCHES:
+                break
             below = node
         return found
 
     def on_path(self, tokens: Sequence[int]) -> list[Value]:
         """Values whose tokens are all among the first of these, the shortest first."""
-        nodes, depth = self._walk(tokens), 0
+        depth = 0
         found: list[Value] = []
-        for shared, node in nodes:
+        for shared, node in self._walk(tokens):
             depth += len(node.edge)
             if depth == shared and shared and node.value is not None:
                 found.append(node.value)
