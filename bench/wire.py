@@ -255,9 +255,11 @@ class OpenAIApi:
     `ignore_eos` is no field of OpenAI's; cllm, llama-server and vLLM know it. For others: `exact` False.
     """
 
-    def __init__(self, model: str = "default", exact: bool = True) -> None:
+    def __init__(self, model: str = "default", exact: bool = True, **fields: object) -> None:
+        """`fields` are more of each request's."""
         self.exact = exact
         self._model = model
+        self._fields = fields
 
     def post(self, request: BenchRequest, history: Sequence[str] | None = None) -> Post:
         common: dict[str, object] = {
@@ -268,6 +270,7 @@ class OpenAIApi:
             "ignore_eos": request.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._fields,
         }
         if history is None:
             return Post("/v1/completions", _encode(prompt=request.prompt, **common))

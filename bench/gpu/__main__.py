@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -58,6 +59,8 @@ def make_peers(model: Path, llama_server: Path | None, only: list[str] | None = 
     peers = {
         "cllm, drafts off": cllm_peer(settings, None, api, ("--draft-tokens", "0")),
         "cllm": cllm_peer(settings, None, api),
+        # The same process: two of them differ by up to 5 % in a round, where both do the same.
+        "cllm, asked for no drafts": cllm_peer(settings, None, OpenAIApi(speculate=False)),
     }
     if llama_server is not None:
         peers["llama-server"] = llama_server_peer(settings, llama_server)
@@ -124,11 +127,11 @@ def measure_model(
     if not wanted:
         return
     with ExitStack() as stack:
-        servers = {
-            label: stack.enter_context(running(peer, logs / f"{name} {label}.log".replace(" ", "-")))
-            for label, peer in peers.items()
-            if any(label == each[2] for each in wanted)
-        }
+        servers: dict[str, RunningPeer] = {}
+        for label in dict.fromkeys(each[2] for each in wanted):
+            peer, log = peers[label], logs / f"{name} {label}.log".replace(", ", " ").replace(" ", "-")
+            same = next((each for each in servers.values() if each.peer.command == peer.command), None)
+            servers[label] = replace(same, peer=peer) if same else stack.enter_context(running(peer, log))
         bare = stack.enter_context(BareDecode(model, output, logs / f"{name}-bare.log"))
         for server in servers.values():
             measure(server, SLOTS, WARM_UP, 0.0, "warm-up")
@@ -142,10 +145,10 @@ def measure_model(
             bare_rates = []
             for number in range(rounds):
                 bare_rates.append(bare.measure(streams))
-                for label in labels:
+                for label in labels[:: -1 if number % 2 else 1]:
                     if label == "llama-server" and number and streams == SLOTS:
                         continue  # it takes a minute; once is enough
-                    salt = f"{name} {streams} {temperature} {number}"
+                    salt = f"{label} {streams} {temperature} {number}"
                     loads[label].append(measure(servers[label], streams, output, temperature, salt))
             if not table.has(model=name, server="bare", streams=streams):
                 rate = median(bare_rates)

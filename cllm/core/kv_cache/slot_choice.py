@@ -11,7 +11,7 @@ from cllm.core.kv_cache.slot_moves import SlotMoves
 from cllm.core.kv_cache.transfer import KVTransfer
 from cllm.core.sequence import Sequence, count_cells
 from cllm.core.slot_pool import SlotPool
-from cllm.core.step_cost import TILE, RunningMedian, StepCostModel
+from cllm.core.step_cost import TILE, RunningMedian, StepCostModel, StepShape
 
 
 class SlotChoice:
@@ -122,7 +122,7 @@ class SlotChoice:
         if not self._cost.split or not running:
             return slot
         target = densest(self._pool.free_ids, running)
-        saved_s = self._gap_s({*running, slot}, {*running, target}) * self._steps_left(sequence)
+        saved_s = self._gap_s({*running, slot}, {*running, target}, running) * self._steps_left(sequence)
         content = self._device.get(slot)
         cells = len(content.tokens) if content is not None else 0
         if saved_s <= self._moves.cost_s(cells, target, keep=content):
@@ -139,7 +139,7 @@ class SlotChoice:
         edge, hole, moves, dense = min(
             (self._plan(ids, top) for top in (True, False)), key=lambda plan: plan[2]
         )
-        saved_s = self._gap_s(ids, dense) * self._steps_left(running[edge])
+        saved_s = self._gap_s(ids, dense, running) * self._steps_left(running[edge])
         if hole not in ids and saved_s > moves * self._moves.cost_s(running[edge].num_computed, hole):
             self._moves.move_running(running, edge, hole)
 
@@ -154,19 +154,24 @@ class SlotChoice:
         places = list(islice((seq_id for seq_id in order if seq_id in usable), length))
         return edge, places[0], len(run.difference(places)), rest | set(places)
 
-    def _gap_s(self, ids: Collection[int], dense: Collection[int]) -> float:
+    def _gap_s(self, ids: Collection[int], dense: Collection[int], running: Mapping[int, Sequence]) -> float:
         """Seconds a step takes longer with these ids than with those."""
         step = self._cost.step
         if step is None:
             return 0.0
-        gap_s = (count_runs(ids) - count_runs(dense)) * step.ubatch
+        gaps = count_runs(ids) - count_runs(dense)
+        if self._cost.records:  # padded or apart, and not followed at once: each gap costs another such step
+            cells = sum(sequence.num_computed for sequence in running.values())
+            return gaps * step.seconds(StepShape(1, 0, len(running), cells))
+        gap_s = gaps * step.ubatch
         if self._runner.info.recurrent:
             return gap_s
         return min(gap_s, (max(ids) - min(ids) - max(dense) + min(dense)) * step.row)
 
     def _steps_left(self, sequence: Sequence) -> float:
-        """How long its answer will be, judging by others."""
-        return min(sequence.token_limit - len(sequence.tokens), self.answer_tokens.value)
+        """How long its answer will go on, judging by others, and by how long it is already."""
+        written = len(sequence.tokens) - len(sequence.request.prompt)
+        return min(sequence.token_limit - len(sequence.tokens), max(self.answer_tokens.value, written))
 
 
 def count_runs(ids: Iterable[int]) -> int:

@@ -18,8 +18,15 @@ SYSTEM = words(1, 200)
 class Slots(StepDriver):
     """Eight slots, four running at a time, costs that do not change."""
 
-    def __init__(self, *, sequences: int = 8, step: StepCost | None = None, **settings: Any) -> None:
-        cost = StepCostModel(known=step, frozen=True) if step is not None else None
+    def __init__(
+        self,
+        *,
+        sequences: int = 8,
+        step: StepCost | None = None,
+        cost: StepCostModel | None = None,
+        **settings: Any,
+    ) -> None:
+        cost = StepCostModel(known=step, frozen=True) if step is not None else cost
         runner = FakeRunner(sequences=sequences, cells=sequences * 1024, batch_tokens=64)
         super().__init__(runner, cache_mb=16, cost=cost, **settings)
 
@@ -256,6 +263,36 @@ def test_on_a_device_a_gap_is_closed_by_copies() -> None:
     for name, prompt in zip(names, prompts, strict=True):
         assert slots.text(name) == expected_text(prompt, len(slots.answers[name].tokens), ends=False)
     assert slots.usage(slots.ask(prompts[1])).cached_tokens == 99, "what lay in the gap was kept, too"
+
+
+@pytest.mark.parametrize(
+    "step", [StepCost(0.01, 0, 0, 0), StepCost(0, 0, 3e-3, 0), StepCost(0, 0, 0, 3e-5), StepCost(0, 0, 0, 0)]
+)
+def test_on_a_device_a_gap_costs_a_step_however_the_fit_explains_one(step: StepCost) -> None:
+    """Steps that are all alike do not tell ubatches from rows, nor these from cells."""
+    slots = Slots(cost=StepCostModel(records=True, known=step, frozen=True))
+    slots.runner.stream_copy_s = 1e-3
+    names = [slots.add(words(n, 100), 10 if n == 1 else 80, ignore_eos=True) for n in range(4)]
+    while slots.answers[names[1]].finish_reason is None:
+        slots.step()
+    slots.step(2)
+    assert sorted(slots.scheduler.running) == ([0, 1, 2] if any(step) else [0, 2, 3])
+    slots.finish()
+
+
+def test_an_answer_longer_than_others_were_goes_on_for_as_long() -> None:
+    slots = DeviceSlots(sequences=12)
+    for seed in range(8):
+        slots.ask(words(seed, 20), 2)
+    slots.runner.stream_copy_s = 0.01  # a padding row costs a tenth of that
+    names = [slots.add(words(20 + n, 20), 4 if n == 1 else 80, ignore_eos=True) for n in range(3)]
+    while slots.answers[names[1]].finish_reason is None:
+        slots.step()
+    slots.step(2)
+    assert count_runs(slots.scheduler.running) == 2
+    slots.step(30)
+    assert count_runs(slots.scheduler.running) == 1
+    slots.finish()
 
 
 @pytest.mark.parametrize(("copy_s", "runs"), [(1e-4, 1), (1e9, 2)])
