@@ -24,6 +24,7 @@ from cllm.frontend.engine_registry import EngineRegistry
 from cllm.frontend.served_model import Memory, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.logs import configure_logging
+from cllm.models.files import format_size, parse_file_type
 from cllm.models.survey import Survey
 from cllm.server.app import read_defaults
 from cllm.server.serve import Listeners, bind, serve
@@ -84,8 +85,10 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
         def announce(url: str) -> None:
             progress.stop()
             assert engine.info is not None and engine.limits is not None
+            info = engine.info
+            quant, size = parse_file_type(info.description).quant, format_size(info.size_bytes)
             console.print(
-                f"cllm serves {engine.info.name} ({engine.info.description}) at {url}\n"
+                f"cllm serves {info.name} ({' '.join((info.architecture, quant)).strip()}, {size}) at {url}\n"
                 f"{engine.limits.sequences} requests at a time, up to {engine.limits.request_tokens} "
                 f"tokens each; open {url} to chat and to see what it does; Ctrl-C ends it"
             )

@@ -20,6 +20,7 @@ from cllm.errors import CllmError, Forbidden, ModelDoesNotFit, ReloadFailed, Shu
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics
 from cllm.frontend.request_state import RequestState
+from cllm.models.files import parse_file_type
 from cllm.types import Health, Limits, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ class ServedModel:
             size_bytes=info.size_bytes if info is not None else 0,
             parameters=info.parameters if info is not None else 0,
             architecture=info.architecture if info is not None else "",
-            quantization=info.description.rpartition(" ")[2] if info is not None else "",
+            quantization=parse_file_type(info.description).quant if info is not None else "",
             file=info.file if info is not None else "",
             error="" if self.error is None else self.error.message,
         )

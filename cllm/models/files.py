@@ -14,6 +14,7 @@ _QUANT = re.compile(
     rf"(?<![A-Z0-9])((?:UD-)?(?:I|T)?Q\d{_SUFFIX}|MXFP4(?:_MOE)?|NVFP4|BF16|FP?16|FP?32)(?![A-Z0-9])",
     re.IGNORECASE,
 )
+_MIXES = {" - Small": "_S", " - Medium": "_M", " - Large": "_L"}
 # Files beside a model that are no model by themselves.
 _COMPANION = re.compile(r"mmproj|imatrix|ggml-vocab|(^|[-_.])lora([-_.]|$)", re.IGNORECASE)
 # Which one is pulled where none is named: the usual ones first, larger ones before those that lose much.
@@ -71,6 +72,24 @@ def parse_quant(name: str) -> str:
         if found := _QUANT.findall(text):
             return str(found[-1]).upper().replace("FP16", "F16").replace("FP32", "F32")
     return ""
+
+
+class FileType(NamedTuple):
+    """How a model's weights are stored: `Q4_K - Medium`, as llama.cpp names it; `Q4_K_M`, as files do."""
+
+    name: str = ""
+    quant: str = ""
+
+
+def parse_file_type(description: str) -> FileType:
+    """That of llama.cpp's description of a loaded model, `llama 8B Q4_K - Medium`."""
+    found = _QUANT.search(description)
+    if found is None:
+        return FileType()
+    quant, rest = found[1].upper(), description[found.end() :]
+    if (quant, rest) != ("Q2_K", " - Medium"):  # its files are named Q2_K alone
+        quant += _MIXES.get(rest, "")
+    return FileType(found[1] + rest, quant)
 
 
 def group_files(sizes: Mapping[str, int]) -> list[ModelFiles]:

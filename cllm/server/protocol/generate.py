@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
+from cllm.models.files import parse_file_type
 from cllm.server.protocol.base import Body, ModelName, StopText, Text, TokenIds, TokenLimit
 from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.types import EmbedLimits, FinishReason, Limits, ModelInfo, Pooling, Usage
@@ -228,14 +229,11 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_entry(info: ModelInfo) -> ModelEntry:
     details = ModelDetails(
-        family=info.architecture, families=(info.architecture,), quantization_level=get_file_type(info)
+        family=info.architecture,
+        families=(info.architecture,),
+        quantization_level=parse_file_type(info.description).quant,
     )
     return ModelEntry(name=info.name, model=info.name, details=details)
-
-
-def get_file_type(info: ModelInfo) -> str:
-    """How the weights are stored, as llama.cpp names it: Q4_K - Medium."""
-    return info.description.rpartition(" ")[2]
 
 
 def make_model(
@@ -267,7 +265,7 @@ def make_model(
             info.embedding_length,
             info.parameters,
             info.size_bytes,
-            get_file_type(info),
+            parse_file_type(info.description).name,
         ),
     )
 

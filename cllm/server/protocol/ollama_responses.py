@@ -13,11 +13,11 @@ from msgspec import UNSET, UnsetType
 from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
+from cllm.models.files import parse_file_type
 from cllm.server.protocol.chat import REASONING, ChatTokenLogprob
 from cllm.server.protocol.generate import (
     MODEL_EXAMPLE,
     ModelDetails,
-    get_file_type,
     make_model,
 )
 from cllm.server.protocol.ollama import MODEL
@@ -196,7 +196,7 @@ def _make_details(info: ModelInfo) -> ModelDetails:
         family=info.architecture,
         families=(info.architecture,),
         parameter_size=_format_count(info.parameters),
-        quantization_level=get_file_type(info),
+        quantization_level=parse_file_type(info.description).quant,
     )
 
 

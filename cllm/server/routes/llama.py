@@ -20,11 +20,11 @@ from cllm.chat.session import count_tokens
 from cllm.errors import EngineNotReady, Forbidden, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
+from cllm.models.files import parse_file_type
 from cllm.server.protocol import llama as bodies
 from cllm.server.protocol import llama_responses as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
 from cllm.server.protocol.chat import ConversationBody
-from cllm.server.protocol.generate import get_file_type
 from cllm.server.protocol.responses import InputTokens
 from cllm.server.routes import admin, chat, openai, responses
 from cllm.server.routes.llama_completion import ROUTE, answer
@@ -145,7 +145,7 @@ async def props(http: HttpRequest) -> Response:
         default_generation_settings=api.LlamaSettings(params, limits.request_tokens),
         total_slots=limits.sequences,
         model_alias=info.name,
-        model_ftype=get_file_type(info),
+        model_ftype=parse_file_type(info.description).name,
         model_path=info.file,
         endpoint_slots="-/slots" not in routes,
         endpoint_props="/props" in routes,

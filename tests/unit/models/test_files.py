@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from cllm.errors import ModelFileError
-from cllm.models.files import choose_files, describe_files, format_size, group_files, parse_quant
+from cllm.models.files import (
+    choose_files,
+    describe_files,
+    format_size,
+    group_files,
+    parse_file_type,
+    parse_quant,
+)
 
 SIZES = {
     "README.md": 1,
@@ -98,3 +105,21 @@ def test_sizes_are_readable() -> None:
     sizes = [0, 999, 1500, 123_456_789, 4_200_000_000, 1_500_000_000_000]
     assert [format_size(size) for size in sizes] == ["0 B", "999 B", "2 KB", "123 MB", "4.2 GB", "1.50 TB"]
     assert describe_files(group_files({"m-Q8_0.gguf": 1_234_000})) == "Q8_0 (1.2 MB)"
+
+
+@pytest.mark.parametrize(
+    ("description", "name", "quant"),
+    [
+        ("llama 8B Q4_K - Medium", "Q4_K - Medium", "Q4_K_M"),
+        ("gemma3 270M Q3_K - Large", "Q3_K - Large", "Q3_K_L"),
+        ("llama 8B Q2_K - Medium", "Q2_K - Medium", "Q2_K"),
+        ("llama 8B Q2_K - Small", "Q2_K - Small", "Q2_K_S"),
+        ("llama4 17Bx16E (Scout) Q5_K - Small", "Q5_K - Small", "Q5_K_S"),
+        ("llama 256M (guessed) Q4_1", "Q4_1", "Q4_1"),
+        ("qwen3moe 30B.A3B IQ2_XXS - 2.0625 bpw", "IQ2_XXS - 2.0625 bpw", "IQ2_XXS"),
+        ("bert 33M all F32", "F32", "F32"),
+        ("llama ?B unknown, may not work", "", ""),
+    ],
+)
+def test_the_file_type_of_a_loaded_model(description: str, name: str, quant: str) -> None:
+    assert parse_file_type(description) == (name, quant)
