@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,7 @@ def measure_model(
     name: str,
     model: Path,
     peers: dict[str, Peer],
+    counts: Sequence[int],
     logs: Path,
     rounds: int,
     output: int,
@@ -119,7 +121,7 @@ def measure_model(
     """Rows of bare decode and of all servers of one model."""
     wanted = [
         (streams, temperature, label)
-        for streams in STREAMS[name]
+        for streams in counts
         for temperature in ((0.0, 0.8) if streams == SLOTS else (0.0,))
         for label in peers
         if not table.has(model=name, server=label, streams=streams, temperature=temperature)
@@ -133,7 +135,7 @@ def measure_model(
             same = next((each for each in servers.values() if each.peer.command == peer.command), None)
             servers[label] = replace(same, peer=peer) if same else stack.enter_context(running(peer, log))
         bare = stack.enter_context(BareDecode(model, output, logs / f"{name}-bare.log"))
-        for server in servers.values():
+        for server in {each.address: each for each in servers.values()}.values():
             measure(server, SLOTS, WARM_UP, 0.0, "warm-up")
         bare.measure(1)
         for streams, temperature in dict.fromkeys(each[:2] for each in wanted):
@@ -181,6 +183,7 @@ def main(
     llama_server: Annotated[Path | None, typer.Option()] = None,
     model: Annotated[list[str] | None, typer.Option(help="0.6B or 8B; none: both")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Servers to measure, by their labels")] = None,
+    streams: Annotated[list[int] | None, typer.Option(help="How many, in this order; none: all")] = None,
     rounds: Annotated[int, typer.Option()] = 3,
     output: Annotated[int, typer.Option(help="Tokens of an answer")] = OUTPUT,
     budget_s: Annotated[float, typer.Option(help="No row is begun after this")] = 480.0,
@@ -197,7 +200,8 @@ def main(
             models.make(path, name, vocabulary)
             print(f"made {path.name} in {time.monotonic() - started:.0f} s", flush=True)
         peers = make_peers(path, llama_server, only)
-        measure_model(table, name, path, peers, out / "logs", rounds, output, deadline)
+        counts = streams or STREAMS[name]
+        measure_model(table, name, path, peers, counts, out / "logs", rounds, output, deadline)
 
 
 if __name__ == "__main__":
