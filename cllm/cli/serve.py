@@ -26,6 +26,7 @@ from cllm.frontend.tenants import Tenants
 from cllm.logs import configure_logging
 from cllm.models.files import format_size, parse_file_type
 from cllm.models.survey import Survey
+from cllm.names import path_below
 from cllm.server.app import read_defaults
 from cllm.server.serve import Listeners, bind, serve
 from cllm.workers.compute_turns import share_turns
@@ -257,8 +258,5 @@ def find_model(folder: str, name: str) -> Path:
     if not folder:
         raise Forbidden("model: no other file may be loaded; start the server with --model-dir FOLDER")
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        root = Path(folder).expanduser().resolve()
-        path = (root / name).resolve()
-        if root in path.parents:
-            return path
+        return path_below(Path(folder).expanduser(), name, follow_links=True)
     raise Forbidden("model: this is not a file in --model-dir")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
@@ -22,6 +22,7 @@ from cllm.errors import HubError
 from cllm.models.files import HubFile
 from cllm.models.reference import HubReference
 from cllm.models.store import hf_home
+from cllm.names import is_file_path, is_repo
 
 log = logging.getLogger(__name__)
 MAX_PAGES = 200
@@ -32,7 +33,6 @@ LIST_BACKOFF_S = 0.2
 MAX_RETRY_AFTER_S = 120.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
-_NO_PATH = re.compile(r"[\\\x00\ud800-\udfff]")  # half of a surrogate pair has no bytes
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -170,17 +170,10 @@ class Hub:
             )
         raise HubError(f"{host} answers {status} for {name}")
 
-    def _unsafe(self, path: str) -> HubError:
-        return HubError(
-            f"{self.kind}:{self.repo} lists a file named {path!r:.80}, which leads out of its folder"
-        )
-
     def _check_path(self, path: str) -> str:
-        """A path of a listing, which must stay in its folder."""
-        parts = PurePosixPath(path).parts
-        leads_out = not parts or path.startswith("/") or ".." in parts
-        if leads_out or _NO_PATH.search(path):
-            raise self._unsafe(path)
+        """Return a path of a listing. Raise HubError for one that no file of a repository can have."""
+        if not is_file_path(path):
+            raise HubError(f"{self.kind}:{self.repo} lists a file named {path!r:.80}, which is no valid path")
         return path
 
 
@@ -308,9 +301,9 @@ def _make_hit(entry: Mapping[str, Any]) -> SearchHit:
 
 
 def _make_hits(answer: object) -> list[SearchHit]:
-    """Those of an answer that have a name."""
+    """Those of an answer whose names are valid."""
     hits = map(_make_hit, _entries(answer))
-    return [hit for hit in hits if hit.repo]
+    return [hit for hit in hits if is_repo(hit.repo)]
 
 
 def _as_mapping(value: object) -> Mapping[str, Any]:

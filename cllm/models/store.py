@@ -17,6 +17,7 @@ from typing import NamedTuple
 from cllm.errors import ModelFileError
 from cllm.models.files import HubFile, ModelFiles, choose_files, group_files
 from cllm.models.reference import HubReference
+from cllm.names import path_below
 
 PART, JOURNAL = ".cllm.incomplete", ".cllm.journal"  # endings of a download that is not complete
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -98,7 +99,7 @@ def scan_folder(folder: Path, *, deep: bool = True) -> list[StoredModel]:
 def find_stored(reference: HubReference) -> StoredModel | None:
     """A stored model that a hub reference names, or None. The hub is not asked."""
     if reference.hub == "ms":
-        snapshots = [ms_folder(reference.repo), ms_cache() / reference.repo.replace(".", "___")]
+        snapshots = [ms_folder(reference.repo), path_below(ms_cache(), reference.repo.replace(".", "___"))]
     else:
         repository = HfRepository(reference.repo)
         snapshots = repository.find_snapshots(reference.revision)
@@ -194,7 +195,7 @@ class HfRepository:
 
     def __init__(self, repo: str, commit: str = "", revision: str = "") -> None:
         self.repo, self.commit, self.revision = repo, commit, revision or "main"
-        self.folder = hf_cache() / "--".join(["models", *repo.split("/")])
+        self.folder = path_below(hf_cache(), "--".join(["models", *repo.split("/")]))
 
     def find_snapshots(self, revision: str) -> list[Path]:
         """Snapshots of a revision; without one all, the main branch's first, then the newest."""
@@ -206,12 +207,12 @@ class HfRepository:
         return sorted(snapshots, key=lambda path: (path.name != main, -path.stat().st_mtime))
 
     def _read_ref(self, revision: str) -> str:
-        with suppress(OSError):
-            return (self.folder / "refs" / revision).read_text().strip()
+        with suppress(OSError, ValueError):
+            return path_below(self.folder / "refs", revision).read_text().strip()
         return ""
 
     def place(self, file: HubFile) -> Place:
-        blob = self.folder / "blobs" / file.etag
+        blob = path_below(self.folder / "blobs", file.etag)
         # The lock is the one that huggingface_hub takes for this blob.
         lock = self.folder.parent / ".locks" / self.folder.name / f"{file.etag}.lock"
         return Place(blob.with_name(blob.name + PART), blob, lock)
@@ -243,12 +244,12 @@ class HfRepository:
         return pointer
 
     def _pointer(self, file: HubFile) -> Path:
-        return self.folder / "snapshots" / self.commit / file.path
+        return path_below(path_below(self.folder / "snapshots", self.commit), file.path)
 
     def finish(self) -> None:
         """Point the revision at the commit, once its files are there."""
         if not _COMMIT.fullmatch(self.revision):
-            ref = self.folder / "refs" / self.revision
+            ref = path_below(self.folder / "refs", self.revision)
             ref.parent.mkdir(parents=True, exist_ok=True)
             fresh = ref.with_name(f".{ref.name}.fresh")
             fresh.write_text(self.commit)
@@ -262,7 +263,7 @@ class PlainFolder:
         self.folder, self._flat = folder, flat
 
     def place(self, file: HubFile) -> Place:
-        final = self.folder / (Path(file.path).name if self._flat else file.path)
+        final = path_below(self.folder, Path(file.path).name if self._flat else file.path)
         hidden = final.with_name(f".{final.name}")
         return Place(
             hidden.with_name(hidden.name + PART), final, hidden.with_name(hidden.name + ".cllm.lock")
@@ -283,7 +284,7 @@ class PlainFolder:
 
 def ms_folder(repo: str) -> Path:
     owner, _, name = repo.partition("/")
-    return ms_cache() / "models" / owner / name.replace(".", "___")
+    return path_below(ms_cache() / "models", f"{owner}/{name.replace('.', '___')}")
 
 
 def make_destination(

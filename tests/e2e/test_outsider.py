@@ -243,6 +243,13 @@ def test_a_model_reference_opens_no_file(target: Target, path: str) -> None:
     assert (target.folder / "outside.gguf").exists() and (target.folder / "keys.toml").exists()
 
 
+@pytest.mark.parametrize("revision", ["/dev/zero", "../../../keys.toml"])
+def test_a_revision_opens_no_file(target: Target, revision: str) -> None:
+    """The first one was once read without end, into the HTTP process."""
+    refused(target.ask("boss", "DELETE", "/api/delete", {"model": f"hf:u/r@{revision}"}), 400)
+    assert (target.folder / "keys.toml").exists()
+
+
 def test_files_of_the_page_lead_nowhere_else(target: Target) -> None:
     for path in ("/page/../app.py", "/page/..%2f..%2fkeys.toml", "/page/%2e%2e/app.py", "/page//etc/passwd"):
         with dial(target.server) as connection:

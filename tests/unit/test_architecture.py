@@ -23,6 +23,7 @@ LAYERS = {
     "cllm.fields": 0,
     "cllm.config": 0,
     "cllm.logs": 0,
+    "cllm.names": 0,
     "cllm.deprecated": 0,
     "cllm.backend.base": 1,
     "cllm.text": 1,

@@ -7,7 +7,6 @@ or never. The first entry of a file is the one used last.
 from __future__ import annotations
 
 import logging
-import re
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
@@ -20,6 +19,7 @@ from cllm.core.kv_cache.disk_thread import DiskThread, Operation, Work, run_slic
 from cllm.core.kv_cache.host_cache import HostKVCache
 from cllm.core.kv_cache.prefix_index import CachedPrefix, PrefixTier
 from cllm.errors import CllmError, EngineError, Forbidden, InvalidRequest, StorageFailed
+from cllm.names import is_name, path_below
 from cllm.types import Failure
 from cllm.workers.messages import Report, StateFileDone, UseStateFile
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 MAX_JOBS = 8
 STALL_LIMIT_S = 60.0  # of one slice; the last one, a sync, may take a slow disk many seconds
 CLOSE_LIMIT_S = 2.0
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 SUFFIX = ".prefixes"
 
 
@@ -36,9 +35,9 @@ def get_path(folder: str, name: str) -> Path:
     """Where a file of this name lies. Raises Forbidden without a folder, InvalidRequest for a path."""
     if not folder:
         raise Forbidden("no state files are kept: start the server with --state-dir FOLDER")
-    if not NAME.fullmatch(name):
-        raise InvalidRequest("name: up to 64 letters, digits, '-' and '_', not a path", "name")
-    return Path(folder) / (name + SUFFIX)
+    if not is_name(name):
+        raise InvalidRequest("name: up to 64 letters, digits, '.', '-' and '_', not a path", "name")
+    return path_below(Path(folder), name + SUFFIX)
 
 
 def save(candidates: Iterable[Candidate], path: Path, fingerprint: str) -> Work[Moved]:

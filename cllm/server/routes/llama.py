@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import zlib
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from cllm.errors import EngineNotReady, Forbidden, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.models.files import parse_file_type
+from cllm.names import is_name
 from cllm.server.protocol import llama as bodies
 from cllm.server.protocol import llama_responses as api
 from cllm.server.protocol.base import LargeJsonRoute, StructResponse, documented
@@ -214,11 +214,12 @@ async def use_slot(
     if action == "erase":
         done = await asyncio.wrap_future(engine.clear_cache())
         return StructResponse({"id_slot": id_slot, "n_erased": done.tokens})
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", body.filename, re.ASCII):
-        raise InvalidRequest("filename: letters, digits, '.', '-' and '_', not a path", "filename")
+    if not is_name(body.filename):
+        message = "filename: up to 64 letters, digits, '.', '-' and '_', not a path"
+        raise InvalidRequest(message, "filename")
     use = engine.save_prefixes if action == "save" else engine.restore_prefixes
     try:
-        done = await asyncio.wrap_future(use(body.filename.replace(".", "--")))
+        done = await asyncio.wrap_future(use(body.filename))
     except Forbidden:
         raise NotSupported("slots are not saved: start the server with --slot-save-path") from None
     return StructResponse(_describe(id_slot, action, body.filename, done, time.perf_counter() - started))

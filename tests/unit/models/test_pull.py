@@ -6,18 +6,19 @@ import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.errors import HubError, ModelFileError, NotEnoughMemory
+from cllm.errors import ConfigError, HubError, ModelFileError, NotEnoughMemory
 from cllm.models import pull as module
 from cllm.models.download import Download
 from cllm.models.hub import make_hub
 from cllm.models.pull import Pull, PullOptions, ensure, find_model, locked
 from cllm.models.reference import HubReference, parse_hub
 from cllm.models.removal import find_parts
-from cllm.models.store import hf_cache
+from cllm.models.store import HfRepository, find_stored, hf_cache
 from tests.driver.hub import COMMIT, TOKEN, FakeHub
 from tests.unit.models.conftest import BIG_BYTES, REPO, SPLIT_REPO
 
@@ -224,3 +225,19 @@ def test_a_listing_without_hashes_is_not_trusted(hub: FakeHub) -> None:
     hub.extra = [{"type": "file", "path": "z-Q6_K.gguf", "size": 1}]
     with pytest.raises(HubError, match="has no hash in the listing"):
         pull(TINY._replace(quant="Q6_K"))
+
+
+@pytest.mark.parametrize("revision", ["../../../../victim", "{victim}", "a/../../../../../victim"])
+def test_a_revision_becomes_no_path_out_of_the_cache(hub: FakeHub, caches: Path, revision: str) -> None:
+    """It once became the path of a file that was overwritten with the commit."""
+    victim = caches / "victim"
+    victim.write_text("mine")
+    revision = revision.format(victim=victim)
+    pasted = f"{REPO}/resolve/{quote(revision, safe='')}/tiny-llama-Q8_0.gguf"
+    address = f"{hub.environment['HF_ENDPOINT']}/{pasted}"
+    for text in (f"hf:{REPO}@{revision}", address):
+        with pytest.raises(ConfigError, match="branch, tag or commit"):
+            parse_hub(text)
+    with pytest.raises(ValueError):  # nor where a reference came by another way
+        HfRepository(REPO, COMMIT, revision).finish()
+    assert victim.read_text() == "mine" and not find_stored(HubReference("hf", REPO, "", revision))

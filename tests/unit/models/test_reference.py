@@ -28,6 +28,8 @@ FILE = "m-Q4_K_M.gguf"
         (f"{HF}/U/R/", HubReference("hf", "U/R")),
         (f"{HF}/U/R/tree/main", HubReference("hf", "U/R")),
         (f"{HF}/U/R/tree/v1", HubReference("hf", "U/R", "", "v1")),
+        (f"{HF}/U/R/tree/refs%2Fpr%2F1", HubReference("hf", "U/R", "", "refs/pr/1")),
+        ("hf:U/R@refs/pr/1", HubReference("hf", "U/R", "", "refs/pr/1")),
         (f"{HF}/U/R/blob/main/{FILE}", HubReference("hf", "U/R", FILE)),
         (f"{HF}/U/R/blob/main/sub/{FILE}", HubReference("hf", "U/R", f"sub/{FILE}")),
         (f"{HF}/U/R/resolve/v1/{FILE}?download=true", HubReference("hf", "U/R", FILE, "v1")),
@@ -52,6 +54,13 @@ def test_what_a_text_means(text: str, found: HubReference | None) -> None:
     "text",
     [
         *("hf:", "hf:R", "hf:U/R:Q4:Q8", "hf:../x", "ms:U/..", "hf:U/R/x.bin"),
+        *("hf:u--v/R", "hf:U/R.git", "hf:U/-R", "ms:U/R\x1b[2J", "hf:U/R:Q4\x1b[2J", "hf:U/R:../Q4"),
+        *("hf:U/R@../../x", "hf:U/R@/dev/zero", "hf:U/R@a..b", "hf:U/R@.hidden", "hf:U/R@a/.b"),
+        "hf:U/R@x.lock",
+        *("hf:U/R@-x", "hf:U/R@a b", "hf:U/R@a~1", "hf:U/R@HEAD^", "hf:U/R@a\\b", "hf:U/R@a//b", "hf:U/R@a."),
+        "https://a.mirror/U/R/resolve/%2Fhome%2Fme%2F.bashrc/m-Q4_0.gguf",
+        f"{HF}/U/R/tree/..%2F..%2Fx",
+        f"{HF}/U/R/resolve/main/..%2F..%2Fm.gguf",
         *(f"{HF}/datasets/U/R", HF, "https://example.org/U/R", f"{HF}/../..", "http://[", f"{HF}/U"),
     ],
 )

@@ -1,0 +1,123 @@
+"""Names from outside: git's and the hubs' rules, and no path out of its folder."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cllm.names import is_file_path, is_name, is_repo, is_revision, path_below
+
+LETTERS = st.text(st.sampled_from("ab./\\-_@{~^:?*[ \x01\x7f#") | st.characters(), max_size=12)
+
+
+@pytest.mark.parametrize("text", ["main", "v1.2", "refs/pr/1", "feature/x_y", "a" * 40, "@a", "a@b", "ü"])
+def test_a_revision_of_git_is_one(text: str) -> None:
+    assert is_revision(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "/a",
+            "a/",
+            "../a",
+            "a/../b",
+            "/dev/zero",
+            ".a",
+            "a/.b",
+            "a.lock",
+            "a.lock/b",
+            "@",
+            "a@{0}",
+            "-a",
+        ),
+        *("a b", "a~", "a^", "a:b", "a?", "a*", "a[", "a\\b", "a\n", "a//b", "a.", "\ud800", "a" * 251),
+    ],
+)
+def test_what_git_refuses_is_no_revision(text: str) -> None:
+    assert not is_revision(text)
+
+
+@given(LETTERS)
+def test_a_revision_is_one_for_git(text: str) -> None:
+    """Whatever is taken for a revision, `git check-ref-format` takes as a branch."""
+    if is_revision(text):
+        done = subprocess.run(["git", "check-ref-format", f"refs/heads/{text}"], check=False)
+        assert done.returncode == 0
+
+
+@pytest.mark.parametrize("text", ["U/R", "Qwen/Qwen3-0.6B-GGUF", "a_b/c.d", "1/2", "_a/b_"])
+def test_a_repository_has_an_owner_and_a_name(text: str) -> None:
+    assert is_repo(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "R", "a/b/c", "../x", "a/..", "a/.b", "a--b/c", "a/b.git", "a/-b", "a/b.", "a/b c", "а/b"]
+)
+def test_what_hubs_refuse_is_no_repository(text: str) -> None:
+    assert not is_repo(text)
+
+
+@pytest.mark.parametrize("text", ["a.gguf", "sub/a b.gguf", ".hidden", "a/ü.gguf", "a" * 255])
+def test_a_file_of_a_repository_has_a_relative_path(text: str) -> None:
+    assert is_file_path(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "/a", "../a", "a/../b", "a//b", "a/", "./a", "a\\b", "a\x00b"),
+        *("a\x1b[2J", "\u202egpj.fug", "a" * 256),
+    ],
+)
+def test_no_other_path_is_one_of_a_repository(text: str) -> None:
+    assert not is_file_path(text)
+
+
+@pytest.mark.parametrize("text", ["a", "slot-1.bin", "A_b", "9" * 64])
+def test_a_state_has_a_plain_name(text: str) -> None:
+    assert is_name(text)
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "a/b", "a..b", "a.", "-a", "a b", "9" * 65, "a\n", "ü"])
+def test_a_path_is_no_plain_name(text: str) -> None:
+    assert not is_name(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "/etc/passwd", "a/../../b", "link/x", "link/../x", "a\x00b"]
+)
+def test_no_name_becomes_a_path_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError):
+        path_below(folder, name)
+
+
+def test_a_link_out_of_the_folder_is_followed_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "blob").write_text("x")
+    (folder / "model").symlink_to(tmp_path / "blob")
+    assert path_below(folder, "model") == folder / "model"
+    with pytest.raises(ValueError):
+        path_below(folder, "model", follow_links=True)
+    (folder / "real").write_text("x")
+    assert path_below(folder, "real", follow_links=True) == (folder / "real").resolve()
+
+
+@given(LETTERS)
+def test_every_path_of_a_name_lies_below(text: str) -> None:
+    folder = Path("/folder/that/is/not/there")
+    try:
+        path = path_below(folder, text)
+    except ValueError:
+        return
+    assert folder in path.resolve().parents
