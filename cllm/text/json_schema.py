@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from cllm.errors import InvalidRequest
 from cllm.types import ConstraintKind, ConstraintSpec
@@ -16,6 +16,9 @@ _INNER_VALUE = {"items", "prefixItems", "additionalItems", "additionalProperties
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
 
+MAX_REFERENCES = 512  # of the schemas of one request: native code follows them in depth
+_REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)"')
 MAX_EXACT = 1 << 53  # beyond it llguidance writes another number, or overflows its stack
 _MIN_NUMBER = -(1 << 63)
 
@@ -69,32 +72,80 @@ def _read_pattern(pattern: str) -> str | None:
     return f"{'' if begins else '(?s:.*)'}({text}){'' if ends else '(?s:.*)'}"
 
 
-def close_schemas(spec: ConstraintSpec) -> str:
-    """The source with the objects of its schema, or of the schemas of tool calls, closed.
+class EmbeddedSchema(NamedTuple):
+    """A JSON schema in the source of a constraint, parsed, and where it stands there."""
 
-    Raises InvalidRequest for numbers that cannot be written.
+    begin: int
+    end: int
+    schema: Any
+
+
+def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
+    """Parse the schemas in a source: the source itself, or what follows each `%json` of a grammar.
+
+    Raises InvalidRequest for a schema that is no JSON, refers too often, or has numbers that cannot be
+    written. In a grammar of a client `%json` may also stand in a literal, so what is no JSON there is left
+    to the compiler, and its references are counted as text.
     """
+    field, source, found = spec.kind.field, spec.source, list[EmbeddedSchema]()
+    places = [0]
+    if spec.kind is not ConstraintKind.JSON_SCHEMA:
+        embeds = spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR)
+        places = [match.end() for match in re.finditer(r"%json(?=\s*\{)", source)] if embeds else []
+    references = 0
+    for place in places:
+        if found and place < found[-1].end:
+            continue  # inside the schema before
+        begin = place + len(source[place:]) - len(source[place:].lstrip())
+        try:
+            schema, end = json.JSONDecoder().raw_decode(source, begin)
+        except (ValueError, RecursionError) as error:
+            if spec.kind is ConstraintKind.GRAMMAR:
+                continue
+            raise InvalidRequest(f"{field}: the schema is not valid JSON: {error}", field) from None
+        found.append(EmbeddedSchema(begin, end, schema))
+        references += count_references(schema)
+    if spec.kind is ConstraintKind.JSON_SCHEMA and source[found[0].end :].strip():
+        raise InvalidRequest(f"{field}: the schema is not valid JSON: text follows it", field)
+    if spec.kind is ConstraintKind.GRAMMAR:
+        references = max(references, len(_REFERENCE.findall(_unescape(source))))
+    if references > MAX_REFERENCES:
+        message = f"{references} references ($ref), the limit is {MAX_REFERENCES}: write some of them out"
+        raise InvalidRequest(f"{field}: {message}", field)
+    for each in found:
+        _check_numbers(each.schema, field)
+    return found
 
-    def close(source: str, begin: int) -> tuple[str, int]:
-        schema, end = json.JSONDecoder().raw_decode(source, begin)
-        _check_numbers(schema, spec.kind.field)
-        return json.dumps(close_objects(schema)), end
 
+def count_references(schema: Any) -> int:
+    """Count the references of a parsed schema, however they were spelled."""
+    count, left = 0, [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, Mapping):
+            count += len(value.keys() & _REFERENCES)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return count
+
+
+def _unescape(source: str) -> str:
+    return re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
+
+
+def close_schemas(spec: ConstraintSpec, schemas: Sequence[EmbeddedSchema]) -> str:
+    """The source with the objects of its schema, or of the schemas of tool calls, closed."""
+    if spec.kind not in (ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOLS):
+        return spec.source
+    parts, done = [], 0
     try:
-        if spec.kind is ConstraintKind.JSON_SCHEMA:
-            closed, end = close(spec.source, len(spec.source) - len(spec.source.lstrip()))
-            return closed if end == len(spec.source) else spec.source
-        if spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR):
-            parts, done = [], 0
-            for found in re.finditer(r"%json\s*(?=\{)", spec.source):
-                if found.start() >= done:  # not inside the schema before
-                    closed, end = close(spec.source, found.end())
-                    parts += [spec.source[done : found.end()], closed]
-                    done = end
-            return "".join(parts) + spec.source[done:] if spec.kind is ConstraintKind.TOOLS else spec.source
-    except (ValueError, TypeError, RecursionError):
-        pass  # refused where it is compiled
-    return spec.source
+        for each in schemas:
+            parts += [spec.source[done : each.begin], json.dumps(close_objects(each.schema))]
+            done = each.end
+    except (ValueError, TypeError):
+        return spec.source  # no schema: the compiler says why
+    return "".join(parts) + spec.source[done:]
 
 
 def _check_numbers(schema: Any, field: str, *, written: bool = False) -> None:

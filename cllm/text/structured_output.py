@@ -7,10 +7,13 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -18,7 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from cllm.errors import InvalidRequest
-from cllm.text.json_schema import close_schemas
+from cllm.text.json_schema import close_schemas, parse_schemas
 from cllm.types import (
     GRAMMAR_CACHE_BYTES,
     ConstraintKind,
@@ -30,7 +33,8 @@ from cllm.types import (
 
 MAX_SOURCE = 256 << 10  # characters
 MAX_DEPTH = 64  # nesting of a schema or grammar; checked before native code reads it
-MAX_RULES = 512  # of a grammar, and references of a schema: a chain of thousands overflows native stacks
+MAX_RULES = 512  # of a grammar
+STACK_BYTES = 256 << 20  # of native recursion; 64 MiB were not enough for sources within the limits
 MIN_COMPILED_BYTES = 32 << 10
 MAX_LEXER_STATES = 1 << 16  # of one grammar; they are made while it is used
 STATE_BYTES = 1000  # of such a state, as measured: 470 to 940
@@ -48,6 +52,10 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+
+
+_STACK_LOCK = threading.Lock()  # the size of new threads' stacks is one for the process
+Made = TypeVar("Made")
 
 
 class CompiledGrammar:
@@ -242,7 +250,12 @@ class GrammarCompiler:
                 self._checked.popitem(last=False)
 
     def _compile(self, spec: ConstraintSpec) -> LLMatcher:
-        closed = close_schemas(spec)
+        """Compile a source that is within the limits. Native code sees no other."""
+        _check_size(spec)
+        closed = close_schemas(spec, parse_schemas(spec))
+        return run_on_large_stack(lambda: self._make_either(spec, closed))
+
+    def _make_either(self, spec: ConstraintSpec, closed: str) -> LLMatcher:
         try:
             return self._make_matcher(spec, closed)
         except InvalidRequest:  # a closed schema must not be what is refused
@@ -260,15 +273,37 @@ class GrammarCompiler:
         return matcher
 
 
-def to_llguidance(spec: ConstraintSpec) -> str:
-    """The grammar in llguidance's own form. Raises InvalidRequest."""
+def run_on_large_stack(task: Callable[[], Made]) -> Made:
+    """Run a task on a thread whose stack holds the deepest recursion that a source can cause.
+
+    A schema within the limits may nest 64 deep between each two of its references. The usual 8 MiB overflow
+    then, which ends the process.
+    """
+    with _STACK_LOCK:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            pool = ThreadPoolExecutor(1, "cllm-compile")
+            future = pool.submit(task)
+        finally:
+            threading.stack_size(usual)
+    with pool:
+        return future.result()
+
+
+def _check_size(spec: ConstraintSpec) -> None:
+    """Raise InvalidRequest for a source that is too long, too deep, or has too many rules."""
     field = spec.kind.field
     if len(spec.source) > MAX_SOURCE:
         raise InvalidRequest(f"{field}: {len(spec.source)} characters, the limit is {MAX_SOURCE}", field)
     if _depth(spec.source) > MAX_DEPTH:
         raise InvalidRequest(f"{field}: nested deeper than {MAX_DEPTH}", field)
     if (rules := _rules(spec)) > MAX_RULES:
-        raise InvalidRequest(f"{field}: {rules} rules or references, the limit is {MAX_RULES}", field)
+        raise InvalidRequest(f"{field}: {rules} rules, the limit is {MAX_RULES}", field)
+
+
+def to_llguidance(spec: ConstraintSpec) -> str:
+    """The grammar in llguidance's own form. Raises InvalidRequest."""
+    field = spec.kind.field
     try:
         match spec.kind:
             case ConstraintKind.JSON_SCHEMA:
@@ -300,9 +335,7 @@ def _depth(source: str) -> int:
 
 
 def _rules(spec: ConstraintSpec) -> int:
-    """Upper bound of the rules of a grammar, or of the references of a schema."""
-    if spec.kind is ConstraintKind.JSON_SCHEMA:
-        return spec.source.count('"$ref"') + spec.source.count('"$dynamicRef"')
+    """Upper bound of the rules of a grammar."""
     if spec.kind is ConstraintKind.GRAMMAR:
         bare = re.sub(r'"(?:\\.|[^"\\])*"', "", spec.source)
         return bare.count("::=") + bare.replace("::=", "").count(":")

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from cllm.errors import InvalidRequest
 from cllm.testing import FakeVocabulary
-from cllm.text.json_schema import close_objects, close_schemas, get_text_expression
+from cllm.text.json_schema import (
+    MAX_REFERENCES,
+    close_objects,
+    close_schemas,
+    get_text_expression,
+    parse_schemas,
+)
 from cllm.text.structured_output import Constraint, GrammarCompiler
 from cllm.types import ConstraintKind, ConstraintSpec
 
+ROOT = Path(__file__).parents[3]
 COMPILER = GrammarCompiler(FakeVocabulary())
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
@@ -111,14 +123,98 @@ def test_the_schemas_of_tool_calls_are_closed_and_nothing_else() -> None:
     source = f'start: one two\none: %json {json.dumps(noted)}\ntwo: %json {json.dumps(B)} "%json x"'
     closed = f"start: one two\none: %json {json.dumps({**noted, 'additionalProperties': False})}\n"
     closed += f'two: %json {json.dumps(CLOSED_B)} "%json x"'
-    assert close_schemas(ConstraintSpec(ConstraintKind.TOOLS, source)) == closed
+    assert close(ConstraintSpec(ConstraintKind.TOOLS, source)) == closed
     for kind in (ConstraintKind.GRAMMAR, ConstraintKind.REGEX):
-        assert close_schemas(ConstraintSpec(kind, source)) == source
+        assert close(ConstraintSpec(kind, source)) == source
 
 
-@pytest.mark.parametrize("source", ["{", "[1] x", '{"allOf": 3}', '{"properties": {}, "required": 3}'])
+def close(spec: ConstraintSpec) -> str:
+    return close_schemas(spec, parse_schemas(spec))
+
+
+@pytest.mark.parametrize("source", ['{"allOf": 3}', '{"properties": {}, "required": 3}'])
 def test_what_is_no_schema_is_left_to_the_compiler(source: str) -> None:
-    assert close_schemas(ConstraintSpec(ConstraintKind.JSON_SCHEMA, source)) == source
+    assert close(ConstraintSpec(ConstraintKind.JSON_SCHEMA, source)) == source
+
+
+LONG_NUMBER = f'{{"maximum": {"9" * 5000}}}'  # Python's limit for integers is 4,300 digits
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *(("json_schema", source) for source in ("{", "[1] x", "", "{} {}", LONG_NUMBER)),
+        *(("tools", f"start: %json {source}") for source in ("{", LONG_NUMBER)),
+    ],
+)
+def test_a_schema_that_is_not_json_is_refused_before_native_code(kind: str, source: str) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parse_schemas(ConstraintSpec(ConstraintKind(kind), source))
+
+
+def chain(count: int, nested: int = 0, reference: str = "$ref") -> str:
+    """A schema whose references lead from one to the next, with arrays between them."""
+    definitions: dict[str, Any] = {str(count): {"type": "string"}}
+    for number in range(count):
+        inner: dict[str, Any] = {reference: f"#/$defs/{number + 1}"}
+        for _ in range(nested):
+            inner = {"type": "array", "items": inner}
+        definitions[str(number)] = inner
+    return json.dumps({reference: "#/$defs/0", "$defs": definitions}, separators=(",", ":"))
+
+
+def hide(source: str) -> str:
+    """The same JSON, its references spelled with escapes."""
+    return source.replace('"$ref"', r'"\u0024re\u0066"')
+
+
+@pytest.mark.parametrize("kind", [ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOLS, ConstraintKind.GRAMMAR])
+@pytest.mark.parametrize("spell", [str, hide])
+@pytest.mark.parametrize("reference", ["$ref", "$dynamicRef", "$recursiveRef"])
+def test_references_are_counted_however_they_are_spelled(
+    kind: ConstraintKind, spell: Callable[[str], str], reference: str
+) -> None:
+    before = "" if kind is ConstraintKind.JSON_SCHEMA else "start: %json "
+    few, many = (spell(chain(count, reference=reference)) for count in (MAX_REFERENCES - 1, MAX_REFERENCES))
+    assert parse_schemas(ConstraintSpec(kind, before + few))
+    with pytest.raises(InvalidRequest, match=f"{MAX_REFERENCES + 1} references") as refused:
+        parse_schemas(ConstraintSpec(kind, before + many))
+    assert refused.value.field == kind.field
+    with pytest.raises(InvalidRequest, match="the limit is"):
+        COMPILER.check(ConstraintSpec(kind, before + many))
+
+
+def test_references_of_all_tools_are_counted_together() -> None:
+    half = chain(MAX_REFERENCES // 2)
+    source = f"start: one | two\none: %json {half}\ntwo: %json {half}"
+    with pytest.raises(InvalidRequest, match="references"):
+        COMPILER.check(ConstraintSpec(ConstraintKind.TOOLS, source))
+
+
+def test_references_in_a_literal_of_a_grammar_that_is_no_json_are_counted() -> None:
+    source = 'start: "%json {" ' + "(" + " | ".join(['"$ref"'] * (MAX_REFERENCES + 1)) + ")"
+    with pytest.raises(InvalidRequest, match="references"):
+        COMPILER.check(ConstraintSpec(ConstraintKind.GRAMMAR, source))
+    COMPILER.check(ConstraintSpec(ConstraintKind.GRAMMAR, 'start: "%json {"'))
+
+
+_DEEPEST = """
+from tests.unit.text.test_json_schema import COMPILER, chain, ConstraintKind, ConstraintSpec, InvalidRequest
+for count, nested in ((511, 0), (250, 10), (511, 15)):
+    try:
+        COMPILER.check(ConstraintSpec(ConstraintKind.JSON_SCHEMA, chain(count, nested)))
+    except InvalidRequest as error:
+        print(error)
+print("survived")
+"""
+
+
+def test_references_within_the_limits_do_not_overflow_the_native_stack() -> None:
+    """In a process of its own: 250 references with ten arrays between each two ended it by SIGSEGV."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DEEPEST], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0 and done.stdout.endswith("survived\n"), (done.returncode, done.stderr[-500:])
 
 
 @pytest.mark.parametrize(
