@@ -257,7 +257,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     api_keys: Annotated[str, _file("TOML file of API keys (`cllm keys new`); SIGHUP reads it again.")] = ""
     api_key: Annotated[
-        str, _option("API keys, comma-separated; CLLM_API_KEY hides them from `ps`.", metavar="KEY")
+        str, _option("API key, an admin's; several, comma-separated, are users'.", metavar="KEY")
     ] = ""
     allowed_hosts: Annotated[
         str, _option("Host names of this server, comma-separated; '*.lan' works.", metavar="NAMES")

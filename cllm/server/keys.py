@@ -97,9 +97,12 @@ class KeyRing:
         """Raises ConfigError for a file that is wrong."""
         self._file = Path(file) if file else None
         given = [key.strip() for key in keys.split(",") if key.strip()]
-        # A lone key is the owner's own: it may do everything.
+        # A lone key is the owner's own, and an admin's. Several are users': a file says which is an admin's.
+        lone = len(given) == 1
         self._given = {
-            digest(key): TenantLimits(name="default" if len(given) == 1 else f"key{number}", role="admin")
+            digest(key): TenantLimits(
+                name="default" if lone else f"key{number}", role="admin" if lone else "user"
+            )
             for number, key in enumerate(given, 1)
         }
         self._tenants: Mapping[bytes, TenantLimits] = self._read()

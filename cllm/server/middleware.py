@@ -22,7 +22,6 @@ PAGE_FILES = "/page/"
 OPEN = ("/health", "/v1/health", "/")  # the paths that never need a key, beside files of the page
 ADMIN = ("/debug", "/admin", "/metrics", "/slots", "/live", "/api/pull", "/api/delete")
 DIRECT_SEND = "cllm.send"  # in the scope: the server's own `send`, without the layers around it
-_KEYLESS = TenantLimits(role="admin")  # every request of a server without keys
 
 CountRefusal = Callable[[str], None]
 """Takes the error code of a request that middleware refused."""
@@ -126,8 +125,9 @@ async def wait_for_disconnect(receive: Receive) -> None:
 class AuthMiddleware:
     """Denies by default: with keys set, every route but `/health` and the page needs one.
 
-    Operators' routes need an admin's key; without keys they answer on a loopback listener only. The request's
-    tenant is left in the scope's state, and in `CALLER`.
+    An operator is an admin's key, or any client of a loopback listener without keys. Operators' routes, and
+    what changes the server's state on other routes, need one. The request's tenant is left in the scope's
+    state, and in `CALLER`; its role says whether it is an operator.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class AuthMiddleware:
         self._keys = keys
         self._open = tuple(split_list(open_routes))  # of the operators' routes
         self._closed = keys.closed  # reading the keys file again never changes it
-        self._loopback = is_loopback(host)
+        self._keyless = TenantLimits(role="admin" if is_loopback(host) else "user")
         self._count_refusal = count_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,12 +146,9 @@ class AuthMiddleware:
             return
         try:
             state = scope.setdefault("state", {})
-            if self._closed:
-                state["tenant"] = self._authenticate(scope)
-            elif self._loopback or not self._for_operators(scope["path"]):
-                state["tenant"] = _KEYLESS
-            else:
-                raise Forbidden("this route needs a loopback address, or API keys (--api-keys)")
+            state["tenant"] = self._authenticate(scope) if self._closed else self._keyless
+            if self._for_operators(scope):
+                check_operator(scope, "this route")
             CALLER.set(Caller(state["tenant"].name, partial(wait_for_disconnect, receive)))
         except ClientError as error:
             self._count_refusal(error.code)
@@ -171,12 +168,18 @@ class AuthMiddleware:
             raise Unauthorized("an API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
         if tenant is None:
             raise Unauthorized("the API key is wrong")
-        if self._for_operators(scope["path"]) and not tenant.admin:
-            raise Forbidden("this route needs an admin's API key")
         return tenant
 
-    def _for_operators(self, path: str) -> bool:
-        return path.startswith(ADMIN) and path not in self._open
+    def _for_operators(self, scope: Scope) -> bool:
+        """Whether a route is for operators alone. One that is open to all may be read, not changed."""
+        reads = scope["path"] in self._open and scope["method"] == "GET"
+        return scope["path"].startswith(ADMIN) and not reads
+
+
+def check_operator(scope: Scope, what: str) -> None:
+    """Raise Forbidden unless a request is an operator's; `what` needs one."""
+    if not scope["state"]["tenant"].admin:
+        raise Forbidden(f"{what} needs an admin's API key, or, without keys, a server on a loopback address")
 
 
 def _get_key(scope: Scope) -> str | None:

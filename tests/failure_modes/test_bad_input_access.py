@@ -120,6 +120,7 @@ def test_sighup_reads_the_keys_again(keyed: Keyed) -> None:
         os.kill(keyed.server.process.pid, signal.SIGHUP)
         wait_for(lambda: keyed.server.log_text.count(line) > before)
 
+    keyed.server.expect_failure("the old keys stay", 1)
     good = keyed.file.read_text()
     late = keyed.new("late")
     assert keyed.get("/v1/models", late).status_code == 401
@@ -143,6 +144,53 @@ def test_without_keys_admin_routes_are_for_loopback_only(start_for_module: Start
         assert "loopback" in refusal(open_server.client.get(path), 403, "forbidden")
     assert open_server.generate("x", 1)["generated_tokens"] == 1
     assert open_server.client.get("/health", headers={"host": "any.name"}).status_code == 200
+    for path, body in UNLOADING.items():
+        assert open_server.post(path, {"keep_alive": 0, "model": "x"}).status_code == 403
+        assert open_server.post(path, {"keep_alive": 0, "model": "x", **body}).status_code == 200
+        assert open_server.get("/ready")["status"] == "ready"
+    assert " is unloaded: " not in open_server.log_text
+
+
+# What any client may do beside reading. A new route that changes the server's state is not one of them.
+FOR_ALL = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/completion", "/infill"),
+    *("/generate", "/generate_stream", "/api/chat", "/api/generate", "/encode", "/decode", "/tokenize"),
+    *("/detokenize", "/apply-template", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+    *(
+        "/chat/completions/input_tokens",
+        "/v1/embeddings",
+        "/embedding",
+        "/v1/rerank",
+        "/v1/score",
+        "/api/show",
+    ),
+    *("/api/embed", "/api/embeddings", "/v1/responses/{response_id}"),
+}
+UNLOADING = {
+    "/api/generate": {"prompt": "x", "options": {"num_predict": 1}, "stream": False},
+    "/api/chat": {
+        "messages": [{"role": "user", "content": "x"}], "options": {"num_predict": 1}, "stream": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.failure_mode("wrong-key")
+def test_only_operators_change_the_servers_state(keyed: Keyed, start_for_module: StartServer) -> None:
+    """With a user's key, with one of several keys of `--api-key`, and without keys on any address."""
+    several = start_for_module("--api-key", "one,two")
+    strangers = start_for_module("--host", "0.0.0.0")
+    for server, key in ((keyed.server, keyed.user), (several, "one"), (strangers, "")):
+        client = make_client(base_url=server.url)
+        client.headers.update({"authorization": f"Bearer {key}"} if key else {})
+        routes = client.get("/openapi.json").json()["paths"]
+        changing = {(path, method) for path in routes for method in routes[path] if method != "get"}
+        assert ("/admin/reload", "post") in changing and ("/api/delete", "delete") in changing
+        hidden = {("/slots/0?action=erase", "post"), ("/slots/0?action=save", "post")}
+        for path, method in sorted(changing | hidden):
+            if path not in FOR_ALL:
+                answer = client.request(method, path, json={})
+                assert answer.status_code == 403, (path, method, answer.text)
+        client.close()
 
 
 # Host and Origin ------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ from starlette.responses import Response
 
 from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockEvent, BlockKind, ParsedOutput, ReplyBuilder
 from cllm.chat.session import open_chat
-from cllm.errors import EngineNotReady, Forbidden, InvalidRequest
+from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.errors import failure_body
+from cllm.server.middleware import check_operator
 from cllm.server.protocol import ollama as api
 from cllm.server.protocol import ollama_responses as answers
 from cllm.server.protocol.base import NDJSON, LargeJsonRoute, StructResponse, documented, get_timings
@@ -174,9 +175,8 @@ async def use_model(http: HttpRequest, body: api.AnswerBody) -> EngineClient:
 async def _only_load(http: HttpRequest, body: api.AnswerBody, renderer: AnswerRenderer) -> Response:
     """A body without a question loads the model, or unloads it where it stays for 0 seconds."""
     unloads = body.keep_alive == 0
-    if unloads and not http.scope["state"]["tenant"].admin:
-        raise Forbidden("keep_alive: unloading a model needs an admin's API key")
     if unloads:
+        check_operator(http.scope, "keep_alive: unloading a model")
         await get_registry(http).unload(find_model(http, body.model))
     else:
         await use_model(http, body)
