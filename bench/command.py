@@ -15,6 +15,7 @@ import httpx
 from bench.client import BadAnswer
 from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
 from bench.report import write_report
+from bench.server_log import find_failures
 from cllm.errors import CllmError
 
 _SHARED: dict[str, dict[str, Any]] = {
@@ -51,13 +52,20 @@ def serving(
     command: Sequence[str] | None = None,
     logs: Path | None = None,
     flags: Sequence[str] = (),
+    *,
+    fails: bool = False,
 ) -> Iterator[RunningPeer]:
-    """`cllm serve` for this block, its log in `logs`, if that is to be kept. Raises SetupError."""
-    with (
-        log_folder(logs) as folder,
-        running(cllm_peer(settings, command, flags=flags), folder / f"{name}.log") as server,
-    ):
-        yield server
+    """`cllm serve` for this block, its log in `logs`, if that is to be kept. Raises SetupError.
+
+    Raises BadAnswer if it logged an error or lost a worker, unless the block has it fail.
+    """
+    with log_folder(logs) as folder:
+        log = folder / f"{name}.log"
+        with running(cllm_peer(settings, command, flags=flags), log) as server:
+            yield server
+        failures = find_failures(log.read_text(errors="replace"))
+        if failures and not fails:
+            raise BadAnswer(f"the server failed, {len(failures)} lines: {failures[0]}")
 
 
 def conclude(name: str, text: str, data: object, out: Path | None, *, failed: bool) -> int:

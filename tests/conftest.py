@@ -6,7 +6,6 @@ import contextlib
 import logging
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from cllm.backend.base import ModelRunner
 from tests.driver.kinds import Kind, Opened, open_runner
 from tests.driver.same_text import Reference, Tally
-from tests.driver.server import Server, StartServer
+from tests.driver.server import StartServer, start_servers
 from tests.profiles import load_profile
 from tests.tiny_architectures import make_all
 
@@ -67,17 +66,8 @@ def reference(models: dict[str, Path], pytestconfig: pytest.Config) -> Iterator[
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartServer]:
-    """Start servers for one test; those that still run afterwards are killed."""
-    with ExitStack() as stack:
-        started = 0
-
-        def start_one(*arguments: str, **options: object) -> Server:
-            nonlocal started
-            started += 1
-            server = Server(tmp_path / f"log{started}", *arguments, **options)  # type: ignore[arg-type]
-            stack.callback(server.kill)
-            return server.__enter__()
-
+    """Start servers for one test; those that still run afterwards are killed. None may have failed."""
+    with start_servers(tmp_path) as start_one:
         yield start_one
 
 

@@ -350,7 +350,7 @@ class SpecDecodePolicy:
         llama.cpp splits rows of different length into separate ubatches, which costs more than longer drafts
         win. Rows without a draft are padded where that is cheaper.
         """
-        if not self._max_tokens or any(sequence.pending > 1 for sequence in sequences):
+        if not (self._max_tokens and sequences) or any(sequence.pending > 1 for sequence in sequences):
             return {}
         rows = len(sequences)
         if self.rests(rows, cost):

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.server_log import find_failures
 from tests.driver.program import Program
 
 ROOT = Path(__file__).parents[2]
@@ -28,13 +29,15 @@ ALIAS = ("from cllm.cli.main import server_main; server_main()",)
 PATIENCE_S = 90.0  # for whatever has no limit of its own: the machine may be busy
 FREED_WITHIN_S = 5.0  # a step and the way to the parent, on a busy machine
 _KEPT = ("CLLM_LIBRARY", "CLLM_CACHE_DIR", "CLLM_THREADS")
+_DEATHS = {"engine": "the engine died: ", "tokenizer": "the tokenizer process ended: "}
 Found = TypeVar("Found")
 
 
 def environment(**extra: str) -> dict[str, str]:
     """The variables of a child: ours, less any `CLLM_*` that would change what is tested."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
-    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    plain = {"PYTHONPATH": paths, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     off = {"CLLM_TUNE": "0", "CLLM_CACHE_DISK_MB": "0"}
     one = {"CLLM_THREADS": "1"}  # two files are tested at a time: two threads would wait for each other
     return {**one, **kept, **plain, **off, **extra}
@@ -149,6 +152,7 @@ class Server:
         self.process = Program(program[0], (*program[1:], *arguments, *port), variables, log)
         self.url = ""
         self.client = make_client()
+        self._expected: list[tuple[str, int]] = []
 
     def __enter__(self) -> Self:
         try:
@@ -183,10 +187,11 @@ class Server:
         return self.log_text[-2000:]
 
     def stop(self, limit_s: float = 40.0) -> None:
-        """SIGTERM: it must end with 0 and leave no process behind."""
+        """SIGTERM: it must end with 0, leave no process behind, and have had no failure."""
         children = get_children(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         self.wait_gone(children, limit_s)
+        self.check_failures()
 
     def wait_gone(self, children: Mapping[int, str], limit_s: float = 40.0) -> None:
         """Wait for the end that is under way; it must be a clean one."""
@@ -203,6 +208,32 @@ class Server:
         self.client.close()
         self.process.kill()
         self.process.wait(PATIENCE_S)
+
+    # Failures --------------------------------------------------------------------------------------
+
+    def expect_failure(self, pattern: str, count: int = sys.maxsize) -> None:
+        """Announce that the test causes failures, whose log lines match; `count` of them at most."""
+        self._expected.append((pattern, count))
+
+    def kill_worker(self, role: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal that ends it, or has it replaced, to the newest worker of a role; return its pid."""
+        pid = max(find_workers(self.process.pid, role))
+        self.expect_failure(_DEATHS[role], 1)
+        os.kill(pid, number)
+        return pid
+
+    def check_failures(self) -> None:
+        """Assert that no worker died and no error was logged, but for those that the test announced."""
+        left = list(self._expected)
+        unexpected = []
+        for line in find_failures(self.log_text):
+            found = next((each for each in left if re.search(each[0], line)), None)
+            if found is None:
+                unexpected.append(line)
+            else:
+                left.remove(found)
+                left += [(found[0], found[1] - 1)] * (found[1] > 1)
+        assert not unexpected, f"the server failed: {unexpected[:5]} ({len(unexpected)} lines in {self.log})"
 
     def child(self, role: str) -> int:
         """The process id of the worker of that role: `engine` or `tokenizer`."""
@@ -293,6 +324,25 @@ class Server:
 
 
 StartServer = Callable[..., Server]  # the fixture `start`
+
+
+@contextmanager
+def start_servers(folder: Path) -> Iterator[StartServer]:
+    """Start servers with their logs in a folder. At the end they are killed, and none may have failed."""
+    servers: list[Server] = []
+
+    def start(*arguments: str, **options: Any) -> Server:
+        server = Server(folder / f"log{len(servers) + 1}", *arguments, **options)
+        servers.append(server)
+        return server.__enter__()
+
+    try:
+        yield start
+    finally:
+        for server in servers:
+            server.kill()
+    for server in servers:
+        server.check_failures()
 
 
 def parse_events(lines: Iterator[str]) -> Iterator[Any]:

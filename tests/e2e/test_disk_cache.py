@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ def test_what_was_computed_comes_back_after_a_restart(
     # What was written behind outlives the engine process.
     complete(server, "another " * 90)
     wait_for(lambda: len(list(tmp_path.glob("kv/*/*.kv"))) == 2)
-    os.kill(server.child("engine"), signal.SIGKILL)
+    server.kill_worker("engine")
     wait_for(lambda: "disk cache: 2 prefixes" in server.log_text)
     wait_for(lambda: server.client.get("/ready").status_code == 200)
     assert complete(server, "another " * 90)[1] > 64

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import platform
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -228,7 +226,7 @@ def test_a_text_over_many_steps_is_one_vector_and_a_call_outlives_the_engine(
     work = threading.Thread(target=lambda: found.append(post(server, input=inputs)))
     work.start()
     wait_for(lambda: server.metrics()["cllm_decoded_tokens_total"] > 0)
-    os.kill(server.child("engine"), signal.SIGKILL)
+    server.kill_worker("engine")
     work.join(90)
     assert len(found[0]) == 50
     assert_same(found[0], post(tiny, input=inputs))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -345,7 +343,7 @@ def test_an_answer_outlives_its_engine(start: StartServer, tiny_model: Path) -> 
             expected = stream.get_final_message()
         with ask() as stream:
             next(iter(stream.text_stream))
-            os.kill(server.child("engine"), signal.SIGKILL)
+            server.kill_worker("engine")
             resumed = stream.get_final_message()
     assert resumed.content == expected.content
     assert (resumed.stop_reason, resumed.usage.output_tokens) == ("max_tokens", expected.usage.output_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +82,7 @@ def test_streams_end_on_the_old_model_and_new_requests_go_to_the_new(
     reload(server)
     assert server.generate("hello", 20)["text"] == two
     wait_for(lambda: len(engines(server)) == 1, 30)
-    os.kill(server.child("engine"), signal.SIGKILL)
+    server.kill_worker("engine")
     assert server.generate("hello", 20)["text"] == two
     server.stop()
 

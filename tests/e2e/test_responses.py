@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -315,7 +313,7 @@ def test_an_answer_outlives_its_engine(start: StartServer, tiny_model: Path) -> 
         kinds: list[str] = []
         for event in client.responses.create(**body, stream=True):
             if event.type == "response.output_text.delta" and event.type not in kinds:
-                os.kill(server.child("engine"), signal.SIGKILL)
+                server.kill_worker("engine")
             kinds.append(event.type)
     assert kinds[-1] == "response.incomplete" and "error" not in kinds
     assert event.response.output[0].content[0].text == expected.output_text

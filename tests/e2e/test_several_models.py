@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -109,7 +107,7 @@ def test_a_crash_of_one_engine_does_not_touch_another(server: Server) -> None:
     assert loaded["memory_bytes"]["host"] > 0 and loaded["last_used"]
     with server.open_stream("hello", 400, model="kept") as events:
         next(events)
-        os.kill(max(find_workers(server.process.pid, "engine")), signal.SIGKILL)  # the one started last
+        server.kill_worker("engine")
         assert server.generate("hello", 4, model="swapped")["generated_tokens"] == 4
         assert list(events)[-1]["finish_reason"] == "length"
     metrics = server.metrics()

@@ -13,7 +13,7 @@ LONG = 4000
 
 
 def kill_engine(server: Server) -> None:
-    os.kill(server.child("engine"), signal.SIGKILL)
+    server.kill_worker("engine")
 
 
 def test_crash_of_the_workers_while_idle(start: StartServer, tiny_model: Path) -> None:
@@ -25,8 +25,7 @@ def test_crash_of_the_workers_while_idle(start: StartServer, tiny_model: Path) -
         assert server.metrics()["cllm_engine_restarts_total"] == restarts
     assert server.kv_is_zero()
     expected = server.generate("before and after", 8)["text"]
-    old = server.child("tokenizer")
-    os.kill(old, signal.SIGKILL)
+    old = server.kill_worker("tokenizer")
     assert server.generate("before and after", 8)["text"] == expected
     wait_for(lambda: not alive(old))
     assert server.child("tokenizer") != old
@@ -43,7 +42,8 @@ def test_a_tokenizer_worker_that_cannot_start_is_tried_again(
     program = (few + SERVE[0], *SERVE[1:])
     server = start(str(model), "--parallel", "2", "--threads", "1", program=program)
     away = model.rename(tmp_path / "away.gguf")
-    os.kill(server.child("tokenizer"), signal.SIGKILL)
+    server.kill_worker("tokenizer")
+    server.expect_failure("the tokenizer process ended|mine.gguf|failed to load model")  # while it is away
     body = {"prompt": "x", "max_tokens": 4, "temperature": 0}
     answer = server.post("/generate", body)
     assert answer.status_code >= 500 and answer.json()["error"]

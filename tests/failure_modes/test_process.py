@@ -39,7 +39,7 @@ NO_RETRIES = _IMPORTS + "Backoff.MAX_IN_A_ROW = 0; "  # the first crash is one t
 
 
 def kill_engine(server: Server) -> None:
-    os.kill(server.child("engine"), signal.SIGKILL)
+    server.kill_worker("engine")
 
 
 def after(setting: str) -> tuple[str, ...]:
@@ -117,8 +117,7 @@ def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) 
         said = [next(events)]
         queued = [pool.submit(server.generate, f"queued {number}", 8) for number in range(5)]
         wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 6)
-        old = server.child("engine")
-        os.kill(old, signal.SIGKILL)
+        old = server.kill_worker("engine")
         wait_for(lambda: ready_status(server) == 503, 5, "/ready never said 503")
         assert server.client.get("/health").status_code == 200
         wait_for(lambda: ready_status(server) == 200)
@@ -173,13 +172,12 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
         str(tiny_model), "--parallel", "2", "--threads", "1", "--drain-s", "1", program=after(SHORT_SILENCE)
     )
     expected = server.generate("stopped", 8)["text"]
-    stopped = [server.child("engine"), server.child("tokenizer")]
     text = "x" * 200_000
     with ThreadPoolExecutor(6) as pool, HealthWatch(server.url, server.process.pid) as health:
-        os.kill(stopped[0], signal.SIGSTOP)
+        stopped = [server.kill_worker("engine", signal.SIGSTOP)]
         waiting = [pool.submit(server.generate, "stopped", 8) for _ in range(2)]
         wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 2)
-        os.kill(stopped[1], signal.SIGSTOP)
+        stopped += [server.kill_worker("tokenizer", signal.SIGSTOP)]
         large = [pool.submit(server.post, "/encode", {"text": text}) for _ in range(4)]
         wait_for(lambda: ready_status(server) == 503, 30)
         assert [future.result(PATIENCE_S)["text"] for future in waiting] == [expected] * 2
@@ -189,6 +187,7 @@ def test_stopped_workers_are_replaced_and_stop_nothing_else(start: StartServer, 
     assert server.metrics()["cllm_engine_restarts_total"] == 1
     assert server.kv_is_zero()
     children = get_children(server.process.pid)
+    server.expect_failure("did not exit by itself|the engine died|the tokenizer process ended")
     for pid in children:
         os.kill(pid, signal.SIGSTOP)
     with server.connect({"text": text}, "/encode") as late:
@@ -205,6 +204,7 @@ def test_an_engine_that_keeps_crashing_is_503_until_it_is_back(start: StartServe
     """Was: 200 from /health, 500 for every request, and no other start."""
     server = start(str(tiny_model), "--parallel", "2", "--threads", "1", program=after(NO_RETRIES))
     kill_engine(server)
+    server.expect_failure("the engine is given up", 1)
     wait_for(lambda: server.client.get("/health").status_code == 503, 10)
     assert server.client.get("/health").json() == {"status": "failed", "engine": "failed"}
     assert ready_status(server) == 503

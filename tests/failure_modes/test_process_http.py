@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -129,7 +127,7 @@ def test_the_workers_can_still_be_replaced(narrow: Server) -> None:
     with keep, ExitStack() as stack:
         assert keep.get("/health").status_code == 200
         fill(narrow, stack, 2 * DESCRIPTORS)
-        os.kill(narrow.child("tokenizer"), signal.SIGKILL)
+        narrow.kill_worker("tokenizer")
         answer = keep.post("/generate", json={"prompt": "still", "max_tokens": 2})
         assert answer.status_code == 200, answer.text
 

@@ -262,6 +262,7 @@ def open_session(folder: Path, model: str, group: str) -> Iterator[Session]:
     with Server(
         log, *flags, *drafts, program=program, KILL_PLAN=str(plan), CLLM_LOG_LEVEL="warning"
     ) as server:
+        server.expect_failure("the engine died: ")
         yield Session(server, plan, model, group)
 
 

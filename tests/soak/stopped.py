@@ -69,7 +69,7 @@ def run_stopped(
     """Stop workers, print what happened; 0 if nothing else stopped. Raises SetupError."""
     flags = ("--no-tune", "--drain-s", str(DRAIN_S))
     settings = ServerSettings(model=model, parallel=PARALLEL)
-    with serving("stopped", settings, command, logs, flags) as server:
+    with serving("stopped", settings, command, logs, flags, fails=True) as server:
         outcome = _stop_workers(server, seconds)
     faults = find_faults(outcome)
     text = "\n".join([*_lines(outcome), *(faults or ["pass"])])

@@ -339,3 +339,9 @@ def test_a_draft_model_hears_whose_memory_it_may_use(shared: bool) -> None:
     for tenant, reuse in (("a", True), ("b", True), ("b", False)):
         policy.start(Request(id="r", prompt=(1,), max_tokens=1, tenant=tenant, reuse=reuse))
     assert tenants == (["", "", None] if shared else ["a", "b", None])
+
+
+def test_a_step_without_sequences_drafts_nothing() -> None:
+    """Was: a draft model's tokens divided between no sequences, which ended the engine whenever idle."""
+    policy = SpecDecodePolicy(16, draft_model=lambda tenant: Parrot(()))
+    assert policy.draft([], Priced(0.1), room=512, max_step_s=10.0) == {}
