@@ -30,7 +30,21 @@ if [ "${1:-}" = docs ]; then
     quietly pip -e ".[docs]"
     exit
 fi
+# The tests of the page need a browser. Where it cannot be installed, they are left out, and pytest says so.
+install_browser() {
+    for name in chromium chromium-browser google-chrome; do
+        command -v "$name" >/dev/null && return
+    done
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing Chromium, for the tests of the page"
+        export DEBIAN_FRONTEND=noninteractive
+        { timeout 120 apt-get update -qq && timeout 300 apt-get install -qq -y --no-install-recommends chromium; } \
+            >"$log" 2>&1 || say "Chromium could not be installed: the tests of the page are left out"
+    fi
+}
+
 if [ "${1:-}" = test ] || [ "${1:-}" = bench ]; then
+    [ "$1" = bench ] || install_browser
     say "installing what 'make $1' needs"
     quietly pip -e ".[$1]"
     quietly .venv/bin/python -m cllm.build.build --fetch # headers, vocabularies and chat templates

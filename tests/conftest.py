@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cllm.backend.base import ModelRunner
+from tests.driver.browser import NO_BROWSER
 from tests.driver.kinds import Kind, Opened, open_runner
 from tests.driver.same_text import Reference, Tally
 from tests.driver.server import StartServer, start_servers
@@ -19,6 +20,7 @@ from tests.profiles import load_profile
 from tests.tiny_architectures import make_all
 
 _TALLY = pytest.StashKey[Tally]()
+_LEFT_OUT = pytest.StashKey[int]()  # tests of the page, where there is no browser
 
 # Tests that a shell starts in the background ignore Ctrl-C, and so would the servers they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -94,3 +96,12 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if tally := config.stash[_TALLY]:
         terminalreporter.write_line(str(tally))
+    skipped = terminalreporter.stats.get("skipped", ())
+    config.stash[_LEFT_OUT] = sum(NO_BROWSER in str(report.longrepr) for report in skipped)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say in the last line what was left out, and what adds it."""
+    if count := config.stash.get(_LEFT_OUT, 0):
+        print(f"left out: {count} tests of the page: no browser; `apt-get install chromium` adds them")

@@ -15,6 +15,7 @@ from tests.driver.server import Server
 
 LIMIT_MS = 20_000
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+NO_BROWSER = "there is no Chromium here: apt-get install chromium"
 # What breaks the content policy, and scripts that should not have run.
 WATCH = """
 window.violations = [];
@@ -31,7 +32,7 @@ def find_chromium() -> str:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
-        pytest.skip("there is no Chromium here: apt-get install chromium")
+        pytest.skip(NO_BROWSER)
     return found
 
 

@@ -343,5 +343,5 @@ def test_a_draft_model_hears_whose_memory_it_may_use(shared: bool) -> None:
 
 def test_a_step_without_sequences_drafts_nothing() -> None:
     """Was: a draft model's tokens divided between no sequences, which ended the engine whenever idle."""
-    policy = SpecDecodePolicy(16, draft_model=lambda tenant: Parrot(()))
+    policy = SpecDecodePolicy(16, draft_model=lambda tenant: Parrot(3))
     assert policy.draft([], Priced(0.1), room=512, max_step_s=10.0) == {}
