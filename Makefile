@@ -79,8 +79,9 @@ mutants: .venv/ready-test ## 600 small changes of the core, each noticed by a un
 sanitize: .venv/ready-test ## llama.cpp under AddressSanitizer (built once, minutes): the contract tests, and what grows with requests
 	.venv/bin/python -m tests.proof.sanitizer $(ARGS)
 
-life-cycle: .venv/ready-test ## every order of events in small worlds of requests, slots and cells; ARGS="--depth 6"
+life-cycle: .venv/ready-test ## every order of events in small worlds of requests, slots and cells; each native call fails once; ARGS="--depth 6"
 	.venv/bin/python -m tests.proof.life_cycle $(ARGS)
+	TEST_PROFILE=random .venv/bin/python -m pytest $(WORKERS) -k every_native_call tests/unit/core/test_scheduler_invariants.py tests/unit/core/test_spec_decode_invariants.py
 
 seeds: .venv/ready build/tiny.gguf ## the earlier server's failing cases, as a table
 	.venv/bin/python -m tests.soak.seeds --tiny build/tiny.gguf $(ARGS)

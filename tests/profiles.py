@@ -25,8 +25,8 @@ def load_profile(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("TEST_PROFILE", "unit" if fast else "full"))
 
 
-def is_full() -> bool:
-    return settings.get_current_profile_name() != "unit"
+def is_random() -> bool:
+    return settings.get_current_profile_name() == "random"
 
 
 def examples(full: int) -> int:

@@ -13,7 +13,7 @@ from cllm.errors import EngineDied
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason
 from tests.driver.engine import StepDriver
-from tests.profiles import is_full
+from tests.profiles import is_random
 
 Fail = Callable[[int, str], Exception | StepStatus | None]
 STEP_FAILURES = (StepStatus.NO_ROOM, StepStatus.ABORTED, StepStatus.BAD_BATCH, StepStatus.FAILED)
@@ -82,7 +82,8 @@ def fail_each_call_in_turn(begin: Callable[[Fail], StepDriver], status: StepStat
     """As SQLite does with malloc: native call k fails, for every k; at most one request may suffer from it.
 
     `begin` starts the same run each time. With a `status` every step ends with it once; without one every
-    call raises once. Returns the run in which nothing failed. The profile `unit` takes every fifth call.
+    call raises once. Returns the run in which nothing failed. Every fifth call is taken, another fifth for
+    each status; the profile `random` takes all (`make life-cycle`).
     """
     calls: list[str] = []
     undisturbed = begin(lambda number, name: calls.append(name))
@@ -91,7 +92,8 @@ def fail_each_call_in_turn(begin: Callable[[Fail], StepDriver], status: StepStat
     assert "collect" in calls
     # A status is the answer of a step only; that other calls raise is tried without one.
     numbers = [k for k, name in enumerate(calls) if status is None or name == "collect"]
-    for k in numbers[:: 1 if is_full() else 5]:
+    first = (None, *STEP_FAILURES).index(status)
+    for k in numbers if is_random() else numbers[first :: len(STEP_FAILURES) + 1]:
         driver = begin(_fail_once(k, status))
         driver.kv_runs_out = status is StepStatus.NO_ROOM
         driver.run()

@@ -61,10 +61,10 @@ def test_a_bad_grammar_on_the_openai_route(tiny: Server) -> None:
     assert "64" in refusal(answer) and answer.json()["error"]["param"] == "grammar"
 
 
-def chain(link: Any) -> dict[str, Any]:
+def chain(link: Any, count: int = 5000) -> dict[str, Any]:
     """A schema of thousands of definitions, each made from the next."""
-    links = {f"a{n}": link({"$ref": f"#/$defs/a{n + 1}"}) for n in range(5000)}
-    return {"$defs": {**links, "a5000": {"type": "string"}}, "$ref": "#/$defs/a0"}
+    links = {f"a{n}": link({"$ref": f"#/$defs/a{n + 1}"}) for n in range(count)}
+    return {"$defs": {**links, f"a{count}": {"type": "string"}}, "$ref": "#/$defs/a0"}
 
 
 REFUSED_SCHEMAS = {
@@ -155,6 +155,33 @@ def test_an_exhausted_grammar_ends_that_request_alone(tiny: Server) -> None:
         and re.fullmatch("[0-9]{0,4}", "".join(e["token"] for e in tokens))
     )
     assert stream_text(seen) == alone
+
+
+@pytest.mark.failure_mode("hostile-schema")
+def test_chained_references_in_a_tool_are_refused(tiny: Server) -> None:
+    """Was: the limits were not applied to tools, and any key ended the tokenizer worker at will."""
+    worker = tiny.child("tokenizer")
+    chained = chain(lambda each: each, 3000)
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a0"}}, "$defs": chained["$defs"]}
+    function = {"name": "f", "parameters": parameters}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "max_tokens": 1,
+    }
+    answer = tiny.post("/v1/chat/completions", body)
+    assert "references" in refusal(answer) and answer.json()["error"]["param"] == "tools"
+    assert tiny.child("tokenizer") == worker
+
+
+@pytest.mark.failure_mode("hostile-schema")
+def test_references_spelled_with_escapes_are_counted(tiny: Server) -> None:
+    worker = tiny.child("tokenizer")
+    schema = json.dumps(chain(lambda each: each)).replace('"$ref"', r'"\u0024ref"')
+    answer = tiny.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "guided_json": schema})
+    assert "references" in refusal(answer)
+    assert tiny.child("tokenizer") == worker
 
 
 # Templates ------------------------------------------------------------------------------------------
