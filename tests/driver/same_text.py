@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from cllm.backend.base import Batch, ModelRunner, Row, StepStatus
-from cllm.backend.llama.memory import embedded_model
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
@@ -21,6 +22,8 @@ from tests.driver.kinds import Kind, open_runner
 from tests.driver.runner import feed, text_of
 
 TIE = 0.05  # top-two logits closer than this (alone) may be chosen either way under load
+# Options of a server on a tiny F32 model. With them the greedy text does not depend on how batches are cut.
+EXACT = ("--no-flash-attention", "--cache-type-k", "f32", "--cache-type-v", "f32")
 
 
 class Alone(NamedTuple):
@@ -150,9 +153,11 @@ class SoloText(NamedTuple):
 class Soloist:
     """One runner of one sequence: the texts of a model when it is asked alone."""
 
-    def __init__(self, model: Path | None = None) -> None:
-        path = str(model or embedded_model())
-        self.runner = LlamaRunner(EngineConfig(model=path, parallel=1, ctx_size=4096, threads=1))
+    def __init__(self, model: Path) -> None:
+        """Open a model as a server does with the options `EXACT`."""
+        config = EngineConfig(model=str(model), parallel=1, ctx_size=4096, threads=1)
+        exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
+        self.runner = LlamaRunner(msgspec.structs.replace(config, **exact))
 
     def answer(self, prompt: str, max_tokens: int) -> SoloText:
         vocabulary = self.runner.vocabulary

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.driver.same_text import EXACT
 from tests.driver.server import Server
 from tests.e2e.clients import only_loopback
 from tests.e2e.golden.record import scripted_server
@@ -22,7 +23,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model. One thread: on a busy machine two wait for each other."""
+    """The embedded model. One thread: on a busy machine two wait for each other.
+
+    It is quantised: its words, and where an answer ends, differ from one CPU to the next. Tests may use its
+    vocabulary, its chat template and its work counters. Where the text matters they take `tiny`.
+    """
     arguments = ("--parallel", "8", "--ctx-size", "32768", "--threads", "1")
     with Server(tmp_path_factory.mktemp("embedded") / "log", *arguments) as server:
         yield server
@@ -30,9 +35,23 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    """The tiny model on eight sequences."""
+    """The tiny model on eight sequences; its greedy text is the same however batches are cut."""
     log = tmp_path_factory.mktemp("tiny") / "log"
-    with Server(log, str(tiny_model), "--parallel", "8", "--threads", "1") as server:
+    with Server(log, str(tiny_model), "--parallel", "8", "--threads", "1", *EXACT) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose vocabulary is as large as a real one's."""
+    return make_dense(tmp_path_factory.mktemp("models") / "wide.gguf", vocabulary=18_000, context=8192)
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory, wide_model: Path) -> Iterator[Server]:
+    """A large vocabulary at little cost: grammars and samplers do their work, the model hardly any."""
+    arguments = ("--parallel", "8", "--ctx-size", "65536", "--threads", "1", *EXACT)
+    with Server(tmp_path_factory.mktemp("wide") / "log", str(wide_model), *arguments) as server:
         yield server
 
 

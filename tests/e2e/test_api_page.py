@@ -53,10 +53,10 @@ print(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def said(embedded: Server) -> dict[str, tuple[str, str]]:
+def said(tiny: Server) -> dict[str, tuple[str, str]]:
     """What each Python snippet printed, and how it failed, if it did."""
     installed = [snippet for snippet in PYTHON if importlib.util.find_spec(package(snippet))]
-    local = [LENGTH.sub(r"\g<1>16", snippet.replace(ADDRESS, embedded.url)) for snippet in installed]
+    local = [LENGTH.sub(r"\g<1>16", snippet.replace(ADDRESS, tiny.url)) for snippet in installed]
     results = json.loads(run([sys.executable, "-c", RUN_ALL], json.dumps(local)).splitlines()[-1])
     return dict(zip(installed, results, strict=True))
 
@@ -72,13 +72,13 @@ def test_a_python_snippet_runs(snippet: str, said: dict[str, tuple[str, str]]) -
 
 
 @pytest.mark.parametrize("snippet", SHELL, ids=lambda snippet: snippet.split()[2].rpartition("/")[2])
-def test_a_shell_snippet_runs(snippet: str, embedded: Server) -> None:
-    assert run(["bash", "-ec", snippet.replace(ADDRESS, embedded.url)]).startswith("{")
+def test_a_shell_snippet_runs(snippet: str, tiny: Server) -> None:
+    assert run(["bash", "-ec", snippet.replace(ADDRESS, tiny.url)]).startswith("{")
 
 
-def test_the_table_holds_every_route(embedded: Server) -> None:
+def test_the_table_holds_every_route(tiny: Server) -> None:
     table = PAGE.partition("## Routes")[2].partition("## Fields")[0]
-    for path, methods in embedded.get("/openapi.json")["paths"].items():
+    for path, methods in tiny.get("/openapi.json")["paths"].items():
         for method in methods:
             assert f"{method.upper()} {path}`" in table
 

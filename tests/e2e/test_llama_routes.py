@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.driver.server import Server, StartServer, parse_events
+from cllm.testing import say
+from tests.driver.server import Server, StartServer, make_client, parse_events, wait_for
 
 LLAMA = ("from cllm.cli.main import main; main()", "llama-server")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
@@ -54,9 +55,9 @@ def completion(server: Server, prompt: Any, n_predict: int = 8, **fields: Any) -
     return dict(answer.json())
 
 
-def test_a_completion_has_its_fields_and_equals_the_native_route(embedded: Server) -> None:
-    answer = completion(embedded, "The capital of France is")
-    assert answer["content"] == embedded.generate("The capital of France is", 8, temperature=0)["text"]
+def test_a_completion_has_its_fields_and_equals_the_native_route(tiny: Server) -> None:
+    answer = completion(tiny, "The capital of France is")
+    assert answer["content"] == tiny.generate("The capital of France is", 8, temperature=0)["text"]
     assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 8)
     timings = answer["timings"]
     assert set(answer) == FIELDS
@@ -67,10 +68,10 @@ def test_a_completion_has_its_fields_and_equals_the_native_route(embedded: Serve
     assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0 and timings["predicted_per_second"] > 0
 
 
-def test_tokens_and_text_are_the_same_prompt(embedded: Server) -> None:
-    tokens = embedded.post("/tokenize", {"content": "1+1="}).json()["tokens"]
-    assert completion(embedded, tokens)["content"] == completion(embedded, "1+1=")["content"]
-    assert embedded.post("/detokenize", {"tokens": tokens}).json() == {"content": "1+1="}
+def test_tokens_and_text_are_the_same_prompt(tiny: Server) -> None:
+    tokens = tiny.post("/tokenize", {"content": "1+1="}).json()["tokens"]
+    assert completion(tiny, tokens)["content"] == completion(tiny, "1+1=")["content"]
+    assert tiny.post("/detokenize", {"tokens": tokens}).json() == {"content": "1+1="}
 
 
 def test_control_tokens_are_parsed_in_raw_prompts_as_llama_server_does(embedded: Server) -> None:
@@ -79,21 +80,23 @@ def test_control_tokens_are_parsed_in_raw_prompts_as_llama_server_does(embedded:
     assert len(embedded.post("/tokenize", {**body, "parse_special": False}).json()["tokens"]) > 1
 
 
-def test_minus_one_means_no_limit_and_a_stop_word_ends_it(embedded: Server) -> None:
-    answer = completion(embedded, "Count: 1, 2, 3, 4,", -1, stop=[" 9"], ignore_eos=True)
-    assert answer["stop_type"] == "word" and answer["stopping_word"] == " 9"
-    assert " 9" not in answer["content"]
+def test_minus_one_means_no_limit_and_a_stop_word_ends_it(tiny: Server) -> None:
+    text = completion(tiny, "Count: 1, 2, 3, 4,", 60)["content"]
+    stop = text[-4:]
+    answer = completion(tiny, "Count: 1, 2, 3, 4,", -1, stop=[stop])
+    assert answer["stop_type"] == "word" and answer["stopping_word"] == stop
+    assert answer["content"] == text[: text.index(stop)]
 
 
-def test_probabilities_come_when_asked_for(embedded: Server) -> None:
-    answer = completion(embedded, "1+1=", 3, n_probs=2)
+def test_probabilities_come_when_asked_for(tiny: Server) -> None:
+    answer = completion(tiny, "1+1=", 3, n_probs=2)
     assert [len(entry["top_logprobs"]) for entry in answer["completion_probabilities"]] == [2, 2, 2]
 
 
-def test_a_stream_ends_with_a_stop_event(embedded: Server) -> None:
+def test_a_stream_ends_with_a_stop_event(tiny: Server) -> None:
     body = {"prompt": "1+1=", "n_predict": 5, "temperature": 0, "stream": True}
-    pieces = stream(embedded, "/completion", body)
-    assert "".join(piece["content"] for piece in pieces) == completion(embedded, "1+1=", 5)["content"]
+    pieces = stream(tiny, "/completion", body)
+    assert "".join(piece["content"] for piece in pieces) == completion(tiny, "1+1=", 5)["content"]
     assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert set(pieces[-1]) == FIELDS and (pieces[-1]["content"], pieces[-1]["tokens"]) == ("", [])
     assert sum(len(piece["tokens"]) for piece in pieces) == 5 == pieces[-1]["tokens_predicted"]
@@ -107,42 +110,43 @@ def test_the_template_props_and_slots_are_shown(embedded: Server) -> None:
     assert [slot["is_processing"] for slot in embedded.get("/slots")] == [False] * 8
 
 
-def test_what_a_completion_may_be_asked_for(embedded: Server) -> None:
-    answer = completion(
-        embedded, "1+1=", 3, return_tokens=True, response_fields=["tokens", "timings/prompt_n"]
-    )
+def test_what_a_completion_may_be_asked_for(tiny: Server) -> None:
+    answer = completion(tiny, "1+1=", 3, return_tokens=True, response_fields=["tokens", "timings/prompt_n"])
     assert set(answer) == {"tokens", "timings/prompt_n"} and len(answer["tokens"]) == 3
     text = "Once upon a time there was a king who had three daughters. " * 4
-    warmed = completion(embedded, text, 0)
+    warmed = completion(tiny, text, 0)
     assert (warmed["content"], warmed["tokens_predicted"], warmed["stop_type"]) == ("", 0, "limit")
-    assert completion(embedded, text, 1)["timings"]["cache_n"] > 0
-    assert completion(embedded, "1+1=", 1)["timings"]["predicted_per_second"] == 0.0
-    assert completion(embedded, "1+1=", 4, logit_bias=[["2", False]])["content"][0] != "2"
-    assert completion(embedded, "1+1=", 4, grammar="", stop=[""], seed=-7, samplers=["top_k"])["content"]
+    assert completion(tiny, text, 1)["timings"]["cache_n"] > 0
+    assert completion(tiny, "1+1=", 1)["timings"]["predicted_per_second"] == 0.0
+    letter = completion(tiny, "1+1=", 4, regex="[a-z]")["content"]
+    banned = completion(tiny, "1+1=", 4, regex="[a-z]", logit_bias=[[letter, False]])["content"]
+    assert len(letter) == len(banned) == 1 and letter != banned
+    assert completion(tiny, "1+1=", 4, grammar="", stop=[""], seed=-7, samplers=["top_k"])["content"]
 
 
-def test_several_prompts_are_several_answers(embedded: Server) -> None:
-    tokens = embedded.post("/tokenize", {"content": "1+1="}).json()["tokens"]
+def test_several_prompts_are_several_answers(tiny: Server) -> None:
+    tokens = tiny.post("/tokenize", {"content": "1+1="}).json()["tokens"]
     body = {"prompt": ["1+1=", tokens, ["1+", *tokens[2:]]], "n_predict": 3, "temperature": 0}
-    answers = embedded.post("/completion", body).json()
+    answers = tiny.post("/completion", body).json()
     assert [answer["index"] for answer in answers] == [0, 1, 2]
     assert len({answer["content"] for answer in answers}) == 1 and answers[1]["prompt"] == "1+1="
-    events = stream(embedded, "/completion", body)
+    events = stream(tiny, "/completion", body)
     assert sorted(event["index"] for event in events if event["stop"]) == [0, 1, 2]
 
 
-def test_a_stream_has_one_token_an_event_where_probabilities_are_asked_for(embedded: Server) -> None:
+def test_a_stream_has_one_token_an_event_where_probabilities_are_asked_for(tiny: Server) -> None:
     body = {"prompt": "a a a a a a a a", "n_predict": 12, "temperature": 0, "n_probs": 2}
-    *pieces, last = stream(embedded, "/completion", body)
+    *pieces, last = stream(tiny, "/completion", body)
     assert [len(piece["tokens"]) for piece in pieces] == [1] * 12
     assert [len(piece["completion_probabilities"]) for piece in pieces] == [1] * 12
     assert "completion_probabilities" not in last
-    whole = completion(embedded, "a a a a a a a a", 12, n_probs=2)
+    whole = completion(tiny, "a a a a a a a a", 12, n_probs=2)
     assert "".join(piece["content"] for piece in pieces) == whole["content"]
 
 
-def test_probabilities_after_sampling(embedded: Server) -> None:
-    answer = completion(embedded, "1+1=", 2, n_probs=3, post_sampling_probs=True)
+def test_probabilities_after_sampling(tiny: Server) -> None:
+    answer = completion(tiny, "1+1=", 2, n_probs=3, post_sampling_probs=True)
+    assert len(answer["completion_probabilities"]) == 2
     for entry in answer["completion_probabilities"]:
         assert entry["prob"] == 1.0 and [each["prob"] for each in entry["top_probs"]] == [1.0]
 
@@ -158,9 +162,12 @@ def test_progress_and_timings_in_a_stream(llama: Server) -> None:
     assert pieces and all(piece["timings"]["prompt_ms"] > 0 for piece in pieces)
 
 
-def test_a_line_that_is_indented_by_too_little_ends_it(embedded: Server) -> None:
-    answer = completion(embedded, "1, 2, 3.\n\nA poem:\n\n", 200, n_indent=30, ignore_eos=True)
-    assert answer["stop_type"] == "limit" and answer["tokens_predicted"] < 200
+def test_a_line_that_is_indented_by_too_little_ends_it(tiny: Server) -> None:
+    lines = {"regex": r"    a\n  b\n    c{200}"}
+    whole = completion(tiny, "A poem:\n", 300, **lines)
+    assert whole["content"].startswith("    a\n  b\n    ccc")
+    answer = completion(tiny, "A poem:\n", 300, n_indent=4, **lines)
+    assert answer["stop_type"] == "limit" and len(answer["content"]) < len("    a\n  b\n    ccc")
 
 
 def test_tokens_with_their_texts(embedded: Server) -> None:
@@ -264,15 +271,18 @@ def test_slots_are_saved_restored_and_erased(llama: Server) -> None:
     assert llama.post("/props", {}).json() == {"success": True}
 
 
-def test_a_slot_that_computes_shows_its_request(llama: Server) -> None:
-    with llama.client.stream(
-        "POST", "/completion", json={"prompt": "abc", "n_predict": 1500, "stream": True, "ignore_eos": True}
-    ) as answer:
-        lines = answer.iter_lines()  # the response is closed with it
-        next(lines)
-        busy = [slot for slot in llama.get("/slots") if slot["is_processing"]]
-    assert len(busy) == 1 and busy[0]["params"]["n_predict"] == 1500
-    assert busy[0]["next_token"][0]["n_decoded"] > 0 and "abc" not in json.dumps(busy)
+def test_a_slot_that_computes_shows_its_request(scripted: Server) -> None:
+    """750 tokens take the scripted model three seconds, however fast the machine is."""
+    body = {"prompt": say("secret " * 107), "n_predict": 750, "stream": True}
+
+    def find_busy() -> list[Any]:
+        found = [slot for slot in scripted.get("/slots") if slot["is_processing"]]
+        return [slot for slot in found if slot["next_token"][0]["n_decoded"] > 0]
+
+    wait_for(scripted.idle)
+    with make_client(base_url=scripted.url) as client, client.stream("POST", "/completion", json=body):
+        (slot,) = wait_for(find_busy)
+    assert slot["params"]["n_predict"] == 750 and "secret" not in json.dumps(slot)
 
 
 def test_chats_have_its_timings_and_forms(llama: Server) -> None:
@@ -300,7 +310,8 @@ def test_chats_have_its_timings_and_forms(llama: Server) -> None:
 
 
 def test_a_json_object_may_have_a_schema(embedded: Server) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 7}}, "required": ["a"]}
+    closed = {"required": ["a"], "additionalProperties": False}  # the model cannot go on with other keys
+    schema = {"type": "object", "properties": {"a": {"const": 7}}, **closed}
     form = {"response_format": {"type": "json_object", "schema": schema}, "max_tokens": 16}
     answer = embedded.post("/chat/completions", {**CHAT, **form}).json()
     assert json.loads(answer["choices"][0]["message"]["content"])["a"] == 7

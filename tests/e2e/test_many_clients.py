@@ -33,7 +33,7 @@ def ask_all(server: Server, prompts: list[str], max_tokens: int) -> list[dict[st
     return asyncio.run(ask())
 
 
-def check(server: Server, model: Path | None, prompts: list[str], max_tokens: int) -> None:
+def check(server: Server, model: Path, prompts: list[str], max_tokens: int) -> None:
     before = len(server.log_text)
     counters = server.kv()["counters"]
     answers = ask_all(server, prompts, max_tokens)
@@ -63,7 +63,7 @@ def test_200_clients_on_8_slots_tiny_model(tiny: Server, tiny_model: Path) -> No
     check(tiny, tiny_model, [f"client {number}: " + "ab " * (number % 7) for number in range(200)], 12)
 
 
-def test_12_clients_on_8_slots_embedded_model(embedded: Server) -> None:
+def test_12_clients_on_8_slots_large_vocabulary(wide: Server, wide_model: Path) -> None:
     animals = ("cat", "dog", "owl", "fox", "bee", "cow")
     prompts = [f"{count} facts about the {animal}:" for animal in animals for count in (3, 7)]
-    check(embedded, None, prompts, 10)
+    check(wide, wide_model, prompts, 10)

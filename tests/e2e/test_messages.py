@@ -15,13 +15,18 @@ from anthropic.types import MessageParam
 from pydantic import BaseModel
 
 from tests.driver.agent_bodies import CLAUDE, CLAUDE_TURNS
+from tests.driver.same_text import EXACT
 from tests.driver.server import Server, StartServer
+from tests.tiny_models import END_OF_TEXT
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is AI?"}]
 GREEDY = {"temperature": 0}
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Paris", "Oslo"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
@@ -34,8 +39,9 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(embedded: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=embedded.url, api_key="none", max_retries=0) as client:
+def client(tiny: Server) -> Iterator[anthropic.Anthropic]:
+    """A client of a model that, greedy, never ends by itself, and says the same on every CPU."""
+    with anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -45,9 +51,9 @@ def words(message: anthropic.types.Message) -> str:
     return block.text
 
 
-def test_an_answer_equals_the_chat_routes(client: anthropic.Anthropic, embedded: Server) -> None:
+def test_an_answer_equals_the_chat_routes(client: anthropic.Anthropic, tiny: Server) -> None:
     message = client.messages.create(model="any", max_tokens=16, messages=QUESTION, extra_body=GREEDY)
-    chat = embedded.post(
+    chat = tiny.post(
         "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 16, "temperature": 0}
     ).json()
     assert words(message) == chat["choices"][0]["message"]["content"]
@@ -58,8 +64,11 @@ def test_an_answer_equals_the_chat_routes(client: anthropic.Anthropic, embedded:
 
 def test_streamed_and_whole_messages_are_the_same(client: anthropic.Anthropic) -> None:
     asked: list[MessageParam] = [{"role": "user", "content": "Say hi"}]
-    whole = client.messages.create(model="any", max_tokens=60, messages=asked, extra_body=GREEDY)
-    with client.messages.stream(model="any", max_tokens=60, messages=asked, extra_body=GREEDY) as stream:
+    long = 300  # tokens: so many that they are not read all at once
+    ending = {**GREEDY, "logit_bias": {str(END_OF_TEXT): 100}, "min_tokens": long}
+    fields: Any = {"model": "any", "max_tokens": long + 1, "messages": asked, "extra_body": ending}
+    whole = client.messages.create(**fields)
+    with client.messages.stream(**fields) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert whole.stop_reason == final.stop_reason == "end_turn"
@@ -67,9 +76,9 @@ def test_streamed_and_whole_messages_are_the_same(client: anthropic.Anthropic) -
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_events_carry_their_name(embedded: Server) -> None:
-    body = {"messages": QUESTION, "max_tokens": 3, "stream": True}
-    answer = embedded.post("/v1/messages", body)
+def test_events_carry_their_name(tiny: Server) -> None:
+    body = {"messages": QUESTION, "max_tokens": 3, "stream": True, "temperature": 0}
+    answer = tiny.post("/v1/messages", body)
     names = []
     for block in answer.text.strip().split("\n\n"):
         name, data = block.split("\n")
@@ -150,7 +159,7 @@ def test_demanded_calls_fit_their_schema_and_results_go_back(client: anthropic.A
     asked: list[MessageParam] = [{"role": "user", "content": "What is the weather in Oslo?"}]
     fields: Any = {
         "model": "any",
-        "max_tokens": 60,
+        "max_tokens": 200,
         "tools": [WEATHER],
         "tool_choice": {"type": "tool", "name": "weather"},
         "extra_body": GREEDY,
@@ -176,20 +185,27 @@ def test_demanded_calls_fit_their_schema_and_results_go_back(client: anthropic.A
 
 
 def test_a_call_cut_off_has_no_input(client: anthropic.Anthropic) -> None:
-    answer = client.messages.create(
-        model="any", max_tokens=9, messages=QUESTION, tools=[WEATHER], tool_choice={"type": "any"}
+    note = {"type": "string", "minLength": 300, "maxLength": 300}
+    tool: Any = {
+        "name": "note",
+        "input_schema": {"type": "object", "properties": {"text": note}, "required": ["text"]},
+    }
+    answer = client.messages.create(  # 60 tokens are more than the call's head and less than the note
+        model="any", max_tokens=60, messages=QUESTION, tools=[tool], tool_choice={"type": "any"}
     )
     (call,) = answer.content
     assert call.type == "tool_use" and call.input == {} and answer.stop_reason == "max_tokens"
 
 
-def test_an_answer_is_continued_from_its_beginning(client: anthropic.Anthropic) -> None:
+def test_an_answer_is_continued_from_its_beginning(client: anthropic.Anthropic, tiny: Server) -> None:
     begun: list[MessageParam] = [
         {"role": "user", "content": "Count to five, in digits."},
         {"role": "assistant", "content": "1, 2, 3,"},
     ]
-    answer = client.messages.create(model="any", max_tokens=4, messages=begun, extra_body=GREEDY)
-    assert words(answer).startswith(" 4")
+    answer = client.messages.create(model="any", max_tokens=8, messages=begun, extra_body=GREEDY)
+    prompt = "<|im_start|>user\nCount to five, in digits.<|im_end|>\n<|im_start|>assistant\n1, 2, 3,"
+    continued = tiny.post("/completion", {"prompt": prompt, "n_predict": 8, "temperature": 0}).json()
+    assert words(answer) == continued["content"] != ""
 
 
 def test_a_stop_sequence_ends_the_answer_and_is_named(client: anthropic.Anthropic) -> None:
@@ -214,14 +230,14 @@ def test_a_stop_sequence_ends_the_answer_and_is_named(client: anthropic.Anthropi
     ids=["output_config", "json_schema"],
 )
 def test_a_schema_is_honoured(client: anthropic.Anthropic, fields: dict[str, Any]) -> None:
-    answer = client.messages.create(model="any", max_tokens=60, messages=QUESTION, **fields)
+    answer = client.messages.create(model="any", max_tokens=200, messages=QUESTION, **fields)
     jsonschema.validate(json.loads(words(answer)), SCHEMA)
 
 
 def test_structured_outputs_are_parsed(client: anthropic.Anthropic) -> None:
     answer = client.messages.parse(
         model="any",
-        max_tokens=60,
+        max_tokens=200,
         messages=[{"role": "user", "content": "Describe a person."}],
         output_format=Person,
         extra_body=GREEDY,
@@ -319,20 +335,18 @@ def test_errors_before_the_route_have_anthropics_shape(embedded: Server) -> None
     assert set(openais["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_disconnect_in_mid_stream_leaves_nothing_behind(
-    client: anthropic.Anthropic, embedded: Server
-) -> None:
+def test_a_disconnect_in_mid_stream_leaves_nothing_behind(client: anthropic.Anthropic, tiny: Server) -> None:
     with (
-        embedded.freed_on_leaving(),
+        tiny.freed_on_leaving(),
         client.messages.stream(
-            model="any", max_tokens=500, messages=QUESTION, extra_body={"ignore_eos": True}
+            model="any", max_tokens=4000, messages=QUESTION, extra_body={"ignore_eos": True}
         ) as stream,
     ):
         next(iter(stream))
 
 
 def test_an_answer_outlives_its_engine(start: StartServer, tiny_model: Path) -> None:
-    server = start(str(tiny_model), "--parallel", "1", "--threads", "1")
+    server = start(str(tiny_model), "--parallel", "1", "--threads", "1", *EXACT)
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
 
         def ask() -> Any:

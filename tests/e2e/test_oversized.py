@@ -11,24 +11,26 @@ CLIENTS = 16
 SIZE = 7_800_000
 
 
-@pytest.mark.parametrize(
-    ("route", "worker_s"),
-    [("/v1/completions", 0.1), ("/v1/chat/completions", 0.2)],  # a conversation is rendered first
-)
-def test_oversized_prompts_at_once_are_refused_untokenised(
-    embedded: Server, route: str, worker_s: float
-) -> None:
-    """Tokenising one of them takes the worker four seconds; CPU time does not depend on how busy we are."""
+MAX_SHARE = 0.1  # of the computing time that tokenising them would take; a conversation is rendered first
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_oversized_prompts_at_once_are_refused_untokenised(embedded: Server, route: str) -> None:
+    """Computing time does not depend on how busy the machine is; a share of it, not on how fast."""
     worker = embedded.child("tokenizer")
+    part = 8
+    before = cpu_s(worker), cpu_s(embedded.process.pid)
+    embedded.post("/tokenize", {"content": "word " * (SIZE // part // len("word "))})
+    allowed_s = MAX_SHARE * (cpu_s(worker) - before[0]) * part * CLIENTS
     before = cpu_s(worker), cpu_s(embedded.process.pid)
     big, beside, alone = measure(("127.0.0.1", embedded.port), route, CLIENTS, SIZE)
     assert [one.status for one in big] == [400] * CLIENTS
     assert all("at least 96" in one.message for one in big)
     assert {one.status for one in (*beside, *alone)} == {200} and beside
     assert embedded.child("tokenizer") == worker, "it was not killed"
-    assert cpu_s(worker) - before[0] < worker_s * (CLIENTS + 1)
-    assert cpu_s(embedded.process.pid) - before[1] < 0.1 * (CLIENTS + 1)
-    assert max(one.seconds for one in (*big, *beside)) < 20
+    assert cpu_s(worker) - before[0] < allowed_s
+    assert cpu_s(embedded.process.pid) - before[1] < allowed_s
+    assert max(one.seconds for one in (*big, *beside)) < PATIENCE_S
 
 
 def test_text_of_a_client_that_has_left_is_not_tokenised(embedded: Server) -> None:
@@ -42,7 +44,7 @@ def test_text_of_a_client_that_has_left_is_not_tokenised(embedded: Server) -> No
     running = embedded.connect(large, "/tokenize")
     waiting = [embedded.connect(large, "/tokenize") for _ in range(3)]
     worker = embedded.child("tokenizer")
-    assert embedded.generate("hello", 1)["generated_tokens"] == 1
+    assert embedded.generate("hello", 1, ignore_eos=True)["generated_tokens"] == 1
     for connection in waiting:
         connection.close()
     wait_for(lambda: gone() == before + len(waiting))

@@ -25,9 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_on(start: StartServer, folder: Path) -> Server:
+def start_on(start: StartServer, folder: Path, *more: str) -> Server:
     arguments = ("--parallel", "2", "--threads", "1", "--ctx-size", "8192", "--model-dir", str(folder))
-    return start(str(folder / "one.gguf"), *arguments)
+    return start(str(folder / "one.gguf"), *arguments, *more)
 
 
 def reload(server: Server, **body: str) -> dict[str, object]:
@@ -106,8 +106,8 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(
 
 
 def test_a_shutdown_ends_both(start: StartServer, folder: Path) -> None:
-    server = start_on(start, folder)
-    with server.open_stream("hello", LONG) as events:
+    server = start_on(start, folder, "--drain-s", "600")  # however slow the machine is
+    with server.open_stream("hello", 2 * LONG) as events:
         next(events)
         reload(server, model="two.gguf")
         children = get_children(server.process.pid)

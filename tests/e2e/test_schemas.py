@@ -1,4 +1,4 @@
-"""Random JSON schemas on the embedded model: what ends with `stop` validates. `make schemas` asks for 200."""
+"""Random JSON schemas on a large vocabulary: what ends with `stop` validates. `make schemas` asks for 200."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.soak.schema_maker import SchemaMaker
 from tests.soak.schemas import ask_all, check
 
 
-def test_answers_validate(embedded: Server) -> None:
-    outcomes, _ = ask_all(embedded.url, 8, seed=2, max_tokens=160)
+def test_answers_validate(wide: Server) -> None:
+    outcomes, _ = ask_all(wide.url, 8, seed=2, max_tokens=160)
     assert [outcome for outcome in outcomes if outcome.fault is not None] == []
     assert sum(outcome.finish_reason == "stop" for outcome in outcomes) >= 5, "too few ended to mean anything"
-    wait_for(embedded.idle)
+    wait_for(wide.idle)
 
 
 def test_the_schemas_are_schemas_of_every_kind_and_always_the_same() -> None:

@@ -116,8 +116,8 @@ def test_a_crash_of_one_engine_does_not_touch_another(server: Server) -> None:
 
 
 def test_a_model_is_unloaded_by_hand_unless_a_request_needs_it(server: Server) -> None:
-    with server.open_stream("hello", 200, model="swapped") as events:
+    with server.open_stream("hello", 1000, model="other") as events:
         next(events)
-        assert "has 1 requests" in refusal(server.post("/admin/models/unload", {"model": "swapped"}), 409)
-    wait_for(lambda: server.post("/admin/models/unload", {"model": "swapped"}).status_code == 200)
-    assert status(server)["swapped"]["state"] == "unloaded"
+        assert "has 1 requests" in refusal(server.post("/admin/models/unload", {"model": "other"}), 409)
+    wait_for(lambda: server.post("/admin/models/unload", {"model": "other"}).status_code == 200)
+    assert status(server)["other"]["state"] == "unloaded"

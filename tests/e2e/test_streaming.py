@@ -20,8 +20,8 @@ def stream(server: Server, prompt: str, max_tokens: int = 16, **fields: Any) -> 
         return list(events)
 
 
-def test_events_have_the_documented_shape(embedded: Server) -> None:
-    *tokens, last = stream(embedded, "What is AI?", 8)
+def test_events_have_the_documented_shape(tiny: Server) -> None:
+    *tokens, last = stream(tiny, "What is AI?", 8)
     request_id = last["id"]
     assert tokens
     assert all(event == {"id": request_id, "token": event["token"], "done": False} for event in tokens)
@@ -38,8 +38,8 @@ def test_events_have_the_documented_shape(embedded: Server) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Tell me a joke.", "What is AI?", "1+1="])
-def test_pieces_joined_are_the_text_of_generate(embedded: Server, prompt: str) -> None:
-    assert stream_text(stream(embedded, prompt, 24)) == embedded.generate(prompt, 24)["text"]
+def test_pieces_joined_are_the_text_of_generate(tiny: Server, prompt: str) -> None:
+    assert stream_text(stream(tiny, prompt, 24)) == tiny.generate(prompt, 24)["text"] != ""
 
 
 def test_generate_with_stream_true_is_generate_stream(tiny: Server) -> None:
@@ -60,12 +60,6 @@ def test_generate_with_stream_true_is_generate_stream(tiny: Server) -> None:
         "finish_reason",
         "usage",
     }
-
-
-def test_counting_ends_at_the_stop_string(embedded: Server) -> None:
-    with embedded.open_stream("1, 2, 3, 4,", 64, stop=[" 9", "9"]) as events:
-        *_, last = events
-    assert last["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 9])
@@ -109,7 +103,10 @@ def test_characters_split_over_tokens_arrive_whole(tiny: Server, tiny_model: Pat
         assert all(set(event["token"]) <= {"€", "\ufffd"} for event in events)
 
 
-def test_no_replacement_characters_in_what_a_real_model_says(embedded: Server) -> None:
-    events = stream(embedded, "1. 😀 🎉 🐱\n2. 😀 🎉 🐱\n3. 😀 🎉 🐱\n4.", 24)
-    assert any(not event["token"].isascii() for event in events), "it was meant to answer in emoji"
-    assert all("\ufffd" not in event["token"] for event in events)
+def test_emoji_of_a_real_vocabulary_arrive_whole(embedded: Server) -> None:
+    """A regex makes it answer in emoji, each of which is several tokens."""
+    emoji = "😀🎉🐱"
+    assert embedded.post("/encode", {"text": emoji}).json()["length"] > len(emoji)
+    events = stream(embedded, "1. 😀 🎉 🐱\n2.", 200, regex=f"[{emoji}]{{12}}")
+    text = stream_text(events)
+    assert len(text) == 12 and set(text) <= set(emoji) and events[-1]["finish_reason"] == "stop"

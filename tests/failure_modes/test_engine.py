@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cllm.testing import say
 from tests.driver.server import FREED_WITHIN_S, PATIENCE_S, Server, cpu_s, make_client, stream_text, wait_for
 from tests.driver.slot_log import SlotLog
+from tests.e2e.golden.record import scripted_server
 from tests.tiny_models import make_dense
 
 LONG = 4000  # tokens: seconds on the tiny model
@@ -199,17 +202,19 @@ def test_deadline_passed_in_the_queue_is_an_error_and_nothing_is_computed(one: S
 
 
 @pytest.mark.failure_mode("deadline-passed")
-def test_deadline_in_mid_decode_ends_the_stream_with_an_error_event(one: Server) -> None:
-    wait_for(one.idle)
-    with one.open_stream("slow", LONG, timeout=1.0) as stream:
-        *pieces, end = list(stream)
-    assert pieces and end["error"] == "deadline_exceeded" and end["done"] is True
-    answer = one.post("/generate", {"prompt": "slow", "max_tokens": LONG, "timeout": 0.5})
-    assert answer.status_code == 504 and answer.json()["error"] == "deadline_exceeded"
-    assert answer.headers["x-queue-position"] == "0"
-    wait_for(one.idle, FREED_WITHIN_S)
-    with one.open_stream("quick", 8, timeout=PATIENCE_S) as stream:
-        assert stream_text(list(stream))
+def test_deadline_in_mid_decode_ends_the_stream_with_an_error_event(tmp_path: Path) -> None:
+    """On the scripted model: 2,000 tokens take it eight seconds, however fast the machine is."""
+    with scripted_server(tmp_path / "log", "--step-ms", "4", "--parallel", "1") as server:
+        slow = say("word " * 400)
+        with server.open_stream(slow, LONG, timeout=1.0) as stream:
+            *pieces, end = list(stream)
+        assert pieces and end["error"] == "deadline_exceeded" and end["done"] is True
+        answer = server.post("/generate", {"prompt": slow, "max_tokens": LONG, "timeout": 0.5})
+        assert answer.status_code == 504 and answer.json()["error"] == "deadline_exceeded"
+        assert answer.headers["x-queue-position"] == "0"
+        wait_for(server.idle, FREED_WITHIN_S)
+        with server.open_stream(say("quick"), 8, timeout=PATIENCE_S) as stream:
+            assert stream_text(list(stream)) == "quick"
 
 
 @pytest.mark.failure_mode("deadline-passed")

@@ -16,7 +16,9 @@ import httpx
 import pytest
 
 from cllm.backend.llama.library import find
+from cllm.testing import say
 from tests.driver.http import HealthWatch, read_all
+from tests.driver.same_text import EXACT
 from tests.driver.server import (
     PATIENCE_S,
     SERVE,
@@ -29,9 +31,9 @@ from tests.driver.server import (
     stream_text,
     wait_for,
 )
+from tests.e2e.golden.record import scripted_server
 
 LONG = 4000
-EXACT = ("--no-flash-attention", "--cache-type-k", "f32", "--cache-type-v", "f32")
 _IMPORTS = "from cllm.workers.supervisor import Backoff, Supervisor, WorkerProcess; "
 # Workers are killed after two seconds of silence, not ten; and half a second after their input has ended.
 SHORT_SILENCE = _IMPORTS + "Supervisor.SILENCE_LIMIT_S = 2.0; WorkerProcess.END_LIMIT_S = 0.5; "
@@ -138,11 +140,16 @@ def test_kill_of_the_engine_in_mid_stream(start: StartServer, tiny_model: Path) 
 
 
 @pytest.mark.failure_mode("engine-killed")
-def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> None:
-    """Replayed once with its neighbours and once alone; the third crash is its own. They are answered."""
-    server = start("--parallel", "2", "--batch-tokens", "128")
-    prompt = "This takes seconds to read. " * 550
+def test_a_request_that_is_there_at_every_crash_fails(tmp_path: Path) -> None:
+    """Replayed once with its neighbours and once alone; the third crash is its own. They are answered.
 
+    On the scripted model, whose steps take 300 ms however fast the machine is.
+    """
+    with scripted_server(tmp_path / "log", "--step-ms", "300", "--parallel", "2") as server:
+        check_poison(server, "This takes seconds to read. " * 130)
+
+
+def check_poison(server: Server, prompt: str) -> None:
     def in_engine() -> bool:
         requests = server.get("/debug/requests")["requests"]
         return any(it["place"] == "engine" and it["prompt_tokens"] > 1000 for it in requests)
@@ -151,7 +158,7 @@ def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> Non
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
         poison = pool.submit(httpx.post, f"{server.url}/generate", json=body, timeout=90, trust_env=False)
         wait_for(in_engine)
-        neighbour = pool.submit(server.generate, "1, 2, 3,", 4)
+        neighbour = pool.submit(server.generate, say("whole"), 4)
         wait_for(lambda: len(server.get("/debug/requests")["requests"]) == 2)
         for _ in range(3):
             wait_for(in_engine)
@@ -161,7 +168,7 @@ def test_a_request_that_is_there_at_every_crash_fails(start: StartServer) -> Non
         assert neighbour.result(PATIENCE_S)["generated_tokens"] == 4
     assert answer.status_code == 500
     assert answer.json()["error"] == "poison_request"
-    assert server.generate("1, 2, 3,", 4)["generated_tokens"] == 4
+    assert server.generate(say("whole"), 4)["generated_tokens"] == 4
     assert server.kv_is_zero()
 
 

