@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.driver.server import StartServer, cllm, wait_for
-from tests.tiny_models import make_dense
+from tests.tiny_models import make_dense, make_recurrent
 
 
 def test_a_draft_model_drafts_and_the_text_is_the_same(start: StartServer, tiny_model: Path) -> None:
@@ -24,6 +24,19 @@ def test_a_draft_model_drafts_and_the_text_is_the_same(start: StartServer, tiny_
 
 def test_another_vocabulary_is_refused_at_the_start(tiny_model: Path, tmp_path: Path) -> None:
     other = make_dense(tmp_path / "other.gguf", vocabulary=400)
-    ended = cllm("serve", str(tiny_model), "--draft-model", str(other), "--port", "0", "--threads", "1")
-    assert ended.returncode != 0
-    assert "vocabulary has 400 tokens" in ended.stdout + ended.stderr
+    assert "vocabulary has 400 tokens" in refuse(tiny_model, other)
+
+
+def test_recurrent_model_takes_no_draft_model(tiny_model: Path, tmp_path: Path) -> None:
+    model = make_recurrent(tmp_path / "recurrent.gguf")
+    assert "the served model is recurrent" in refuse(model, tiny_model)
+
+
+def refuse(model: Path, draft_model: Path) -> str:
+    """Start a server that must end at once; the one line that says why."""
+    arguments = (str(model), "--draft-model", str(draft_model), "--port", "0", "--threads", "1")
+    ended = cllm("serve", *arguments)
+    assert ended.returncode == 2, ended.stderr
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("cllm: draft_model: ") and "cllm build" not in line, "the library is not to blame"
+    return line

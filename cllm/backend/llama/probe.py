@@ -22,11 +22,12 @@ from cllm.backend.llama.memory import prepare
 from cllm.build.build import cache_directory, write_record
 from cllm.build.module import find_modules
 from cllm.config import EngineConfig
-from cllm.errors import LibraryError, ModelFileError
+from cllm.errors import ConfigError, LibraryError, ModelFileError
 
 log = logging.getLogger(__name__)
 PROBE_LIMIT_S = 600.0
 PROBE_TOKENS = 4
+WRONG_SETTINGS = "configuration:"
 WITHOUT_GPU = "without the GPU (--gpu-layers 0)"
 
 
@@ -98,7 +99,8 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
 
     A GPU that fails is left out by settings that are not probed and not remembered: they must be prepared for
     the host's memory first (`find_ready`), and the next start tries the GPU again.
-    Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself.
+    Raises LibraryError when none pass; ModelFileError when llama.cpp refuses the file itself; ConfigError for
+    settings that no library can serve, as a draft model of another vocabulary.
     """
     path = _record_path(config)
     settings = settings_to_try(config)
@@ -119,6 +121,8 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
             except OSError as error:
                 log.warning("the result of the probe is not kept, so every start probes: %s", error.strerror)
             return attempt
+        if result.detail.startswith(WRONG_SETTINGS):
+            raise ConfigError(result.detail.removeprefix(WRONG_SETTINGS).strip())
         # A model that cannot be loaded into the GPU may be a file that is right.
         if result.detail.startswith("model:") and WITHOUT_GPU not in dict(settings):
             raise ModelFileError(result.detail.removeprefix("model:").strip())
@@ -162,6 +166,9 @@ def _main() -> int:
         runner = LlamaRunner(config)
     except (ModelFileError, LibraryError) as error:
         print(f"model: {error}" if isinstance(error, ModelFileError) else error, file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        print(WRONG_SETTINGS, error, file=sys.stderr)
         return 1
     if runner.info.generates:
         kind, rounds = BatchKind.GENERATE, PROBE_TOKENS

@@ -13,7 +13,7 @@ from cllm.backend.llama import probe
 from cllm.backend.llama.devices import Device, wants_gpu
 from cllm.backend.llama.probe import ProbeResult, find_ready, find_working, settings_to_try
 from cllm.config import EngineConfig
-from cllm.errors import ModelFileError
+from cllm.errors import ConfigError, ModelFileError
 
 
 class Machine:
@@ -52,6 +52,16 @@ def test_what_passed_is_remembered(config: EngineConfig, monkeypatch: pytest.Mon
     assert machine.probes == 2
     (record,) = (Path(os.environ["CLLM_CACHE_DIR"]) / "probes").iterdir()
     assert record.suffix == ".json", "nothing half-written stays"
+
+
+def test_settings_that_no_library_serves_are_probed_once(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(failing=3)
+    failed = ProbeResult(False, f"{probe.WRONG_SETTINGS} draft_model: of another vocabulary")
+    monkeypatch.setattr(machine, "run_probe", lambda config: failed)
+    with pytest.raises(ConfigError, match=r"^draft_model: of another vocabulary$"):
+        start(config, machine, monkeypatch)
 
 
 @pytest.mark.parametrize(

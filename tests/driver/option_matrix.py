@@ -1,0 +1,423 @@
+"""Servers as users start them, and a row for every option of `cllm serve` that changes what runs.
+
+`start_plain` starts a server without any of the settings that the other tests have. `ROWS` sets one option at
+a time on top of it, `REASONS` says why an option has no row; `tests/unit/cli/test_option_matrix.py` fails for
+an option that has neither. `make option-matrix` runs all rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trustme
+
+from cllm.build.toolchain import cache_directory
+from tests.driver.server import PATIENCE_S, SERVE, Server, wait_for
+from tests.tiny_architectures import make_experts, make_hybrid, make_rollback_hybrid
+from tests.tiny_encoders import make_encoder, make_reranker
+from tests.tiny_models import make_dense, make_recurrent, make_sliding_window
+
+KEY, OTHER_KEY = "key-of-the-matrix", "another-key"
+ANSWER = 24  # tokens
+# Greedy text of a repeated prompt is drafted by n-gram lookup; it is longer than the smallest step.
+LONG_PROMPT = "one and the same sentence again and again, " * 8
+MEASURING = "measuring which settings"
+IDLE_S = 0.15  # a dozen steps of an engine that has nothing to do
+# The variables that `environment` adds change what runs; where the library is must be known.
+_NO_SETTINGS = (
+    "import os; [os.environ.pop(name) for name in list(os.environ) "
+    "if name.startswith('CLLM_') and name != 'CLLM_LIBRARY']; "
+)
+
+
+# Servers ----------------------------------------------------------------------------------------------------
+
+
+def own_cache(folder: Path) -> dict[str, Any]:
+    """Variables that give a server empty caches in `folder`; the native library stays where it is."""
+    cache = folder / "cllm"
+    cache.mkdir(parents=True, exist_ok=True)
+    native = cache_directory() / "native"
+    if native.is_dir() and not (cache / "native").exists():
+        (cache / "native").symlink_to(native)
+    hubs = {"HF_HOME": "hf", "HF_HUB_CACHE": "hf/hub", "MODELSCOPE_CACHE": "ms"}
+    return {"XDG_CACHE_HOME": str(folder), **{name: str(folder / path) for name, path in hubs.items()}}
+
+
+@contextmanager
+def start_plain(log: Path, cache: Path, *arguments: str, skip_tuning: bool = False) -> Iterator[Server]:
+    """Run `cllm serve ARGUMENTS` with no other setting than a free port, and with caches of its own.
+
+    With `skip_tuning`, Ctrl-C ends the measurement as soon as it has begun. Leaving the block stops the
+    server: the exit code is 0, no worker has died, and nothing was logged as an error.
+    """
+    program = (_NO_SETTINGS + SERVE[0], *SERVE[1:])
+    server = Server(log, *arguments, program=program, **own_cache(cache))
+    server.client.headers["Authorization"] = f"Bearer {KEY}"
+    if skip_tuning:
+        try:
+            wait_for(lambda: MEASURING in server.log_text)
+            server.process.send_signal(signal.SIGINT)
+        except BaseException:
+            server.kill()
+            raise
+    with server:
+        yield server
+
+
+# Requests ---------------------------------------------------------------------------------------------------
+
+
+def post(server: Server, path: str, body: Mapping[str, Any], **headers: str) -> Any:
+    """Send a request that must succeed; its answer."""
+    answer = server.client.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
+    return answer.json()
+
+
+def chat(server: Server, *contents: str, tokens: int = ANSWER, **fields: Any) -> Any:
+    """Send a greedy chat request whose messages alternate between user and assistant; its answer."""
+    roles = ("user", "assistant") * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, **fields}
+    answer = post(server, "/v1/chat/completions", body)
+    assert answer["usage"]["completion_tokens"] > 0, answer
+    return answer
+
+
+def get_content(answer: Any) -> str:
+    content = answer["choices"][0]["message"]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+def stream(server: Server, content: str) -> None:
+    """Read a chat stream to its end."""
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": ANSWER, "stream": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]" and "error" not in json.loads(lines[-2][6:]), lines
+
+
+def embed(server: Server, content: str) -> None:
+    answer = post(server, "/v1/embeddings", {"input": [content, "another"]})
+    assert len(answer["data"]) == 2
+
+
+def rerank(server: Server, content: str) -> None:
+    answer = post(server, "/v1/rerank", {"query": "a", "documents": [content, "another"]})
+    assert len(answer["results"]) == 2
+
+
+_ASKS: dict[str, tuple[Callable[..., Any], ...]] = {  # by model; others chat
+    "encoder": (embed, embed),
+    "reranker": (rerank, rerank),
+}
+
+
+def wait_idle(server: Server) -> None:
+    """Let an engine without requests run its loop for a moment."""
+    wait_for(lambda: server.get("/debug/requests") == {"requests": []})
+    time.sleep(IDLE_S)
+
+
+def ask_all(server: Server, model: str = "dense") -> None:
+    """Ask once, leave the engine idle, ask twice at the same time, and leave it idle again."""
+    first, second = _ASKS.get(model, (chat, stream))
+    first(server, "hello")
+    wait_idle(server)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, server, LONG_PROMPT) for ask in (first, second)]
+        for each in asked:
+            each.result(PATIENCE_S)
+    wait_idle(server)
+
+
+# What some options are for ----------------------------------------------------------------------------------
+
+
+def use_embeddings(server: Server) -> None:
+    """Embed beside a chat."""
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, server, "both at once") for ask in (chat, embed)]
+        for each in asked:
+            each.result(PATIENCE_S)
+
+
+def use_second_turn(server: Server) -> None:
+    said = get_content(chat(server, LONG_PROMPT))
+    wait_idle(server)
+    chat(server, LONG_PROMPT, said, "and then?")
+
+
+def use_preemption(server: Server) -> None:
+    """Two answers need more KV cells than there are."""
+    with ThreadPoolExecutor(2) as pool:
+        contents = ("hello", "goodbye")
+        asked = [pool.submit(chat, server, each, tokens=400, ignore_eos=True) for each in contents]
+        for each in asked:
+            each.result(PATIENCE_S)
+    assert server.metrics()["cllm_preemptions_total"] > 0
+
+
+def use_state_file(server: Server) -> None:
+    use_second_turn(server)
+    assert post(server, "/admin/prefixes/save", {"name": "state"})["entries"]
+    post(server, "/admin/prefixes/restore", {"name": "state"})
+
+
+def use_reload(server: Server) -> None:
+    post(server, "/admin/reload", {"model": "sliding.gguf"})
+    ask_all(server)
+
+
+def use_two_keys(server: Server) -> None:
+    """The prefix of one tenant serves another."""
+    body = {"messages": [{"role": "user", "content": LONG_PROMPT}], "max_tokens": ANSWER}
+    answer = post(server, "/v1/chat/completions", body, Authorization=f"Bearer {OTHER_KEY}")
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def use_other_model(server: Server) -> None:
+    """Ask two models at the same time."""
+    models = server.get("/admin/models")["models"]
+    with ThreadPoolExecutor(2) as pool:
+        for asked in [pool.submit(chat, server, "hello", model=model["name"]) for model in models[:2]]:
+            asked.result(PATIENCE_S)
+    assert len([model for model in server.get("/admin/models")["models"] if model["state"] == "ready"]) == 2
+
+
+def use_unload(server: Server) -> None:
+    """Wait until the model is unloaded; the next request loads it again."""
+    wait_for(lambda: server.get("/admin/models")["models"][0]["state"] == "unloaded")
+    ask_all(server)
+
+
+def use_responses(server: Server) -> None:
+    post(server, "/v1/responses", {"input": "hello", "max_output_tokens": ANSWER, "store": False})
+
+
+# Default settings -------------------------------------------------------------------------------------------
+
+
+def count_cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def run_with_defaults(folder: Path, *model: str, skip_tuning: bool = False) -> None:
+    """Run a server as users do, and start it again: it remembers its tuning and what it has computed."""
+    cache = folder / "cache"
+    with start_plain(folder / "first", cache, *model, skip_tuning=skip_tuning) as server:
+        assert MEASURING in server.log_text
+        ask_all(server)
+        said = get_content(chat(server, LONG_PROMPT))
+        wait_idle(server)
+        assert count_cached(chat(server, LONG_PROMPT, said, "and then?")) > 0
+        wait_idle(server)
+    assert len(list(cache.glob("cllm/tune/*.json"))) == (0 if skip_tuning else 1)
+    assert list(cache.glob("cllm/kv/*/*.kv"))
+    with start_plain(folder / "second", cache, *model, skip_tuning=skip_tuning) as server:
+        assert count_cached(chat(server, LONG_PROMPT)) > 0
+        assert server.metrics()["cllm_prefix_disk_loads_total"] > 0
+        wait_idle(server)
+
+
+# The rows ---------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """An option with a value that is not its default; other words make it count.
+
+    Options that touch neither the engine nor each other share a row: a start takes a second or two.
+    """
+
+    options: str  # names of their parameters
+    words: str  # of the command line; {name} stands for a path of `make_places`
+    model: str = "dense"
+    use: Callable[[Server], None] | None = None  # what the option is for, after the usual requests
+    risky: bool = False  # also part of `make test`
+
+    @property
+    def label(self) -> str:
+        """Its words without dashes and braces, and its model if that is not the usual one."""
+        words = re.sub(r"--|[{}]", "", self.words).split()
+        return "-".join(words if self.model in ("", "dense") else [*words, "on", self.model])[:80]
+
+
+_KEYS = f"--api-key {KEY}"
+_CROWDED = "--parallel 2 --unified-kv --ctx-size 512 --max-request-tokens 448"
+
+ROWS = (
+    # Model
+    Row("model", "", "folder", use_other_model),
+    Row("more", "{sliding}", use=use_other_model),
+    Row("offline", "--offline"),
+    Row("alias", "--alias named"),
+    Row("chat_template", "--chat-template chatml"),
+    Row("chat_template", "--chat-template {template}"),
+    Row("gpu_layers", "--gpu-layers 0"),
+    Row("gpu_layers", "--gpu-layers all"),
+    Row("tensor_split", "--tensor-split 1"),
+    Row("split_mode", "--split-mode none"),
+    Row("split_mode", "--split-mode row"),
+    Row("main_gpu", "--main-gpu 1 --gpu-layers 0"),
+    Row("n_cpu_moe", "--n-cpu-moe 1", "experts"),
+    Row("threads", "--threads 1"),
+    Row("threads", "--threads 2"),
+    Row("max_threads", "--max-threads 1"),
+    Row("poll", "--poll 0"),
+    Row("poll", "--poll 100"),
+    Row("flash_attention", "--no-flash-attention"),
+    Row("extra_buffers", "--no-extra-buffers"),
+    Row("tune", "--no-tune"),
+    Row("tune_budget_s", "--tune-budget-s 1"),
+    Row("pooling", "--pooling mean", use=use_embeddings),
+    Row("pooling", "--pooling last", use=use_embeddings),
+    Row("pooling", "--pooling cls", "encoder"),
+    Row("pooling", "--pooling rank", "reranker"),
+    Row("pooling", "--pooling none", use=use_second_turn),
+    # Context
+    Row("parallel", "--parallel 1"),
+    Row("parallel", "--parallel 32"),
+    Row("slots", "--slots 12 --parallel 2"),
+    Row("ctx_size", "--ctx-size 4096"),
+    Row("max_request_tokens", "--max-request-tokens 512"),
+    Row("embed_tokens", "--embed-tokens 128", use=use_embeddings),
+    Row("embed_tokens", "--embed-tokens 512", "encoder"),
+    Row("batch_tokens", "--batch-tokens 32"),
+    Row("batch_tokens", "--batch-tokens 32", "hybrid"),
+    Row("batch_tokens", "--batch-tokens 4096"),
+    Row("target_itl_ms", "--target-itl-ms 1"),
+    Row("unified_kv", "--unified-kv"),
+    Row("unified_kv", "--unified-kv", "sliding"),
+    Row("unified_kv", "--unified-kv", "recurrent"),
+    Row("cache_type_k", "--cache-type-k q8_0"),
+    Row("cache_type_k", "--cache-type-k bf16 --no-flash-attention"),
+    Row("cache_type_v", "--cache-type-v q8_0"),
+    *(
+        Row("cache_type_v", f"--cache-type-k {each} --cache-type-v {each}")
+        for each in ("f32", "q5_1", "q4_0", "iq4_nl")
+    ),
+    # Cache
+    Row("prefix_cache", "--no-prefix-cache", use=use_second_turn),
+    Row("cache_ram_mb", "--cache-ram-mb 0", use=use_second_turn),
+    Row("cache_ram_mb", "--cache-ram-mb 1", use=use_second_turn),
+    Row("swap_space_mb", f"--swap-space-mb 0 {_CROWDED}", use=use_preemption),
+    Row("swap_space_mb", f"--swap-space-mb 1 {_CROWDED}", use=use_preemption, risky=True),
+    Row("cache_disk_mb", "--cache-disk-mb 0", use=use_second_turn),
+    Row("cache_disk_mb", "--cache-disk-mb 1", use=use_second_turn),
+    Row("cache_dir", "--cache-dir {scratch}", use=use_second_turn),
+    Row("state_dir", "--state-dir {scratch}", use=use_state_file),
+    Row(
+        "share_prefixes_across_tenants",
+        f"--share-prefixes-across-tenants --api-key {KEY},{OTHER_KEY}",
+        use=use_two_keys,
+    ),
+    # Speculation
+    Row("draft_tokens", "--draft-tokens 0"),
+    Row("draft_tokens", "--draft-tokens 64"),
+    Row("draft_rollback", "--draft-rollback 4", "rollback", risky=True),
+    Row("draft_rollback", "--draft-rollback 4 --unified-kv", "rollback"),
+    Row("draft_rollback", "--draft-rollback 4"),
+    Row("draft_model", "--draft-model {dense}", risky=True),
+    Row("draft_model", "--draft-model {dense} --draft-tokens 1 --parallel 1"),
+    Row("draft_model", "--draft-model {dense} --unified-kv --draft-tokens 64", risky=True),
+    # Server
+    Row("host", "--host 127.0.0.1,127.0.0.2"),
+    Row("host", f"--host 0.0.0.0 {_KEYS}"),  # without keys, /debug and /metrics are for loopback
+    Row("log_level", "--log-level debug"),
+    Row("log_level", "--log-level error"),
+    Row("model_dir", "--model-dir {folder}", use=use_reload),
+    Row("all", "--all --model-dir {folder}", "", use_other_model),
+    Row("models_memory_mb", "--models-memory-mb 4000", "folder", use_other_model),
+    Row("sleep_idle_s", "--sleep-idle-s 1", use=use_unload),
+    Row("response_store_mb", "--response-store-mb 0", use=use_responses),
+    Row("keep_alive_s max_timeout_s drain_s", "--keep-alive-s 0 --max-timeout-s 0 --drain-s 0"),
+    Row(
+        "queue_size queue_tokens slow_reader_s max_body_mb max_header_kb header_timeout_s body_timeout_s "
+        "max_connections",
+        "--queue-size 1 --queue-tokens 1024 --slow-reader-s 1 --max-body-mb 1 --max-header-kb 1 "
+        "--header-timeout-s 1 --body-timeout-s 1 --max-connections 4",
+    ),
+    # Security
+    Row("api_keys", "--api-keys {keys}"),
+    Row("api_key", _KEYS),
+    Row("open_routes", f"--open-routes /metrics,-/slots {_KEYS}"),
+    Row("allowed_hosts cors_origins", "--allowed-hosts 127.0.0.1,*.lan --cors-origins *"),
+    Row("defaults", '--defaults {{"temperature":0.2,"top_k":5}}'),
+    Row("tls_cert tls_key", "--tls-cert {cert} --tls-key {key}"),
+    # Other
+    Row("config_file", "--config {config}", ""),
+)
+REASONS = {
+    "port": "every server of the matrix has --port 0",
+    "cluster": "needs a Ray cluster: `make cluster-test`, and tests/e2e/test_cluster.py without Ray",
+    "help_all": "prints and exits",
+}
+RISKY = tuple(row for row in ROWS if row.risky)
+
+
+def make_places(folder: Path) -> dict[str, str]:
+    """Write the files that rows name; their paths by name."""
+    both, probes, scratch = (folder / name for name in ("both", "probes", "scratch"))
+    for each in (both, probes, scratch):
+        each.mkdir()
+    paths = {
+        "dense": make_dense(folder / "dense.gguf"),
+        "sliding": make_sliding_window(folder / "sliding.gguf"),
+        "recurrent": make_recurrent(folder / "recurrent.gguf"),
+        "hybrid": make_hybrid(folder / "hybrid.gguf"),
+        "rollback": make_rollback_hybrid(folder / "rollback.gguf"),
+        "experts": make_experts(folder / "experts.gguf"),
+        "encoder": make_encoder(folder / "encoder.gguf"),
+        "reranker": make_reranker(folder / "reranker.gguf"),
+        "folder": both,
+        "probes": probes,
+        "scratch": scratch,
+    }
+    for name in ("dense", "sliding"):
+        (both / paths[name].name).hardlink_to(paths[name])
+    hashed = hashlib.sha256(KEY.encode()).hexdigest()
+    texts = {
+        "template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+        "keys": f'[me]\nhash = "sha256:{hashed}"\nrole = "admin"\n',
+        "config": f'model = "{paths["dense"]}"\nbatch-tokens = 64\n[server]\nqueue-size = 9\n',
+    }
+    for name, text in texts.items():
+        paths[name] = folder / name
+        paths[name].write_text(text)
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    paths["cert"], paths["key"] = folder / "cert.pem", folder / "key.pem"
+    paths["cert"].write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    issued.private_key_pem.write_to_path(paths["key"])
+    return {name: str(path) for name, path in paths.items()}
+
+
+def get_arguments(row: Row, places: Mapping[str, str]) -> list[str]:
+    """The command line of a row. Only rows of tuning tune, which takes seconds."""
+    tune = [] if row.options.startswith("tune") else ["--no-tune"]
+    model = [places[row.model]] if row.model else []
+    return [*model, *(word.format_map(places) for word in row.words.split()), *tune]
+
+
+def run_row(row: Row, places: Mapping[str, str], folder: Path) -> None:
+    """Start a server with a row's option, ask it, use the option, and stop the server.
+
+    Rows share what the probe has found: most of them would only repeat it.
+    """
+    (folder / "cache" / "cllm").mkdir(parents=True)
+    (folder / "cache" / "cllm" / "probes").symlink_to(places["probes"])
+    with start_plain(folder / "log", folder / "cache", *get_arguments(row, places)) as server:
+        ask_all(server, row.model)
+        if row.use is not None:
+            row.use(server)
+            wait_idle(server)
