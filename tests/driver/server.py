@@ -34,7 +34,8 @@ Found = TypeVar("Found")
 def environment(**extra: str) -> dict[str, str]:
     """The variables of a child: ours, less any `CLLM_*` that would change what is tested."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("CLLM_") or key in _KEPT}
-    plain = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    plain = {"PYTHONPATH": paths, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     off = {"CLLM_TUNE": "0", "CLLM_CACHE_DISK_MB": "0"}
     one = {"CLLM_THREADS": "1"}  # two files are tested at a time: two threads would wait for each other
     return {**one, **kept, **plain, **off, **extra}
