@@ -17,7 +17,7 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 from tests.driver.engine import Answer, Tokens
-from tests.driver.kinds import Kind, open_runner
+from tests.driver.kinds import THREADS, Kind, open_runner
 from tests.driver.runner import feed, text_of
 
 TIE = 0.05  # top-two logits closer than this (alone) may be chosen either way under load
@@ -152,7 +152,7 @@ class Soloist:
 
     def __init__(self, model: Path | None = None) -> None:
         path = str(model or embedded_model())
-        self.runner = LlamaRunner(EngineConfig(model=path, parallel=1, ctx_size=4096, threads=1))
+        self.runner = LlamaRunner(EngineConfig(model=path, parallel=1, ctx_size=4096, threads=THREADS))
 
     def answer(self, prompt: str, max_tokens: int) -> SoloText:
         vocabulary = self.runner.vocabulary

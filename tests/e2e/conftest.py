@@ -22,8 +22,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model. One thread: on a busy machine two wait for each other."""
-    arguments = ("--parallel", "8", "--ctx-size", "32768", "--threads", "1")
+    """The embedded model. CLLM_THREADS is 1 by default: on a busy machine two wait for each other."""
+    arguments = ("--parallel", "8", "--ctx-size", "32768")
     with Server(tmp_path_factory.mktemp("embedded") / "log", *arguments) as server:
         yield server
 
@@ -32,7 +32,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     """The tiny model on eight sequences."""
     log = tmp_path_factory.mktemp("tiny") / "log"
-    with Server(log, str(tiny_model), "--parallel", "8", "--threads", "1") as server:
+    with Server(log, str(tiny_model), "--parallel", "8") as server:
         yield server
 
 
@@ -41,7 +41,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A tiny model that begins every answer with thoughts."""
     folder = tmp_path_factory.mktemp("thinking")
     model = make_thinking(folder / "thinking.gguf")
-    with Server(folder / "log", str(model), "--parallel", "2", "--threads", "1") as server:
+    with Server(folder / "log", str(model), "--parallel", "2") as server:
         yield server
 
 

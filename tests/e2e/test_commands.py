@@ -107,7 +107,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             "HF_HOME": str(home / "hf"),
             "MODELSCOPE_CACHE": str(home / "ms"),
             "CLLM_MODEL_DIR": str(home / "models"),
-            "CLLM_THREADS": "1",
         }
 
 
