@@ -3,8 +3,8 @@
     pytest --ignore=tests/unit -p tests.proof.model_tests --loads model|embedded
 
 `embedded` selects the tests that load the embedded model: those with the fixture of that name, and those
-whose code, or that of their fixtures and helpers, opens it. `model` adds the contract tests on llama.cpp,
-which load tiny models; those on the fake runner load none.
+whose code, or that of their fixtures and helpers, opens it. `model` adds the other tests of their files, and
+the contract tests on llama.cpp, which load tiny models; those on the fake runner load none.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    contracts = config.getoption("--loads") == "model"
-    selected: list[pytest.Item] = []
-    others: list[pytest.Item] = []
-    for item in items:
-        contract = contracts and item.nodeid.startswith(CONTRACTS) and not is_fake(item)
-        (selected if contract or loads_embedded(item) else others).append(item)
-    items[:] = selected
-    config.hook.pytest_deselected(items=others)
+    selected = {item for item in items if loads_embedded(item)}
+    if config.getoption("--loads") == "model":
+        files = {item.path for item in selected}
+        selected |= {item for item in items if item.path in files or item.nodeid.startswith(CONTRACTS)}
+        selected -= {item for item in items if is_fake(item)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = [item for item in items if item in selected]
 
 
 def is_fake(item: pytest.Item) -> bool:
