@@ -4,7 +4,7 @@ ARGS ?=
 # Two tests at a time, those of a file one after another; ARGS="-n 0" for one at a time.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 # Workers of the servers under test are new interpreters: without bytecode, each of them compiles cllm anew.
-test unit failure-modes option-matrix: export PYTHONDONTWRITEBYTECODE =
+test test-cpus unit failure-modes option-matrix: export PYTHONDONTWRITEBYTECODE =
 BUILD_INPUTS := pyproject.toml scripts/setup.sh $(addprefix cllm/build/,build.py gpus.py module.py options.py sampling.c sampling.py toolchain.py)
 
 help: ## show this
@@ -26,6 +26,9 @@ faults: failure-modes # its old name
 
 option-matrix: .venv/ready-test ## a server with each option of `cllm serve`: started, asked, stopped, no worker dies; ARGS="-k draft"
 	.venv/bin/python -m pytest -n 2 tests/soak/option_matrix.py $(ARGS)
+
+test-cpus: .venv/ready-test ## tests that load a model, on other CPUs (built once, minutes), threads and model: 30 minutes; ARGS="--row gemma"
+	.venv/bin/python -m tests.proof.cpus $(ARGS) -- $(WORKERS)
 
 check: .venv/ready-test ## ruff, strict mypy, and the direction of imports
 	.venv/bin/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from cllm.config import EngineConfig
 from cllm.testing import FakeRunner
 
 Opened = Callable[..., ModelRunner]  # the fixture `opened`
+THREADS = int(os.environ.get("CLLM_THREADS", "1"))  # two on a busy machine wait for each other
 
 
 class Kind(NamedTuple):
@@ -85,7 +87,7 @@ def open_runner(
             parallel=sequences,
             ctx_size=cells,
             max_request_tokens=request_tokens,
-            threads=1,  # two on a busy machine wait for each other
+            threads=THREADS,
             batch_tokens=batch_tokens,
             flash_attention=kind.flash,
             unified_kv=kind.unified,

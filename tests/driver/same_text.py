@@ -18,7 +18,7 @@ from cllm.backend.llama.runner import LlamaRunner
 from cllm.config import EngineConfig
 from cllm.types import SamplingParams
 from tests.driver.engine import Answer, Tokens
-from tests.driver.kinds import Kind, open_runner
+from tests.driver.kinds import THREADS, Kind, open_runner
 from tests.driver.runner import feed, text_of
 
 TIE = 0.05  # top-two logits closer than this (alone) may be chosen either way under load
@@ -155,7 +155,7 @@ class Soloist:
 
     def __init__(self, model: Path) -> None:
         """Open a model as a server does with the options `EXACT`."""
-        config = EngineConfig(model=str(model), parallel=1, ctx_size=4096, threads=1)
+        config = EngineConfig(model=str(model), parallel=1, ctx_size=4096, threads=THREADS)
         exact = {"flash_attention": False, "cache_type_k": "f32", "cache_type_v": "f32"}
         self.runner = LlamaRunner(msgspec.structs.replace(config, **exact))
 

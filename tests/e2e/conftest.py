@@ -23,12 +23,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded model. One thread: on a busy machine two wait for each other.
+    """The embedded model. CLLM_THREADS is 1 by default: on a busy machine two wait for each other.
 
     It is quantised: its words, and where an answer ends, differ from one CPU to the next. Tests may use its
     vocabulary, its chat template and its work counters. Where the text matters they take `tiny`.
     """
-    arguments = ("--parallel", "8", "--ctx-size", "32768", "--threads", "1")
+    arguments = ("--parallel", "8", "--ctx-size", "32768")
     with Server(tmp_path_factory.mktemp("embedded") / "log", *arguments) as server:
         yield server
 
@@ -37,7 +37,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     """The tiny model on eight sequences; its greedy text is the same however batches are cut."""
     log = tmp_path_factory.mktemp("tiny") / "log"
-    with Server(log, str(tiny_model), "--parallel", "8", "--threads", "1", *EXACT) as server:
+    with Server(log, str(tiny_model), "--parallel", "8", *EXACT) as server:
         yield server
 
 
@@ -50,7 +50,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory, wide_model: Path) -> Iterator[Server]:
     """A large vocabulary at little cost: grammars and samplers do their work, the model hardly any."""
-    arguments = ("--parallel", "8", "--ctx-size", "65536", "--threads", "1", *EXACT)
+    arguments = ("--parallel", "8", "--ctx-size", "65536", *EXACT)
     with Server(tmp_path_factory.mktemp("wide") / "log", str(wide_model), *arguments) as server:
         yield server
 
@@ -60,7 +60,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A tiny model that begins every answer with thoughts."""
     folder = tmp_path_factory.mktemp("thinking")
     model = make_thinking(folder / "thinking.gguf")
-    with Server(folder / "log", str(model), "--parallel", "2", "--threads", "1") as server:
+    with Server(folder / "log", str(model), "--parallel", "2") as server:
         yield server
 
 
