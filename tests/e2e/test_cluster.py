@@ -76,6 +76,7 @@ def test_requests_outlive_their_replicas(cluster: FolderCluster, gateway: Server
     (worker,) = [
         pid for pid, line in get_children(gateway.process.pid).items() if "tests.driver.cluster" in line
     ]
+    gateway.expect_failure("the engine died: ", 1)
     assert disturb(gateway, lambda: subprocess.run(["kill", "-9", str(worker)])) == [TEXT] * STREAMS
     assert third.poll() is None
     wait_for(gateway.idle)
@@ -103,6 +104,7 @@ def test_without_a_replica_it_is_not_ready(cluster: FolderCluster, gateway: Serv
 
 
 def test_a_replica_of_another_model_is_not_used(cluster: FolderCluster, gateway: Server) -> None:
+    gateway.expect_failure("its model file is another one", 1)
     cluster.start(msgspec.structs.replace(cluster.settings, digest="other"))
     cluster.wait(2)
     time.sleep(1.5)

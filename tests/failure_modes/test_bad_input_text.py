@@ -255,6 +255,7 @@ def test_hostile_template_is_stopped(hostile: Server, kind: str) -> None:
 @pytest.mark.parametrize("kind", list(NATIVE))
 def test_native_loop_of_a_template_is_stopped(hostile: Server, kind: str) -> None:
     """One operation that never returns: its worker is ended, another takes over, other requests go on."""
+    hostile.expect_failure("the tokenizer process was ended by SIGPROF")
     began = time.monotonic()
     assert refusal(chat(hostile, kind)).startswith("the model's chat template ")
     assert time.monotonic() - began < PATIENCE_S / 3
