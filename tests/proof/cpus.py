@@ -191,12 +191,22 @@ def run_row(row: Row, library: Path, arguments: Sequence[str], limit_s: float) -
         except (OSError, subprocess.SubprocessError) as error:
             problem = str(error)
         if not problem:
-            selection = ["--ignore=tests/unit", "-p", "tests.proof.model_tests"]
-            selection += ["--loads", "embedded" if row.gemma else "model"]
-            command = [sys.executable, "-m", "pytest", *selection, f"--junitxml={report}", *arguments]
+            command = [*make_command(row, arguments), f"--junitxml={report}"]
             problem = _run_tests(command, variables, limit_s - (time.monotonic() - began))
         outcome = read_report(report) if report.exists() else Outcome()
     return outcome._replace(problem=problem, seconds=time.monotonic() - began)
+
+
+def make_command(row: Row, arguments: Sequence[str]) -> list[str]:
+    """Make pytest's command line. Rows of another model or number of threads run the embedded model alone.
+
+    Several threads take one worker: compute threads wait for each other by spinning, and those of two
+    workers on two cores take ten times as long.
+    """
+    loads = "embedded" if row.gemma or row.threads > 1 else "model"
+    selection = ["--ignore=tests/unit", "-p", "tests.proof.model_tests", "--loads", loads]
+    alone = ["-n", "1"] if row.threads > 1 else []
+    return [sys.executable, "-m", "pytest", *selection, *arguments, *alone]
 
 
 def _run_tests(command: Sequence[str], variables: Mapping[str, str], limit_s: float) -> str:
@@ -249,6 +259,7 @@ def main() -> int:
     parser.add_argument("--row", action="append", metavar="NAME", help="only this row; may be repeated")
     parser.add_argument("arguments", nargs="*", metavar="…", help="arguments for pytest, after --")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that pytest ends, too
     library = build_library()
     rows = plan_rows(read_scores(library), platform.machine())
     if unknown := set(options.row or ()) - {row.name for row in rows}:

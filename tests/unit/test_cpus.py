@@ -9,7 +9,16 @@ import pytest
 from cllm.llm import LLM
 from tests.driver.kinds import Kind
 from tests.driver.same_text import Soloist
-from tests.proof.cpus import Outcome, Row, link_library, make_table, plan_rows, read_report
+from tests.proof.cpus import (
+    THREADS,
+    Outcome,
+    Row,
+    link_library,
+    make_command,
+    make_table,
+    plan_rows,
+    read_report,
+)
 from tests.proof.model_tests import find_names
 
 SKYLAKE = {"x64": 1, "sse42": 5, "sandybridge": 21, "haswell": 64, "skylakex": 192, "alderlake": 0, "zen4": 0}
@@ -74,6 +83,20 @@ def test_a_folder_has_the_variants_of_its_row(row: Row, linked: set[str], tmp_pa
     link_library(library, row, folder)
     names = others | {f"libggml-cpu-{each}.so" for each in linked}
     assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in names}
+
+
+def test_several_threads_take_one_worker() -> None:
+    one, several, gemma = (
+        make_command(row, ["-n", "2"])[3:]
+        for row in (
+            Row("best", "x64"),
+            Row("threads", "x64", threads=THREADS),
+            Row("gemma", "x64", gemma=True),
+        )
+    )
+    assert one[-4:] == ["--loads", "model", "-n", "2"]
+    assert several[-6:] == ["--loads", "embedded", "-n", "2", "-n", "1"]
+    assert gemma[-4:] == ["--loads", "embedded", "-n", "2"]
 
 
 def test_counts_and_failures_are_read_from_the_report(tmp_path: Path) -> None:
