@@ -12,6 +12,7 @@ import jsonschema
 import openai
 import pytest
 
+from cllm.models.store import embedded_model
 from cllm.testing import say
 from tests.driver.server import Server, StartServer, wait_for
 from tests.e2e.clients import WEATHER_TOOL, Weather
@@ -47,13 +48,15 @@ def real(embedded: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_model_is_listed(real: openai.OpenAI) -> None:
+def test_the_model_is_listed(real: openai.OpenAI, embedded: Server) -> None:
     model = real.models.list().data[0]
-    assert "SmolLM2" in model.id and model.created > 1_700_000_000
+    assert model.id == embedded_model().stem and model.created > 1_700_000_000
     told = model.to_dict()
     assert told["max_model_len"] == told["context_length"] == 4096
-    assert told["capabilities"] == ["completion", "chat", "tools", "embeddings"]
-    assert told["meta"]["n_ctx_train"] == 8192  # type: ignore[index]
+    chat = ["chat", "tools"] if embedded.get("/props")["chat_template"] else []
+    assert told["capabilities"] == ["completion", *chat, "embeddings"]
+    trained = embedded.get("/model/info")["context_train"]
+    assert told["meta"]["n_ctx_train"] == trained  # type: ignore[index]
     assert real.models.retrieve(model.id) == model
     other = real.models.retrieve("/org/any:latest").to_dict()
     assert (other["id"], other["root"]) == ("/org/any:latest", model.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.driver.server import PATIENCE_S, Server, cpu_s, wait_for
@@ -25,7 +27,7 @@ def test_oversized_prompts_at_once_are_refused_untokenised(embedded: Server, rou
     before = cpu_s(worker), cpu_s(embedded.process.pid)
     big, beside, alone = measure(("127.0.0.1", embedded.port), route, CLIENTS, SIZE)
     assert [one.status for one in big] == [400] * CLIENTS
-    assert all("at least 96" in one.message for one in big)
+    assert all(re.search(r"at least \d+ ", one.message) for one in big)
     assert {one.status for one in (*beside, *alone)} == {200} and beside
     assert embedded.child("tokenizer") == worker, "it was not killed"
     assert cpu_s(worker) - before[0] < allowed_s

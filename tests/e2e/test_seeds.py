@@ -54,7 +54,7 @@ def test_five_concurrent_requests_are_all_valid(embedded: Server) -> None:
 
 def test_an_answer_may_be_empty(embedded: Server) -> None:
     """The end of a turn is made the likeliest token."""
-    (end,) = embedded.post("/tokenize", {"content": "<|im_end|>"}).json()["tokens"]
+    (end,) = embedded.post("/tokenize", {"content": embedded.get("/props")["eos_token"]}).json()["tokens"]
     data = embedded.generate(TALK[2], 16, logit_bias={str(end): 100})
     assert (data["text"], data["generated_tokens"], data["finish_reason"]) == ("", 0, "stop")
 
