@@ -14,6 +14,7 @@ import typer
 
 from cllm.cli.options import fail
 from cllm.errors import SetupError
+from cllm.names import is_name, path_below
 
 _KEPT = ("CLLM_CACHE_DIR", "CLLM_LIBRARY", "HF_HOME", "HF_ENDPOINT")  # where things are; never a secret
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -57,9 +58,11 @@ def _quote(word: str) -> str:
 
 
 def unit_path(name: str) -> Path:
-    """Where systemd looks for a user's unit."""
+    """Where systemd looks for a user's unit. Raises BadParameter for a name that can be none."""
+    if not is_name(name):
+        raise typer.BadParameter(f"{name!r}: up to 64 letters, digits, '.', '-' and '_'", param_hint="--name")
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home, "systemd", "user", f"{name}.service").expanduser()
+    return path_below(Path(home, "systemd", "user").expanduser(), f"{name}.service")
 
 
 @service_app.command("install", context_settings=_PASSED_ON)

@@ -22,6 +22,7 @@ from cllm.models.hub import Hub, make_hub
 from cllm.models.progress import PullProgress
 from cllm.models.reference import HubReference
 from cllm.models.store import Place, find_stored, make_destination
+from cllm.names import path_below
 
 log = logging.getLogger(__name__)
 FIRST_HEAD = 1 << 20  # bytes of a file that are read for its header, four times as many each next time
@@ -196,13 +197,13 @@ class Pull:
 
     def _read_heads(self, downloads: dict[HubFile, Download], folder: Path) -> Path | None:
         for file in self._model.files:
-            head = folder / Path(file.path).name
+            head = path_below(folder, Path(file.path).name)
             here = self._destination.find(file)
             if file not in downloads and here is not None:
                 head.symlink_to(here.resolve())
             elif not _fetch_head(downloads[file], file, head):
                 return None
-        return folder / Path(self._model.files[0].path).name
+        return path_below(folder, Path(self._model.files[0].path).name)
 
 
 def _fetch_head(download: Download, file: HubFile, head: Path) -> bool:

@@ -85,3 +85,10 @@ def test_systemd_accepts_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.returncode == 0 and not done.stderr.strip(), done.stderr
     file.write_text(file.read_text().replace("Type=exec", "Type=nothing"))
     assert subprocess.run(command, capture_output=True, text=True, timeout=60).stderr, "it does check"
+
+
+@pytest.mark.parametrize("name", ["../../../x", "/etc/x", "a/b", ""])
+def test_a_unit_has_a_plain_name(calls: Path, tmp_path: Path, name: str) -> None:
+    code, output = run("install", "--name", name, "model.gguf")
+    assert code == 2 and "--name" in output
+    assert not calls.read_text() and not (tmp_path / "config").exists()
