@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,22 +53,15 @@ def own_cache(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def start_plain(log: Path, cache: Path, *arguments: str, skip_tuning: bool = False) -> Iterator[Server]:
+def start_plain(log: Path, cache: Path, *arguments: str) -> Iterator[Server]:
     """Run `cllm serve ARGUMENTS` with no other setting than a free port, and with caches of its own.
 
-    With `skip_tuning`, Ctrl-C ends the measurement as soon as it has begun. Leaving the block stops the
-    server: the exit code is 0, no worker has died, and nothing was logged as an error.
+    Leaving the block stops the server: the exit code is 0, no worker has died, and nothing was logged as an
+    error.
     """
     program = (_NO_SETTINGS + SERVE[0], *SERVE[1:])
     server = Server(log, *arguments, program=program, **own_cache(cache))
     server.client.headers["Authorization"] = f"Bearer {KEY}"
-    if skip_tuning:
-        try:
-            wait_for(lambda: MEASURING in server.log_text)
-            server.process.send_signal(signal.SIGINT)
-        except BaseException:
-            server.kill()
-            raise
     with server:
         yield server
 
@@ -213,19 +205,19 @@ def count_cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def run_with_defaults(folder: Path, *model: str, skip_tuning: bool = False) -> None:
+def run_with_defaults(folder: Path, *model: str) -> None:
     """Run a server as users do, and start it again: it remembers its tuning and what it has computed."""
     cache = folder / "cache"
-    with start_plain(folder / "first", cache, *model, skip_tuning=skip_tuning) as server:
+    with start_plain(folder / "first", cache, *model) as server:
         assert MEASURING in server.log_text
         ask_all(server)
         said = get_content(chat(server, LONG_PROMPT))
         wait_idle(server)
         assert count_cached(chat(server, LONG_PROMPT, said, "and then?")) > 0
         wait_idle(server)
-    assert len(list(cache.glob("cllm/tune/*.json"))) == (0 if skip_tuning else 1)
+    assert len(list(cache.glob("cllm/tune/*.json"))) == 1
     assert list(cache.glob("cllm/kv/*/*.kv"))
-    with start_plain(folder / "second", cache, *model, skip_tuning=skip_tuning) as server:
+    with start_plain(folder / "second", cache, *model) as server:
         assert count_cached(chat(server, LONG_PROMPT)) > 0
         assert server.metrics()["cllm_prefix_disk_loads_total"] > 0
         wait_idle(server)

@@ -120,6 +120,11 @@ def get_children(pid: int) -> dict[int, str]:
     return found
 
 
+def started_at(pid: int) -> int:
+    """When a process was started, in ticks since the machine was. Process ids begin again at some point."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def find_workers(pid: int, role: str) -> list[int]:
     """The process ids of a server's workers of that role: `engine` or `tokenizer`."""
     pattern = re.compile(rf"-m [\w.]+ \d+ {role}\b")
@@ -217,7 +222,7 @@ class Server:
 
     def kill_worker(self, role: str, number: int = signal.SIGKILL) -> int:
         """Send a signal that ends it, or has it replaced, to the newest worker of a role; return its pid."""
-        pid = max(find_workers(self.process.pid, role))
+        pid = max(find_workers(self.process.pid, role), key=started_at)
         self.expect_failure(_DEATHS[role], 1)
         os.kill(pid, number)
         return pid

@@ -13,11 +13,6 @@ def test_server_with_default_settings(tiny_model: Path, tmp_path: Path) -> None:
     run_with_defaults(tmp_path, str(tiny_model))
 
 
-def test_embedded_model_with_default_settings(tmp_path: Path) -> None:
-    """Ctrl-C skips the tuning, which takes 15 seconds; `make option-matrix` waits for it."""
-    run_with_defaults(tmp_path, skip_tuning=True)
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_places(tmp_path_factory.mktemp("places"))

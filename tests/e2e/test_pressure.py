@@ -32,5 +32,5 @@ def test_a_load_on_a_quarter_of_the_cells(
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     command = (sys.executable, "-m", "cllm")
-    assert run_pressure(tiny_model, 16, command, tmp_path) == 0, capsys.readouterr().out
+    assert run_pressure(tiny_model, 8, command, tmp_path) == 0, capsys.readouterr().out
     assert " 0 wrong" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from tests.driver.server import wait_for
 from tests.e2e.fuzz import fuzz
 from tests.e2e.golden.record import scripted_server
 
-EXAMPLES = 4
+EXAMPLES = 2
 
 
 def test_no_request_makes_it_fail(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cllm.llm import LLM
+from cllm.models.store import embedded_model
 from tests.driver.kinds import Kind
-from tests.driver.same_text import Soloist
 from tests.proof.cpus import (
     THREADS,
     Outcome,
@@ -132,12 +132,16 @@ def test_a_row_without_a_passed_test_is_not_good() -> None:
     assert not any(each.good for each in (Outcome(), Outcome(1, 1), Outcome(1, problem="stopped")))
 
 
+def open_embedded() -> object:
+    return embedded_model
+
+
 def test_names_are_found_in_helpers_of_tests() -> None:
     def direct() -> object:
         return [LLM for _ in range(1)]
 
     def by_helper() -> object:
-        return Soloist
+        return open_embedded
 
     def none() -> object:
         return Kind
