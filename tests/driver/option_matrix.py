@@ -317,12 +317,12 @@ ROWS = (
     # Speculation
     Row("draft_tokens", "--draft-tokens 0"),
     Row("draft_tokens", "--draft-tokens 64"),
-    Row("draft_rollback", "--draft-rollback 4", "rollback", risky=True),
+    Row("draft_rollback", "--draft-rollback 4", "rollback"),
     Row("draft_rollback", "--draft-rollback 4 --unified-kv", "rollback"),
     Row("draft_rollback", "--draft-rollback 4"),
     Row("draft_model", "--draft-model {dense}", risky=True),
     Row("draft_model", "--draft-model {dense} --draft-tokens 1 --parallel 1"),
-    Row("draft_model", "--draft-model {dense} --unified-kv --draft-tokens 64", risky=True),
+    Row("draft_model", "--draft-model {dense} --unified-kv --draft-tokens 64"),
     # Server
     Row("host", "--host 127.0.0.1,127.0.0.2"),
     Row("host", f"--host 0.0.0.0 {_KEYS}"),  # without keys, /debug and /metrics are for loopback

@@ -82,16 +82,6 @@ def test_requests_outlive_their_replicas(cluster: FolderCluster, gateway: Server
     wait_for(gateway.idle)
 
 
-def test_a_frozen_replica_costs_a_pause(cluster: FolderCluster, gateway: Server) -> None:
-    cluster.start()
-    wait_for(lambda: count_ready(gateway) == 2)
-    frozen = cluster.replicas[0]
-    assert disturb(gateway, lambda: frozen.send_signal(signal.SIGSTOP)) == [TEXT] * STREAMS
-    frozen.send_signal(signal.SIGCONT)
-    wait_for(lambda: count_ready(gateway) == 2)
-    wait_for(gateway.idle)
-
-
 def test_without_a_replica_it_is_not_ready(cluster: FolderCluster, gateway: Server) -> None:
     def replace() -> None:
         cluster.replicas[0].kill()
