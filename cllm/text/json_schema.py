@@ -166,22 +166,60 @@ def close_objects(schema: Any) -> Any:
     An object without `properties` stays a free map. What is combined (by `allOf`, or as `properties` beside a
     reference or a union) stays open, and so does what it refers to: closed parts would exclude each other.
     """
-    combined: set[str] = set()  # references
-    known = -1
-    while known < len(combined):
-        known = len(combined)
-        closed = _close(schema, "#", False, combined)
-    return closed
+    return _close(schema, "#", False, find_combined(schema))
+
+
+def find_combined(root: Any) -> set[str]:
+    """Find the references to schemas that are combined with others, however long a chain leads there.
+
+    Each schema is visited twice at most: as a part of a combination, and by itself.
+    """
+    combined: set[str] = set()
+    seen: set[tuple[str, bool]] = set()
+    waiting: list[tuple[Any, str, bool]] = [(root, "#", False)]
+
+    def visit(schema: Mapping[str, Any], place: str, is_part: bool) -> None:
+        def follow(inner: Any, path: str, same: bool) -> None:
+            waiting.append((inner, f"{place}/{path}", same and is_part))
+
+        reference = schema.get("$ref")
+        if is_part and isinstance(reference, str) and reference not in combined:
+            combined.add(reference)
+            waiting.append((_resolve(root, reference), reference, True))
+        _map_schemas(schema, follow)
+
+    while waiting:
+        schema, place, is_part = waiting.pop()
+        if isinstance(schema, Mapping):
+            is_part = is_part or _count_parts(schema) > 1 or place in combined
+            if (place, is_part) not in seen:
+                seen.add((place, is_part))
+                visit(schema, place, is_part)
+    return combined
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """The schema at a local reference; None where there is none."""
+    found = root
+    for part in reference.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list):
+            found = found[int(name)] if name.isascii() and name.isdigit() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, Mapping) else None
+    return found if reference.startswith("#") else None
+
+
+def _count_parts(schema: Mapping[str, Any]) -> int:
+    """The parts that a schema combines for one value."""
+    same = (_SAME_VALUE - {"allOf"}) | {"properties", "$ref"}
+    return len(schema.keys() & same) + len(schema.get("allOf", ()))
 
 
 def _close(schema: Any, place: str, is_part: bool, combined: set[str]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    all_of = schema.get("allOf", ())
-    parts = len(schema.keys() & ((_SAME_VALUE - {"allOf"}) | {"properties", "$ref"})) + len(all_of)
-    is_part = is_part or parts > 1 or place in combined
-    if is_part and isinstance(schema.get("$ref"), str):
-        combined.add(schema["$ref"])
+    is_part = is_part or _count_parts(schema) > 1 or place in combined
 
     def close(inner: Any, path: str, same: bool) -> Any:
         return _close(inner, f"{place}/{path}", same and is_part, combined)
