@@ -311,7 +311,7 @@ ROWS = (
     Row("state_dir", "--state-dir {scratch}", use=use_state_file),
     Row(
         "share_prefixes_across_tenants",
-        f"--share-prefixes-across-tenants --api-key {KEY},{OTHER_KEY}",
+        f"--share-prefixes-across-tenants --api-keys {{keys}} --api-key {OTHER_KEY}",
         use=use_two_keys,
     ),
     # Speculation
