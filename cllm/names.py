@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePosixPath
 
+from cllm.errors import ConfigError
+
 MAX_FILE_PATH = 1024  # characters of a path in a repository
 MAX_PART = 255  # bytes of one name in a folder: the limit of nearly every file system
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
@@ -50,15 +52,15 @@ def is_file_path(text: str) -> bool:
 
 
 def path_below(folder: Path, name: str, *, follow_links: bool = False) -> Path:
-    """Return the path of `name` in `folder`. Raise ValueError if it does not lie below it.
+    """Return the path of `name` in `folder`. Raise ConfigError if it does not lie below it.
 
     Links on the way are resolved. The last part may be a link to a file elsewhere (a blob of a hub's cache)
     unless `follow_links` is set: then the result is what it leads to.
     """
     root, path = folder.resolve(), folder / name
     if PurePosixPath(name).name in ("", "..") or "\0" in name:
-        raise ValueError(f"{name!r:.80} names no file")
+        raise ConfigError(f"{name!r:.80} names no file")
     found = path.resolve() if follow_links else path.parent.resolve() / path.name
     if root not in found.parents:
-        raise ValueError(f"{name!r:.80} leads out of its folder")
+        raise ConfigError(f"{name!r:.80} leads out of its folder")
     return found if follow_links else path

@@ -257,6 +257,6 @@ def find_model(folder: str, name: str) -> Path:
     """A file of the folder, with links resolved. Raises Forbidden for anything outside it."""
     if not folder:
         raise Forbidden("model: no other file may be loaded; start the server with --model-dir FOLDER")
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
+    with contextlib.suppress(OSError, ConfigError, RuntimeError):
         return path_below(Path(folder).expanduser(), name, follow_links=True)
     raise Forbidden("model: this is not a file in --model-dir")

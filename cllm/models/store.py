@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from cllm.errors import ModelFileError
+from cllm.errors import ConfigError, ModelFileError
 from cllm.models.files import HubFile, ModelFiles, choose_files, group_files
 from cllm.models.reference import HubReference
 from cllm.names import path_below
@@ -207,7 +207,7 @@ class HfRepository:
         return sorted(snapshots, key=lambda path: (path.name != main, -path.stat().st_mtime))
 
     def _read_ref(self, revision: str) -> str:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ConfigError):
             return path_below(self.folder / "refs", revision).read_text().strip()
         return ""
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cllm.errors import ConfigError
 from cllm.names import is_file_path, is_name, is_repo, is_revision, path_below
 
 LETTERS = st.text(st.sampled_from("ab./\\-_@{~^:?*[ \x01\x7f#") | st.characters(), max_size=12)
@@ -97,7 +98,7 @@ def test_no_name_becomes_a_path_out_of_its_folder(tmp_path: Path, name: str) -> 
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path)
-    with pytest.raises(ValueError):
+    with pytest.raises(ConfigError):
         path_below(folder, name)
 
 
@@ -107,7 +108,7 @@ def test_a_link_out_of_the_folder_is_followed_only_where_it_is_asked_for(tmp_pat
     (tmp_path / "blob").write_text("x")
     (folder / "model").symlink_to(tmp_path / "blob")
     assert path_below(folder, "model") == folder / "model"
-    with pytest.raises(ValueError):
+    with pytest.raises(ConfigError):
         path_below(folder, "model", follow_links=True)
     (folder / "real").write_text("x")
     assert path_below(folder, "real", follow_links=True) == (folder / "real").resolve()
@@ -118,6 +119,6 @@ def test_every_path_of_a_name_lies_below(text: str) -> None:
     folder = Path("/folder/that/is/not/there")
     try:
         path = path_below(folder, text)
-    except ValueError:
+    except ConfigError:
         return
     assert folder in path.resolve().parents

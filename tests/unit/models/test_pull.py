@@ -238,6 +238,6 @@ def test_a_revision_becomes_no_path_out_of_the_cache(hub: FakeHub, caches: Path,
     for text in (f"hf:{REPO}@{revision}", address):
         with pytest.raises(ConfigError, match="branch, tag or commit"):
             parse_hub(text)
-    with pytest.raises(ValueError):  # nor where a reference came by another way
+    with pytest.raises(ConfigError):  # nor where a reference came by another way
         HfRepository(REPO, COMMIT, revision).finish()
     assert victim.read_text() == "mine" and not find_stored(HubReference("hf", REPO, "", revision))
