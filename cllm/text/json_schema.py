@@ -88,15 +88,16 @@ def parse_schemas(spec: ConstraintSpec) -> list[EmbeddedSchema]:
     to the compiler, and its references are counted as text.
     """
     field, source, found = spec.kind.field, spec.source, list[EmbeddedSchema]()
-    places = [0]
+    places = [len(source) - len(source.lstrip())]
     if spec.kind is not ConstraintKind.JSON_SCHEMA:
         embeds = spec.kind in (ConstraintKind.TOOLS, ConstraintKind.GRAMMAR)
-        places = [match.end() for match in re.finditer(r"%json(?=\s*\{)", source)] if embeds else []
+        places = [match.end() for match in re.finditer(r"%json\s*(?=\{)", source)] if embeds else []
+    if spec.kind is ConstraintKind.GRAMMAR and len(places) > MAX_REFERENCES:
+        raise InvalidRequest(f"{field}: {len(places)} schemas (%json), the limit is {MAX_REFERENCES}", field)
     references = 0
-    for place in places:
-        if found and place < found[-1].end:
+    for begin in places:
+        if found and begin < found[-1].end:
             continue  # inside the schema before
-        begin = place + len(source[place:]) - len(source[place:].lstrip())
         try:
             schema, end = json.JSONDecoder().raw_decode(source, begin)
         except (ValueError, RecursionError) as error:

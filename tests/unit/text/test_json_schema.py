@@ -202,6 +202,12 @@ def test_references_in_a_literal_of_a_grammar_that_is_no_json_are_counted() -> N
     COMPILER.check(ConstraintSpec(ConstraintKind.GRAMMAR, 'start: "%json {"'))
 
 
+def test_schemas_of_a_grammar_are_bounded_before_they_are_parsed() -> None:
+    source = "start: " + "%json {" * (MAX_REFERENCES + 1)
+    with pytest.raises(InvalidRequest, match="schemas"):
+        parse_schemas(ConstraintSpec(ConstraintKind.GRAMMAR, source))
+
+
 def find_combined_slowly(schema: Any) -> set[str]:
     """The rule as it is said: look at everything again until nothing more is found."""
     combined: set[str] = set()
