@@ -2,7 +2,7 @@
 
 `start_plain` starts a server without any of the settings that the other tests have. `ROWS` sets one option at
 a time on top of it, `REASONS` says why an option has no row; `tests/unit/cli/test_option_matrix.py` fails for
-an option that has neither. `make option-matrix` runs all rows.
+an option that has neither. `proof/option_matrix.py` runs all rows.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ ROWS = (
 )
 REASONS = {
     "port": "every server of the matrix has --port 0",
-    "cluster": "needs a Ray cluster: `make cluster-test`, and tests/e2e/test_cluster.py without Ray",
+    "cluster": "needs a Ray cluster: `proof/cluster.py`, and tests/e2e/test_cluster.py without Ray",
     "help_all": "prints and exits",
 }
 RISKY = tuple(row for row in ROWS if row.risky)

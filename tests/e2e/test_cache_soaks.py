@@ -10,9 +10,7 @@ import pytest
 
 from bench.wire import Address
 from cllm.core.step_cost import StepCost
-from tests.driver.server import Server, environment
-from tests.soak.answers import Answer, Client, compare
-from tests.soak.conversations import (
+from proof.conversations import (
     EXACT,
     OFF,
     Part,
@@ -22,9 +20,11 @@ from tests.soak.conversations import (
     find_faults,
     run_conversations,
 )
-from tests.soak.density import run_density
-from tests.soak.second_turns import talk
-from tests.soak.soak import run_soak
+from proof.density import run_density
+from proof.second_turns import talk
+from proof.shared.answers import Answer, Client, compare
+from proof.soak import run_soak
+from tests.driver.server import Server, environment
 
 COMMAND = (sys.executable, "-m", "cllm")
 
@@ -117,7 +117,7 @@ def test_evictions_leave_nothing_behind(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory needs thousands of requests to settle; here it may grow."""
-    monkeypatch.setattr("tests.soak.soak.MAX_GROWTH", 1.2)
-    monkeypatch.setattr("tests.soak.soak.SETTLE_S", 0.0)
+    monkeypatch.setattr("proof.soak.MAX_GROWTH", 1.2)
+    monkeypatch.setattr("proof.soak.SETTLE_S", 0.0)
     code = run_soak(tiny_model, 80, evictions=True, command=COMMAND, logs=tmp_path)
     assert code == 0, capsys.readouterr().out

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from proof.oversized import measure
 from tests.driver.server import PATIENCE_S, Server, cpu_s, wait_for
-from tests.soak.oversized import measure
 
 CLIENTS = 16
 SIZE = 7_800_000

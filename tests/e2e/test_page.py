@@ -1,4 +1,4 @@
-"""The page at `/` in a real Chromium, on the scripted model. What takes longer: tests/soak/page.py."""
+"""The page at `/` in a real Chromium, on the scripted model. What takes longer: proof/page.py."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from proof.pressure import run_pressure
+from proof.shared.answers import Answer, compare
 from tests.driver.server import environment
-from tests.soak.answers import Answer, compare
-from tests.soak.pressure import run_pressure
 
 
 def answer(text: str, ties: str = "", finish: str = "length") -> Answer:

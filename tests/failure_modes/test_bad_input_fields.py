@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from proof.oversized import ask
 from tests.driver.http import JSON, field_refused, refusal
 from tests.driver.server import PATIENCE_S, Server, get_data
-from tests.soak.oversized import ask
 
 GENERATE, LLAMA, COMPLETIONS, CHAT = ROUTES = (
     "/generate",

@@ -66,7 +66,7 @@ LAYERS = {
 HTTP_PACKAGES = ("cllm.server", "cllm.chat", "cllm.frontend")
 NOT_IN_HTTP = ("cllm.core", "cllm.backend.llama", "llguidance")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 FORBIDDEN = re.compile(
     r"(?<![a-z])(guess|park)|\btold\b|MOST_|LEAST_|\b(no|some|every|any)body\b|\bwhoever\b"
@@ -159,7 +159,7 @@ def test_the_http_process_imports_nothing_native_to_inference() -> None:
     assert len(reached.keys() & MODULES.keys()) <= 91
 
 
-def test_a_file_has_at_most_450_lines() -> None:
+def test_a_file_has_at_most_600_lines() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
 

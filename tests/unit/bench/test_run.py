@@ -15,7 +15,7 @@ from bench.load import generate_load
 from bench.report import Spread, Table
 from bench.wire import Address, CllmApi
 from bench.workloads import BenchRequest, single_requests
-from tests.soak.seeds import Drift, drift_ratio, raw_ratio
+from proof.seeds import Drift, drift_ratio, raw_ratio
 
 TOKENS = 10
 PLAN = single_requests("w", [BenchRequest("p", TOKENS)])

@@ -19,7 +19,7 @@ from tests.driver.corpus import template_files
 from tests.driver.turns import check_turns, get_family
 from tests.unit.text.formats import FORMATS
 
-TURNS = 4  # of each template; `make formats` reads 200
+TURNS = 4  # of each template; `proof/formats.py` reads 200
 
 
 def test_every_turn_that_a_template_writes_is_read_back() -> None:
