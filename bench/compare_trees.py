@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.client import CllmClient
+from bench.client import generate
 from bench.command import conclude, make_parser, run_command
 from bench.load import run_load
 from bench.peers import RunningPeer, ServerSettings, cllm_peer, log_folder, running
@@ -120,12 +120,12 @@ def compare_work(trees: tuple[Tree, Tree], settings: ServerSettings, rows: Rows)
     """What sequential requests cost without drafts, by the server's own counters."""
     found: dict[str, list[list[int]]] = {}
     for tree in trees:
-        with tree.serving(settings, "--draft-tokens", "0") as server, CllmClient(server.address) as client:
-            answers = [
-                client.generate(words(f"work {number}", count), 24, ignore_eos=True)
+        with tree.serving(settings, "--draft-tokens", "0") as server:
+            usages = [
+                generate(server.address, words(f"work {number}", count), 24)
                 for number, count in enumerate(PROMPT_WORDS)
             ]
-        found[tree.name] = [[answer.usage[name] for name in WORK] for answer in answers]
+        found[tree.name] = [[usage[name] for name in WORK] for usage in usages]
     for index, name in enumerate(WORK):
         old, new = (sum(usage[index] for usage in found[tree.name]) for tree in trees)
         equal = all(ours[index] == theirs[index] for ours, theirs in zip(*found.values(), strict=True))

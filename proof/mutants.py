@@ -6,24 +6,27 @@
 
 A fixed seed draws the mutants from all changes that `mutation` knows. For each, one process runs the unit
 tests of the module with the changed code in its place. A mutant is killed by the first test that fails, or
-that takes longer than `TEST_LIMIT_S`. The list is written to docs/reliability/mutants.txt.
+that takes too long. The list is written to docs/reliability/mutants.txt.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import math
+import os
 import random
+import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import msgspec
 
 from proof.command import ROOT, make_parser
 from proof.evidence import FOLDER, Bar, Evidence, record
-from proof.shared.mutant_runs import Job, MutantSession, Outcome, collect
 from proof.shared.mutation import Mutation, mutate
 
 SEED = 600
@@ -60,8 +63,12 @@ MODULES = {
 }
 
 
-# Runs of each module as it is, in between: a test that fails there has noticed no mutant.
-CONTROLS = {f"control {number}: {path}": path for number in range(4) for path in MODULES}
+# Runs of each module as it is: a test that fails there has noticed no mutant.
+CONTROLS = {f"control: {path}": path for path in MODULES}
+OPTIONS = (
+    *("-p", "proof.shared.mutated_module", "-x", "-q", "--tb=no", "--timeout=60"),
+    *("-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"),
+)
 
 
 class Mutant(msgspec.Struct, frozen=True):
@@ -82,6 +89,15 @@ class Mutant(msgspec.Struct, frozen=True):
     def place(self) -> str:
         """Which one it is, for the list of the equivalent ones."""
         return f"{Path(self.path).name}:{self.line} | {self.where} | {self.change}"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Whether a test noticed, and which."""
+
+    killed: bool
+    test: str = ""
+    timed_out: bool = False
+    seconds: float = 0.0
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -134,6 +150,19 @@ def write_list(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], equivale
     LIST.write_text("\n".join(lines) + "\n")
 
 
+def run_tests(path: str, index: int | None) -> Outcome:
+    """Run the tests of a module with one mutation of it, or with none, until the first that fails."""
+    began = time.monotonic()
+    with tempfile.NamedTemporaryFile("r") as report:
+        mutant = path if index is None else f"{path}:{index}"
+        variables = {**os.environ, "MUTANT": mutant, "MUTANT_REPORT": report.name}
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *MODULES[path]]
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+        test = report.read() or "the import"
+    timed_out = "+ Timeout +" in done.stderr
+    return Outcome(bool(done.returncode), test, timed_out, time.monotonic() - began)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser(
         __name__,
@@ -142,8 +171,6 @@ def main(arguments: Sequence[str]) -> int:
         again=(False, "run those that survived once more"),
         fresh=(False, "forget all earlier results"),
         jobs=(2, "how many at a time"),
-        quick=(False, "without the slow tests"),
-        max_s=(math.inf, "seconds of tests for a mutant"),
         match=("", "only those with this in their path; records nothing"),
     )
     options = parser.parse_args(arguments)
@@ -158,40 +185,22 @@ def main(arguments: Sequence[str]) -> int:
     outcomes = read_results()
     if options.again:
         outcomes = {key: outcome for key, outcome in outcomes.items() if outcome.killed}
-    left = [mutant for mutant in mutants if mutant.key not in outcomes]
-    modules = {mutant.path: MODULES[mutant.path] for mutant in left}
-    files = tuple(dict.fromkeys(file for tests in modules.values() for file in tests))
-    if left:
-        collect(
-            *(tuple(MODULES), files, lambda session: run(session, left, outcomes, options)),
-            quick=options.quick,
-        )
-    return 0 if options.match else report(mutants, outcomes, whole=not options.quick)
-
-
-def run(
-    session: MutantSession, left: Sequence[Mutant], outcomes: dict[str, Outcome], options: argparse.Namespace
-) -> None:
-    """Run the mutants that are left, and keep what comes of each."""
-    at_once, max_s = options.jobs, options.max_s
-    print(f"the tests take {session.trace(at_once):.0f} s on the source as it is", flush=True)
-    jobs = [Job(each.key, each.path, each.index, MODULES[each.path], max_s) for each in left]
-    controls = [Job(key, path, None, MODULES[path]) for key, path in CONTROLS.items() if key not in outcomes]
-    for number, control in enumerate(controls, 1):  # among the others
-        jobs.insert(number * len(jobs) // (len(controls) + 1), control)
-    with RESULTS.open("ab") as file:
-        for done, (job, outcome) in enumerate(session.run_all(jobs, at_once), 1):
-            outcomes[job.key] = outcome
-            file.write(msgspec.json.encode(Known(job.key, outcome)) + b"\n")
+    jobs: dict[str, tuple[str, int | None]] = {key: (path, None) for key, path in CONTROLS.items()}
+    jobs |= {mutant.key: (mutant.path, mutant.index) for mutant in mutants}
+    left = {key: job for key, job in jobs.items() if key not in outcomes and options.match in job[0]}
+    with RESULTS.open("ab") as file, ThreadPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(run_tests, *job): key for key, job in left.items()}
+        for number, done in enumerate(as_completed(running), 1):
+            key, outcome = running[done], done.result()
+            outcomes[key] = outcome
+            file.write(msgspec.json.encode(Known(key, outcome)) + b"\n")
             file.flush()
             verdict = f"killed by {outcome.test}" if outcome.killed else "SURVIVED"
-            print(
-                f"{done}/{len(jobs)} {job.path} {job.number}: {verdict} in {outcome.seconds:.1f} s",
-                flush=True,
-            )
+            print(f"{number}/{len(left)} {key}: {verdict} in {outcome.seconds:.1f} s", flush=True)
+    return 0 if options.match else report(mutants, outcomes)
 
 
-def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], *, whole: bool) -> int:
+def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> int:
     """Write the list and the evidence; the exit code of the command."""
     equivalent = read_equivalent()
     write_list(mutants, outcomes, equivalent)
@@ -214,8 +223,7 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], *, whole: bo
             about=f"{len(mutants)} small changes, drawn with a fixed seed from all that can be made in the "
             "slot pool, the sequence, the scheduler, the index of the KV cache, the request queue and the "
             "detokenizer. Each is killed by the first unit test of its module that fails. Every one of them, "
-            "and what became of it, is in [mutants.txt](reliability/mutants.txt)."
-            + ("" if whole else " The slow tests were left out, so that this is a lower bound."),
+            "and what became of it, is in [mutants.txt](reliability/mutants.txt).",
             bars=[
                 Bar(
                     "mutants killed, of all",
@@ -230,7 +238,7 @@ def report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], *, whole: bo
                     killed / other >= 0.9,
                 ),
                 Bar(
-                    "failures on the source as it is, run in between",
+                    "failures on the source as it is",
                     "0",
                     f"{failed} of {len(CONTROLS)} runs",
                     not failed,

@@ -1,6 +1,7 @@
-"""Tests in an interpreter in which one module is a mutant from the start.
+"""Pytest plugin: one module is a mutant from the start.
 
-`python -m proof shared.mutated_module PATH INDEX PIPE FILE…` is started by `mutant_runs`.
+The variable `MUTANT` is the module's path and the number of the mutation, `MUTANT_REPORT` a file to which the
+name of each test is written when it begins. The module must not have been imported before.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
+import resource
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from types import CodeType, ModuleType
 
-import pytest
+import hypothesis
 
-from proof.command import ROOT
-from proof.shared.mutant_runs import OPTIONS, Reporter
 from proof.shared.mutation import mutate
+
+ROOT = Path(__file__).parents[2]
+MEMORY_LIMIT = 6 << 30
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -46,15 +51,29 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, self._path, loader=loader)
 
 
-def main(path: str, index: int, pipe: int, files: Sequence[str]) -> int:
-    mutation = next(islice(mutate((ROOT / path).read_text()), index, None))
+def install() -> None:
+    """Before pytest imports the tests: when it imports this plugin."""
+    path, _, index = os.environ["MUTANT"].partition(":")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    if not index:
+        return  # the source as it is
+    mutation = next(islice(mutate((ROOT / path).read_text()), int(index), None))
     code = compile(mutation.code, str(ROOT / path), "exec")
     name = path.removesuffix(".py").replace("/", ".")
     assert name not in sys.modules
     sys.meta_path.insert(0, _Finder(name, str(ROOT / path), code))
-    ignored = "ignore::pytest.PytestAssertRewriteWarning"
-    return int(pytest.main([*OPTIONS, "-W", ignored, *files], plugins=[Reporter(pipe)]))
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+def pytest_sessionstart() -> None:
+    """An example that fails is enough: a smaller one is not looked for."""
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("unit", hypothesis.settings.get_profile("unit"), phases=phases)
+    hypothesis.settings.load_profile("unit")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    with Path(os.environ["MUTANT_REPORT"]).open("w") as file:
+        file.write(nodeid)
+
+
+install()

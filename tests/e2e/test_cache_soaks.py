@@ -1,4 +1,4 @@
-"""The soak commands of the KV cache, in small, and the rules they judge by."""
+"""The proofs of the KV cache, in small, and the rules they judge by."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from proof.conversations import (
 from proof.density import run_density
 from proof.second_turns import talk
 from proof.shared.answers import Answer, Client, compare
-from proof.soak import run_soak
 from tests.driver.server import Server, environment
 
 COMMAND = (sys.executable, "-m", "cllm")
@@ -111,13 +110,3 @@ def test_batches_stay_dense(capsys: pytest.CaptureFixture[str]) -> None:
     cost = StepCost(ubatch=4e-4, prefill_token=4e-5, row=6e-5, attended=1e-8)
     assert run_density(conversations=20, known=cost) == 0, capsys.readouterr().out
     assert "20 conversations, 16 slots: pass" in capsys.readouterr().out
-
-
-def test_evictions_leave_nothing_behind(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory needs thousands of requests to settle; here it may grow."""
-    monkeypatch.setattr("proof.soak.MAX_GROWTH", 1.2)
-    monkeypatch.setattr("proof.soak.SETTLE_S", 0.0)
-    code = run_soak(tiny_model, 80, evictions=True, command=COMMAND, logs=tmp_path)
-    assert code == 0, capsys.readouterr().out
