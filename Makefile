@@ -197,7 +197,7 @@ docs: .venv/ready-docs ## the documents as a site in build/docs, its reference w
 doctor: .venv/ready ## what cllm finds on this machine
 	.venv/bin/cllm doctor $(ARGS)
 
-firsttoken: ## from a fresh clone to its first token, tuning included, and a second start (minutes; its own cache)
+firsttoken: ## from a fresh clone to its first token, and a second start (minutes; its own cache)
 	scripts/first_token.sh
 
 clean: ## remove .venv and what the tools leave here (the built library stays in the cache)

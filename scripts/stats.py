@@ -209,7 +209,7 @@ class TracedServer:
             "CLLM_STATS_DIR": str(folder),
             "CLLM_STATS_ROOT": str(root / "cllm") + os.sep,
         }
-        command = [sys.executable, "-m", "cllm", "serve", "--no-tune", "--port", str(self._port)]
+        command = [sys.executable, "-m", "cllm", "serve", "--port", str(self._port)]
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log)
 

@@ -1,6 +1,6 @@
 """Command-line options made from the configuration, so that a default is written down once.
 
-Precedence: command line, `CLLM_*` variables, TOML file (`--config`), what `cllm tune` found, defaults.
+Precedence: command line, `CLLM_*` variables, TOML file (`--config`), defaults.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ _HELP_ALL = typer.Option(
 def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option for each field of the given configurations.
 
-    The command receives `config: Config` and `given`, the names of the fields that were set anywhere. Its own
-    parameters stay as they are. Make it a command of the class `GroupedHelp`.
+    The command receives `config: Config`. Its own parameters stay as they are. Make it a command of the class
+    `GroupedHelp`.
     """
     generated, group = [], ""
     for field in (field for struct in structs for field in msgspec.structs.fields(struct)):
@@ -192,8 +192,6 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
             for old in FLAGS:
                 if f"CLLM_{old.upper()}" in os.environ:
                     warn(old)
-            sources = {name: context.get_parameter_source(name) for name in names}
-            given = frozenset(name for name, source in sources.items() if source and source.name != "DEFAULT")
             settings = {name: values.pop(name) for name in names}
             try:  # each part takes its own fields
                 engine = make_config(EngineConfig, settings, strict=False)
@@ -201,12 +199,12 @@ def with_options(*structs: type[msgspec.Struct]) -> Callable[[Callable[..., Any]
                 config = Config(engine=engine, server=server, models=context.meta.get(_MODELS, {}))
             except ConfigError as error:
                 raise fail(ConfigError(f"configuration: {error}")) from None
-            return command(config=config, given=given, **values)
+            return command(config=config, **values)
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
-            if name not in ("config", "given")
+            if name != "config"
         ]
         # Positional arguments of the command come before the model.
         parameters = own + generated

@@ -110,7 +110,7 @@ def resident(pid: int) -> int:
 
 
 def test_the_sum_is_what_the_processes_hold(start: StartServer) -> None:
-    server = start("--parallel", "4", "--ctx-size", "8192", "--threads", "1", "--no-tune")
+    server = start("--parallel", "4", "--ctx-size", "8192", "--threads", "1")
     server.generate("Once upon a time, ", 8)
     pid = server.process.pid
     real = sum(map(resident, (pid, *find_workers(pid, "engine"), *find_workers(pid, "tokenizer"))))

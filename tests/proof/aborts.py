@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     options = parser.parse_args()
     settings = ServerSettings(options.tiny, SLOTS, CELLS, log_level="debug")
-    flags = ("--no-tune", "--unified-kv", "--max-request-tokens", str(SHORTEST + LENGTHS + OUTPUT))
+    flags = ("--unified-kv", "--max-request-tokens", str(SHORTEST + LENGTHS + OUTPUT))
     with tempfile.TemporaryDirectory() as folder:
         with serving("aborts", settings, logs=Path(folder), flags=flags) as server:
             leavers = Leavers(server.address.port, options.count, seed=7)

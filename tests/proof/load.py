@@ -166,7 +166,7 @@ def main() -> int:
     options = parser.parse_args()
     settings = ServerSettings(options.tiny, STREAMS, STREAMS * 512)
     began = time.monotonic()
-    with serving("load", settings, flags=("--no-tune",)) as server:
+    with serving("load", settings) as server:
         ledger, rate = asyncio.run(run_load(server.address.port, options.count))
         time.sleep(1.0)
         counters = read_counters(Client(server.address))

@@ -1,6 +1,6 @@
 """`python -m tests.soak.features`: greedy text with every feature on is the text with all of them off.
 
-The same prompts twice: from many clients at once with prefix cache, speculation, padding and tuned settings,
+The same prompts twice: from many clients at once with prefix cache, speculation and padding,
 then one at a time with none of them. Where the tokens part, the two likeliest of that step must be as good as
 even when computed alone; any other difference fails.
 
@@ -32,7 +32,7 @@ CLIENTS = 8  # by default
 MAX_TOKENS = 48
 # Far more than by default: drafts are as long as pays.
 ON = ("--draft-tokens", "64")
-OFF = ("--cache-ram-mb", "0", "--draft-tokens", "0", "--no-tune")
+OFF = ("--cache-ram-mb", "0", "--draft-tokens", "0")
 DECLINED: dict[str, Any] = {"cache_prompt": False, "speculate": False}
 USED = ("drafted_tokens", "prefix_hits")  # above 0 with everything on, 0 with everything off
 COUNTERS = ("drafted_tokens", "accepted_tokens", "prefix_hits", "prefix_tokens", "steps", "decoded_tokens")

@@ -67,7 +67,7 @@ def run_stopped(
     logs: Path | None = None,
 ) -> int:
     """Stop workers, print what happened; 0 if nothing else stopped. Raises SetupError."""
-    flags = ("--no-tune", "--drain-s", str(DRAIN_S))
+    flags = ("--drain-s", str(DRAIN_S))
     settings = ServerSettings(model=model, parallel=PARALLEL)
     with serving("stopped", settings, command, logs, flags, fails=True) as server:
         outcome = _stop_workers(server, seconds)

@@ -62,7 +62,7 @@ def run_stripped(
         models = {model.stem: model} if model is not None else {name: tiny[name] for name in kind or KINDS}
         for name, path in models.items():
             settings = ServerSettings(model=path, parallel=PARALLEL, ctx_size=PARALLEL * CELLS)
-            with serving(f"stripped-{name}", settings, command, logs, ("--no-tune", *flags)) as server:
+            with serving(f"stripped-{name}", settings, command, logs, flags) as server:
                 answers = talk(Client(server.address), turns)
             ratios = measure_ratios(answers)
             worst[name] = max(ratios)

@@ -55,7 +55,6 @@ LAYERS = {
     "cllm.workers.engine_worker": 4,
     "cllm.chat": 5,
     "cllm.server": 6,
-    "cllm.tune": 6,
     "cllm.llm": 7,
     "cllm.local_model": 7,
     "cllm.cli": 8,

@@ -317,7 +317,7 @@ class MemoryFit:
             target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
             # The host looks up token vectors only; threads that poll would take cores from the sampler.
             threads=config.threads or (GPU_THREADS if placed.complete else 0),
-            poll=0 if placed.complete and config.poll == DEFAULTS.poll else config.poll,
+            poll=0 if placed.complete and config.poll is None else config.poll,
         )
 
     def hint(self) -> str:
