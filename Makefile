@@ -22,8 +22,6 @@ unit: .venv/ready-test ## the fast tier: tests of the source tree without a serv
 failure-modes: .venv/ready-test ## survive every failure mode of docs/failure-modes.md; ARGS="-k engine-killed"
 	.venv/bin/python -m pytest tests/failure_modes $(WORKERS) $(ARGS)
 
-faults: failure-modes # its old name
-
 option-matrix: .venv/ready-test ## a server with each option of `cllm serve`: started, asked, stopped, no worker dies; ARGS="-k draft"
 	.venv/bin/python -m pytest -n 2 tests/soak/option_matrix.py $(ARGS)
 

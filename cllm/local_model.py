@@ -23,7 +23,6 @@ from cllm.backend.llama.probe import find_ready
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.chat.options import check_names
 from cllm.config import EngineConfig, make_config
-from cllm.deprecated import renamed
 from cllm.errors import EngineNotReady, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
 from cllm.types import Health, Limits, ModelInfo
@@ -52,7 +51,6 @@ class LocalModel:
 
         Raises SetupError when the model cannot be served; it is loaded on entry.
         """
-        settings = renamed(settings)
         check_names(type(self).__name__, settings, EngineConfig.__struct_fields__)
         asked = msgspec.structs.asdict(config or EngineConfig()) | settings
         if os.fspath(model):

@@ -26,7 +26,6 @@ import typer  # noqa: E402
 from cllm import errors  # noqa: E402
 from cllm.cli.main import COMMANDS, app  # noqa: E402
 from cllm.config import GROUPS, EngineConfig, ServerConfig  # noqa: E402
-from cllm.deprecated import METRICS  # noqa: E402
 from cllm.frontend.engine_client import EngineClient  # noqa: E402
 from cllm.frontend.metrics import EngineMetrics  # noqa: E402
 from cllm.server.app import create_app  # noqa: E402
@@ -235,8 +234,6 @@ def make_metrics() -> str:
     }
     own, theirs = [], []
     for family in metrics.registry.collect():
-        if family.name in {name.removesuffix("_total") for name in METRICS}:
-            continue
         name = family.name + ("_total" if family.type == "counter" else "")
         if family.name.startswith("llamacpp:"):
             theirs.append((f"`{name}`", family.type))
@@ -250,8 +247,6 @@ def make_metrics() -> str:
         table(("metric", "type", "labels", "what it counts"), sorted(own)),
         "## llama-server's names\n\nFor dashboards that were made for it.",
         table(("metric", "type"), sorted(theirs)),
-        "## Old names\n\nStill there, with the same values.",
-        table(("old", "use"), ((f"`{old}`", f"`{new}`") for old, new in sorted(METRICS.items()))),
     )
 
 

@@ -1,4 +1,4 @@
-"""Options made from the configuration: help, and settings by their old names."""
+"""Options made from the configuration: help, variables, the TOML file, and what is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cllm import deprecated
 from cllm.cli import main, serve
 from cllm.config import Config, EngineConfig, ServerConfig
 from cllm.errors import SetupError
@@ -32,7 +31,6 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that `cllm serve` would have served."""
     found: list[Config] = []
     monkeypatch.setattr(serve, "run", lambda config, more: found.append(config))
-    monkeypatch.setattr(deprecated, "_warned", set())
     return found
 
 
@@ -63,38 +61,6 @@ def test_no_flag_is_cut_in_help() -> None:
     assert not cut
 
 
-def test_old_names_are_not_shown() -> None:
-    text = help_text("serve", "--help-all")
-    for old in deprecated.FLAGS:
-        assert old.replace("_", "-") not in text
-
-
-@pytest.mark.parametrize("how", ["flag", "flag=", "variable", "file"])
-def test_a_setting_by_its_old_name(settings: list[Config], tmp_path: Path, how: str) -> None:
-    file = tmp_path / "cllm.toml"
-    file.write_text("[engine]\npark-mb = 77\n")
-    arguments = {
-        "flag": ["--park-mb", "77"],
-        "flag=": ["--park-mb=77"],
-        "variable": [],
-        "file": ["--config", str(file)],
-    }[how]
-    variables = {"CLLM_PARK_MB": "77"} if how == "variable" else {}
-    result = CliRunner().invoke(main.app, ["serve", *arguments], env=variables)
-    assert result.exit_code == 0, result.output
-    assert settings[0].engine.swap_space_mb == 77
-    lines = [line for line in result.output.splitlines() if "deprecated" in line]
-    assert len(lines) == 1 and "park_mb" in lines[0] and "swap_space_mb" in lines[0]
-
-
-def test_the_present_name_wins(settings: list[Config], tmp_path: Path) -> None:
-    file = tmp_path / "cllm.toml"
-    file.write_text("park_mb = 1\nswap_space_mb = 2\n")
-    CliRunner().invoke(main.app, ["serve", "--config", str(file)])
-    CliRunner().invoke(main.app, ["serve", "--swap-space-mb", "3"], env={"CLLM_PARK_MB": "4"})
-    assert [config.engine.swap_space_mb for config in settings] == [2, 3]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,6 +82,15 @@ def test_a_wrong_setting_is_one_line_that_names_it(
     assert result.exit_code == 2 and message in result.output and not settings
 
 
+def test_command_line_wins_over_variable_and_file(settings: list[Config], tmp_path: Path) -> None:
+    file = tmp_path / "cllm.toml"
+    file.write_text("[engine]\npoll = 70\nbatch-tokens = 333\nslots = 9\n")
+    arguments = ["serve", "--config", str(file), "--slots", "7"]
+    CliRunner().invoke(main.app, arguments, env={"CLLM_BATCH_TOKENS": "444", "CLLM_SLOTS": "8"})
+    engine = settings[0].engine
+    assert (engine.poll, engine.batch_tokens, engine.slots) == (70, 444, 7)
+
+
 def test_layers_are_a_number_or_a_word(settings: list[Config], tmp_path: Path) -> None:
     file = tmp_path / "cllm.toml"
     file.write_text("gpu_layers = 7\n")
@@ -133,6 +108,7 @@ def test_layers_are_a_number_or_a_word(settings: list[Config], tmp_path: Path) -
         ("max_timeout_s = nan", "max_timeout_s is nan: expected a finite number"),
         ("drain_s = inf", "drain_s is inf: expected a finite number"),
         ("paralel = 2", "unknown setting 'paralel' (did you mean 'parallel'?)"),
+        ("park-mb = 77", "unknown setting 'park_mb'"),
         ("tune = false", "unknown setting 'tune'"),
         ("tune_budget_s = 5", "unknown setting 'tune_budget_s'"),
     ],
@@ -171,10 +147,6 @@ def test_with_keys_prompts_go_to_disk_only_when_asked_for(
     CliRunner().invoke(main.app, ["serve", "--port", "0", *arguments], env={"CLLM_CACHE_DISK_MB": None})
     assert sizes == [size]
     assert EngineConfig().cache_disk_mb is None, "off in the Python API"
-
-
-def test_renamed_settings_of_a_call() -> None:
-    assert deprecated.renamed({"park_mb": 5, "parallel": 2}) == {"swap_space_mb": 5, "parallel": 2}
 
 
 def test_the_benchmark_is_hidden_and_says_where_it_is(
