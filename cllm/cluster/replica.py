@@ -292,10 +292,6 @@ class ReplicaServer:
     def load(self) -> ReplicaLoad:
         return self._load
 
-    @property
-    def ready(self) -> bool:
-        return self._ready is not None
-
 
 class Replica:
     """The class of a Serve deployment. Serve calls its methods, and `__del__` when it is to end."""
