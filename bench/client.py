@@ -9,7 +9,7 @@ import httpx
 
 from bench.wire import Address
 
-TRANSFERS = "cllm_kv_move_seconds_total"
+TRANSFERS = "cllm_kv_transfer_seconds_total"
 
 
 class BadAnswer(Exception):

@@ -4,7 +4,7 @@ Three comparisons, each interleaved (old new, new old, …):
 - steps: the scheduler on the fake runner, one workload without drafts. Tokens, steps and ubatches must be
   equal, the Python CPU a step at most 1.05 times the old one.
 - work: both servers without drafts, one request after another. What each request decoded must be equal.
-- speed: both servers as they are (`--no-tune`), short forms of the workloads, one server at a time. The
+- speed: both servers as they are, short forms of the workloads, one server at a time. The
   median of the paired ratios of tokens/s must be at least 0.95 on each workload.
 """
 
@@ -48,8 +48,11 @@ class Tree:
 
     @property
     def environment(self) -> dict[str, str]:
-        """With the safe path set, the folder that a process is started in does not shadow the checkout."""
-        return {"PYTHONPATH": str(self.path), "PYTHONSAFEPATH": "1"}
+        """With the safe path set, the folder that a process is started in does not shadow the checkout.
+
+        Older checkouts have a tuner, whose choice would be compared with the defaults.
+        """
+        return {"PYTHONPATH": str(self.path), "PYTHONSAFEPATH": "1", "CLLM_TUNE": "0"}
 
     def run(self, *arguments: str) -> str:
         """What Python prints in this checkout. Raises SetupError."""
@@ -73,7 +76,7 @@ class Tree:
     @contextmanager
     def serving(self, settings: ServerSettings, *flags: str) -> Iterator[RunningPeer]:
         command = (sys.executable, "-m", "cllm")
-        peer = cllm_peer(settings, command, OpenAIApi(), ("--no-tune", *flags))
+        peer = cllm_peer(settings, command, OpenAIApi(), flags)
         peer = replace(peer, environment=(*peer.environment, *self.environment.items()))
         with log_folder(None) as folder, running(peer, folder / f"{self.name}.log") as server:
             yield server

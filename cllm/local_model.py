@@ -23,10 +23,8 @@ from cllm.backend.llama.probe import find_ready
 from cllm.backend.llama.runner import LlamaRunner
 from cllm.chat.options import check_names
 from cllm.config import EngineConfig, make_config
-from cllm.deprecated import renamed
 from cllm.errors import EngineNotReady, ShuttingDown
 from cllm.frontend.engine_client import EngineClient
-from cllm.tune.search import with_remembered
 from cllm.types import Health, Limits, ModelInfo
 from cllm.workers.engine_worker import ThreadExecutor
 
@@ -53,21 +51,14 @@ class LocalModel:
 
         Raises SetupError when the model cannot be served; it is loaded on entry.
         """
-        settings = renamed(settings)
         check_names(type(self).__name__, settings, EngineConfig.__struct_fields__)
         asked = msgspec.structs.asdict(config or EngineConfig()) | settings
         if os.fspath(model):
             asked["model"] = model
         paths = {name: str(value) for name, value in asked.items() if isinstance(value, Path)}
         config = make_config(EngineConfig, asked | paths)
-        if make_runner is None:
-            # The library is probed in a child process: if it crashes, the caller's process lives on.
-            ready = find_ready(config, log.info)
-            defaults = msgspec.structs.asdict(EngineConfig())
-            chosen = {name for name, value in defaults.items() if getattr(config, name) != value}
-            ready = with_remembered(config, ready, frozenset(chosen.union(settings)))
-        else:
-            ready = config
+        # The library is probed in a child process: if it crashes, the caller's process lives on.
+        ready = find_ready(config, log.info) if make_runner is None else config
 
         def load(progress: Callable[[float], None]) -> ModelRunner:
             return LlamaRunner(ready, progress=progress) if make_runner is None else make_runner(ready)

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = make_parser(__name__, __doc__, "--tiny", count=(10_000, "clients"))
     options = parser.parse_args(arguments)
     settings = ServerSettings(options.tiny, SLOTS, CELLS, log_level="debug")
-    flags = ("--no-tune", "--unified-kv", "--max-request-tokens", str(SHORTEST + LENGTHS + OUTPUT))
+    flags = ("--unified-kv", "--max-request-tokens", str(SHORTEST + LENGTHS + OUTPUT))
     with tempfile.TemporaryDirectory() as folder:
         with serving("aborts", settings, logs=Path(folder), flags=flags) as server:
             leavers = Leavers(server.address.port, options.count, seed=7)

@@ -76,7 +76,7 @@ def watch_kind(kind: str, conversations: int, folder: Path) -> Found:
     # Too few cells for all of them, so that some must wait for others.
     settings = ServerSettings(model, AT_ONCE, CELLS if kind == "dense" else 2 * CELLS, threads=1)
     drafts = ("--draft-model", str(model)) if kind == "dense" else ()  # that come true
-    flags = ("--no-tune", "--unified-kv", "--max-request-tokens", str(CELLS), *EXACT, *drafts)
+    flags = ("--unified-kv", "--max-request-tokens", str(CELLS), *EXACT, *drafts)
     with two_tenants(settings, *flags, *TIERS, str(folder / f"cache-{kind}")) as server:
         clients = [Client(server.address, key) for key in KEYS]
         scripts = [Writer(clients[number % 2]).write(number) for number in range(conversations)]
@@ -112,7 +112,7 @@ def make_secret(number: int) -> str:
 def watch_secrets(kind: str, count: int, folder: Path) -> Found:
     """Secrets of prompts on the embedded model: how many were told to their own, and to others."""
     settings = ServerSettings(None, AT_ONCE, AT_ONCE * 512)
-    flags = ("--no-tune", *TIERS, str(folder / "cache-secrets"))
+    flags = (*TIERS, str(folder / "cache-secrets"))
     systems = [prose(f"canary {number}", 60) for number in range(4)]
     secrets = [make_secret(number) for number in range(count)]
     owners = {secret: number for number, secret in enumerate(secrets)}

@@ -194,7 +194,7 @@ def run_conversations(
             model, flags = make_all(Path(folder))[kind or "dense"], (*EXACT, *flags)
         settings = ServerSettings(model=model, parallel=at_once, ctx_size=CELLS * at_once)
         disk = (*DISK, folder) if restart else ()
-        start = partial(serving, "conversations", settings, command, logs, ("--no-tune", *disk, *flags))
+        start = partial(serving, "conversations", settings, command, logs, (*disk, *flags))
         load = partial(_ask_all, at_once=at_once, tie=tie)
         on = f"cache on, {at_once} at once"
         with start() as server:

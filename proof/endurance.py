@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
         models = make_all(Path(name))
         settings = ServerSettings(models["dense"], SLOTS, SLOTS * 512, threads=1)
         disk = ("--cache-ram-mb", "8", "--cache-disk-mb", "32", "--cache-dir", str(Path(name, "cache")))
-        flags = (str(models["hybrid"]), "--no-tune", *disk)
+        flags = (str(models["hybrid"]), *disk)
         with serving("endurance", settings, flags=flags, fails=True) as server:
             run = Endurance(server, "dense", "hybrid", 60 * options.minutes)
             asyncio.run(run.run())

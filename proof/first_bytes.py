@@ -106,7 +106,7 @@ def run_first_bytes(
     """Print each route; 0 if all begin in time, else 1."""
     late = 0
     settings = ServerSettings(model=model, parallel=8, ctx_size=8 * (tokens + 200))
-    with serving("first bytes", settings, command, logs, ("--no-tune",)) as server:
+    with serving("first bytes", settings, command, logs) as server:
         address = (server.address.host, server.address.port)
         timed = measure(address, tokens, rounds)
     for route, streams in timed.items():

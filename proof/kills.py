@@ -144,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     settings = ServerSettings(options.tiny, CLIENTS, CLIENTS * 512, threads=1)
     began = time.monotonic()
-    with serving("kills", settings, flags=("--no-tune", *EXACT), fails=True) as server:
+    with serving("kills", settings, flags=EXACT, fails=True) as server:
         load_s = time.monotonic() - began
         streams, kills = asyncio.run(run_kills(server, options.count))
         time.sleep(1.0)

@@ -164,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     settings = ServerSettings(options.tiny, STREAMS, STREAMS * 512)
     began = time.monotonic()
-    with serving("load", settings, flags=("--no-tune",)) as server:
+    with serving("load", settings) as server:
         ledger, rate = asyncio.run(run_load(server.address.port, options.count))
         time.sleep(1.0)
         counters = read_counters(Client(server.address))

@@ -34,7 +34,7 @@ NAMES = ("ant", "bee", "cat", "dog")
 PAIR = ("left", "right")
 PREFIX_WORDS = 300  # about 1,000 tokens
 FLAGS = (
-    *("--parallel", "4", "--ctx-size", "8192", "--no-tune"),
+    *("--parallel", "4", "--ctx-size", "8192"),
     *("--cache-ram-mb", "64", "--swap-space-mb", "16"),
 )
 SMALL = (*FLAGS, "--cache-ram-mb", "16", "--swap-space-mb", "16")  # memory is that of the weights and the KV
@@ -255,7 +255,7 @@ def copy_embedded(folder: Path) -> list[str]:
 def run_turns(folder: Path, rounds: int, tokens: int = 96, streams: int = 2) -> list[str]:
     """Two models at once on the same cores, against each alone in turn."""
     paths = copy_embedded(folder)
-    flags = ("--parallel", "4", "--ctx-size", "8192", "--no-tune", "--no-prefix-cache")
+    flags = ("--parallel", "4", "--ctx-size", "8192", "--no-prefix-cache")
     ratios, worst = [], 0.0
     with serve_models(folder, *paths, *flags, log="turns.log") as server:
         for name in PAIR:

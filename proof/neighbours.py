@@ -216,7 +216,7 @@ def run_neighbours(
 ) -> int:
     settings = ServerSettings(model=model, parallel=NEIGHBOURS + 1, ctx_size=1024 * (NEIGHBOURS + 1))
     # Without drafts: greedy neighbours would draft, and the comparison be with that.
-    with serving("neighbours", settings, command, logs, ("--no-tune", "--draft-tokens", "0")) as server:
+    with serving("neighbours", settings, command, logs, ("--draft-tokens", "0")) as server:
         url = f"http://{server.address.host}:{server.address.port}"
         CLIENT.post(f"{url}/v1/completions", json={"prompt": PROSE, "max_tokens": 8})
         gaps: dict[str, list[float]] = {"greedy": []}

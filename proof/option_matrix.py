@@ -13,7 +13,7 @@ import pytest
 
 from tests.driver.option_matrix import ROWS, Row, make_places, run_row, run_with_defaults
 
-pytestmark = pytest.mark.timeout(600)  # a busy machine takes long to tune and to load
+pytestmark = pytest.mark.timeout(600)  # a busy machine takes long to load
 
 
 @pytest.fixture(scope="session")

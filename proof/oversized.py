@@ -84,7 +84,7 @@ def run_oversized(
 ) -> int:
     """Measure each route, print; 0 if every big prompt is refused and every `hello` answered."""
     faults = 0
-    with serving("oversized", ServerSettings(model=model), command, logs, ("--no-tune",)) as server:
+    with serving("oversized", ServerSettings(model=model), command, logs) as server:
         address = (server.address.host, server.address.port)
         ask(address, "/v1/completions", json.dumps(HELLO).encode())
         for route in ROUTES:

@@ -31,7 +31,7 @@ def run_pressure(
 ) -> int:
     """Ask, compare, print; 0 if every request was answered with the right text and some were preempted."""
     settings = ServerSettings(model=tiny, parallel=PARALLEL, ctx_size=CELLS)
-    flags = ("--unified-kv", "--max-request-tokens", str(NEED), "--cache-ram-mb", "0", "--no-tune")
+    flags = ("--unified-kv", "--max-request-tokens", str(NEED), "--cache-ram-mb", "0")
     with serving("pressure", settings, command, logs, flags) as server:
         client = Client(server.address)
         prompts = _prompts(client, requests)

@@ -44,7 +44,7 @@ def compare(
             slots = replicas * clients
             code = f"from tests.driver.cluster import replace_engines; replace_engines({replicas});"
             command = (sys.executable, "-c", f"{code} from cllm.cli.main import main; main()")
-            flags = ("--no-tune", "--draft-tokens", "0", "--gpu-layers", "0")
+            flags = ("--draft-tokens", "0", "--gpu-layers", "0")
             settings = ServerSettings(model, slots, slots * CELLS, threads)
             peer = cllm_peer(settings, command, flags=flags)
             servers[replicas] = stack.enter_context(running(peer, folder / f"{replicas}.log"))

@@ -44,7 +44,7 @@ def run_restart(
     settings = ServerSettings(model=model, parallel=PARALLEL, ctx_size=PARALLEL * cells)
     rows, ratios = [], []
     with tempfile.TemporaryDirectory() as folder:
-        flags = ("--no-tune", "--cache-disk-mb", "4096", "--cache-dir", folder, *flags)
+        flags = ("--cache-disk-mb", "4096", "--cache-dir", folder, *flags)
         for number in range(rounds):
             with serving(f"restart-{number}-cold", settings, command, logs, flags) as server:
                 text = _text(server, number, prefix_tokens)

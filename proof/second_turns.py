@@ -65,7 +65,7 @@ def run_second_turns(
 ) -> int:
     """Ask both turns, print a table; 0 if no second turn computed anything again. Raises SetupError."""
     settings = ServerSettings(model=model, parallel=users, ctx_size=CELLS * users)
-    with serving("second_turns", settings, command, logs, ("--no-tune", *flags)) as server:
+    with serving("second_turns", settings, command, logs, flags) as server:
         talks = talk(Client(server.address), users, system_tokens)
     text = "\n".join([_table(talks).markdown(), "", *(talks.faults or ["pass"])])
     return conclude("second_turns", text, {"again": talks.again}, out, failed=bool(talks.faults))

@@ -20,10 +20,11 @@ from cllm.backend.llama.library import DeferredFrees, load
 from cllm.backend.llama.model import LlamaModel
 from cllm.config import EngineConfig
 from cllm.errors import InvalidRequest
-from cllm.text.structured_output import GrammarCompiler
+from cllm.text.structured_output import GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintKind, ConstraintSpec, Vocabulary
 from proof.command import make_parser
 from tests.driver.corpus import vocabulary_files
+from tests.driver.masks import get_mask
 
 ENCODERS = ("bert-bge", "nomic-bert-moe")  # no text is generated with these; they cannot spell a line break
 MAX_TOKENS = 120
@@ -80,14 +81,14 @@ def write(
 ) -> tuple[str, bool]:
     """A random answer, and whether it is complete. Raises InvalidRequest where it is refused."""
     source = random.Random(seed)
-    constraint = compiler.compile(spec)
+    constraint, masks = compiler.compile(spec), MaskBuilder(vocabulary.size)
     forced: list[int] = []
     data = b""
     for _ in range(MAX_TOKENS):
         if constraint.complete:
             break
         if not forced:
-            allowed = np.flatnonzero(constraint.mask())
+            allowed = np.flatnonzero(get_mask(masks, constraint))
             endings = [token for token in allowed[:2000].tolist() if vocabulary.piece(token) in (b'"', b"}")]
             often = endings if endings and source.random() < 0.3 else allowed.tolist()
             forced = [source.choice(often)]

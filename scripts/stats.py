@@ -178,7 +178,7 @@ def word_figures(root: Path) -> list[Figure]:
     places: dict[str, list[str]] = {word: [] for word in FORBIDDEN}
     expected: Counter[str] = Counter()
     for path in sorted((root / "cllm").rglob("*")):
-        if path.suffix not in (".py", ".html", ".md", ".js") or path.name == "deprecated.py":
+        if path.suffix not in (".py", ".html", ".md", ".js"):
             continue
         for number, line in enumerate(path.read_text().lower().splitlines(), 1):
             for word, pattern in FORBIDDEN.items():
@@ -209,7 +209,7 @@ class TracedServer:
             "CLLM_STATS_DIR": str(folder),
             "CLLM_STATS_ROOT": str(root / "cllm") + os.sep,
         }
-        command = [sys.executable, "-m", "cllm", "serve", "--no-tune", "--port", str(self._port)]
+        command = [sys.executable, "-m", "cllm", "serve", "--port", str(self._port)]
         with (folder / "log").open("w") as log:
             self._process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log)
 

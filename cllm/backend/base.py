@@ -103,11 +103,6 @@ class StepStatus(Enum):
     BAD_BATCH = "bad_batch"  # -1: refused; memory is as before
     FAILED = "failed"  # < -1: memory may hold part of the step
 
-    @property
-    def memory_intact(self) -> bool:
-        """True when a failed step left KV as it was; otherwise the whole step must be rolled back."""
-        return self in (StepStatus.NO_ROOM, StepStatus.BAD_BATCH)
-
 
 class RowResult(NamedTuple):
     """The tokens accepted for a row, oldest first; empty when it wanted no output."""

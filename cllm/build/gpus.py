@@ -112,9 +112,9 @@ def _cuda_reason(cuda: ctypes.CDLL, error: int) -> str:
     return f" ({text.value.decode('utf-8', 'replace')})" if text.value else ""
 
 
-def _nvidia_version(file: Path = Path("/sys/module/nvidia/version")) -> str:
+def _nvidia_version() -> str:
     try:
-        return file.read_text(encoding="ascii").strip()
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         return ""
 

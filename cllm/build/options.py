@@ -180,17 +180,17 @@ def features() -> tuple[str, ...]:
     if sys.platform == "darwin":
         names = _sysctl_features()
     else:
-        lists = map(read_cpuinfo().get, ("flags", "features", "isa"))
+        lists = map(_read_cpuinfo().get, ("flags", "features", "isa"))
         names = {word for words in lists if words for word in words.lower().split()}
     if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686"):
         names = {name for name in names if name.startswith(_X86_INSTRUCTION_SETS)}
     return tuple(sorted(names))
 
 
-def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+def _read_cpuinfo() -> dict[str, str]:
     """The entries of /proc/cpuinfo, names in lower case, of the first processor that has them."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     entries = (line.partition(":") for line in reversed(lines))

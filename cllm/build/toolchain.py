@@ -191,8 +191,8 @@ def default_jobs(bytes_per_job: int = 2**30) -> int:
     return max(1, min(cores, memory // bytes_per_job))
 
 
-def last_lines(text: str, count: int = 30) -> str:
-    return "\n".join(text.rstrip().splitlines()[-count:])
+def last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-30:])
 
 
 def _identify(c: tuple[str, ...], cxx: tuple[str, ...]) -> Compiler | None:

@@ -64,12 +64,12 @@ class ServedModel(NamedTuple):
 class ServerClient:
     """A connection to a server. Its errors are those that the server gave, in one line each."""
 
-    def __init__(self, url: str = "", key: str = "") -> None:
-        """Without a `url`: the default address. Without a `key`: that of CLLM_API_KEY."""
+    def __init__(self, url: str = "") -> None:
+        """Without a `url`: the default address. The key is that of CLLM_API_KEY."""
         self.url = (url or default_url()).rstrip("/").removesuffix("/v1")
         if "://" not in self.url:
             self.url = f"http://{self.url}"
-        key = key or get_key()
+        key = get_key()
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -153,7 +153,6 @@ def join_command(
 @with_options(EngineConfig)
 def deploy_command(
     config: Config,
-    given: frozenset[str],
     cluster: Address = LOCAL,
     replicas: Annotated[
         int, typer.Option("--replicas", "--min", help="Replicas; with --max, at least.", min=1, metavar="N")
@@ -174,7 +173,7 @@ def deploy_command(
         engine = config.engine
         if not engine.threads:
             engine = msgspec.structs.replace(engine, threads=2 if gpus else count_cpus())
-        settings = make_settings(engine, given, drain_s)
+        settings = make_settings(engine, drain_s)
         scale = Scale(replicas=replicas, max_replicas=most, cpus=float(engine.threads), gpus=gpus)
         deploy(settings, scale, prepare_replica)
     except CllmError as error:
@@ -188,7 +187,7 @@ deploy_command.__name__ = "deploy"
 cluster_app.command("deploy", cls=GroupedHelp)(deploy_command)
 
 
-def make_settings(engine: EngineConfig, given: frozenset[str], drain_s: float) -> ReplicaSettings:
+def make_settings(engine: EngineConfig, drain_s: float) -> ReplicaSettings:
     """What each replica is to compute. The scripted model of the tests has no file."""
     if module := os.environ.get("CLLM_CLUSTER_WORKER", ""):
         return ReplicaSettings(name="scripted", engine=engine, module=module, drain_s=drain_s)
@@ -198,7 +197,6 @@ def make_settings(engine: EngineConfig, given: frozenset[str], drain_s: float) -
     return ReplicaSettings(
         name=name_deployment(engine, path),
         engine=engine,
-        given=tuple(sorted(given | {"threads"})),
         digest=digest_model(path),
         drain_s=drain_s,
     )
@@ -208,9 +206,7 @@ def prepare_replica(settings: ReplicaSettings) -> EngineConfig:
     """On the machine of a replica: settings that are ready to be loaded. Raises SetupError."""
     if settings.module != WORKER_MODULE:
         return settings.engine
-    task = Preparation(
-        asked=settings.engine, given=frozenset(settings.given), log_level=settings.log_level, beside=True
-    )
+    task = Preparation(asked=settings.engine, log_level=settings.log_level, beside=True)
     ready = finish(task.start(), Prepared).config
     if digest_model(Path(ready.model)) != settings.digest:
         raise ConfigError(f"the file of {settings.name} on this machine is another one than was deployed")

@@ -23,12 +23,9 @@ from cllm.backend.llama.variant import loaded_variant, unused_features
 from cllm.build.gpus import find_gpus
 from cllm.build.module import choose_module, describe_time
 from cllm.build.options import features, machine
-from cllm.cli.tune import headline, show
 from cllm.config import EngineConfig
 from cllm.errors import CllmError
 from cllm.models.resolve import resolve
-from cllm.tune.record import TuneRecord
-from cllm.tune.search import Tuning
 
 _NOTABLE = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -46,7 +43,7 @@ def doctor_command(
 ) -> None:
     """Print CPU, library, threads, memory, model fit and the result of the start-up probe."""
     table = Table(show_header=False, box=None)
-    healthy, record = True, None
+    healthy = True
     found = features()
     table.add_row("cllm", f"{__version__}, Python {sys.version.split()[0]}")
     table.add_row("CPU", f"{machine()}, {default_threads()} cores usable")
@@ -71,29 +68,12 @@ def doctor_command(
         table.add_row("context", fit.describe_context())
         table.add_row("memory", f"{fit.describe()}: {'fits' if fit.fits else 'DOES NOT FIT'}")
         table.add_row("when used", fit.describe_rest())
-        ready = fit.ready(config)
-        healthy = fit.fits and _probe(ready, table)
-        record = _tuned(config, ready, table)
+        healthy = fit.fits and _probe(fit.ready(config), table)
     except CllmError as error:
         table.add_row("[red]problem[/red]", str(error))
         healthy = False
     Console().print(table)
-    if record is not None:
-        show(record, Console(highlight=False))
     raise typer.Exit(0 if healthy else 1)
-
-
-def _tuned(asked: EngineConfig, ready: EngineConfig, table: Table) -> TuneRecord | None:
-    """Add the tuned settings of this configuration, or else of this model under another load."""
-    tuning = Tuning(asked, ready, frozenset({"threads"}))
-    record = tuning.record or tuning.memory.find_similar(tuning.fingerprint)
-    if record is None:
-        table.add_row("tuned", "not yet: `cllm tune` does it, and so does the first `cllm serve`")
-        return None
-    load = {name: record.fingerprint.get(name) for name in ("parallel", "ctx_size", "fixed")}
-    shown = ", ".join(f"{name} {value}" for name, value in load.items() if value)
-    table.add_row("tuned", f"{headline(record).removeprefix('tuned: ')} (for {shown})")
-    return record
 
 
 def _library(folder: Path, features: Collection[str], table: Table) -> None:

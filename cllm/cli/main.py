@@ -29,7 +29,6 @@ COMMANDS = {  # name: module and function
     "show": ("cllm.cli.models", "show_command"),
     "rm": ("cllm.cli.models", "rm_command"),
     "search": ("cllm.cli.pull", "search_command"),
-    "tune": ("cllm.cli.tune", "tune_command"),
     "doctor": ("cllm.cli.doctor", "doctor_command"),
     "build": (__name__, "build_command"),
     "service": ("cllm.cli.service", "service_app"),
@@ -37,7 +36,6 @@ COMMANDS = {  # name: module and function
     "keys": (__name__, "keys_app"),
     "bench": (__name__, "bench_command"),
 }
-_GROUPED = ("serve", "tune")  # their help is grouped: they have an option for every setting
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -55,7 +53,7 @@ class Commands(TyperGroup):
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
             options: dict[str, Any] = {"hidden": cmd_name == "bench"}
-            if cmd_name in _GROUPED:
+            if cmd_name == "serve":  # an option for every setting: its help is grouped
                 options["cls"] = import_module("cllm.cli.options").GroupedHelp
             elif cmd_name in ("build", "bench", "llama-server"):
                 options["context_settings"] = _PASSED_ON

@@ -1,7 +1,7 @@
-"""Preparation: check, probe and tune settings in a process of their own (`python -m cllm.cli.prepare`).
+"""Preparation: check and probe settings in a process of their own (`python -m cllm.cli.prepare`).
 
-So the server imports neither the code of the native library nor the tuner. The input is one line of JSON, the
-output is what was prepared, or a `Failure`; progress goes to standard error.
+So the server does not import the code of the native library. The input is one line of JSON, the output is
+what was prepared, or a `Failure`; progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -51,15 +51,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Preparation(Task, frozen=True, kw_only=True, tag=True):
-    """What to prepare. `given` are the fields that were set explicitly, so are not tuned.
+    """Settings to prepare. While another model is served (`beside`), memory must suffice for both.
 
-    At a start it measures which settings are the fastest. While another model is served (`beside`), memory
-    must suffice for both, and nothing is measured. With `rooms`, bytes by device, the first counts in which
-    the model has a useful context: each has what the one before has, and what another model would free.
+    With `rooms`, bytes by device, the first counts in which the model has a useful context: each has what the
+    one before has, and what another model would free.
     """
 
     asked: EngineConfig
-    given: frozenset[str]
     beside: bool = False
     rooms: tuple[dict[str, int], ...] = ()
 
@@ -72,8 +70,6 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
         from cllm.build.gpus import find_gpus
 
         if self.rooms or self.beside:
-            from cllm.tune.search import with_remembered
-
             if self.rooms:
                 self._choose_room()
             else:
@@ -81,19 +77,10 @@ class Preparation(Task, frozen=True, kw_only=True, tag=True):
                 fit = MemoryFit(GgufHeader(Path(self.asked.model)), self.asked, devices)
                 if not fit.fits:
                     raise NotEnoughMemory(f"not enough memory beside the model that serves: {fit.describe()}")
-            return describe(with_remembered(self.asked, find_ready(self.asked, log.info), self.given))
+            return describe(find_ready(self.asked, log.info))
         if wants_gpu(self.asked) and (offer := offer_module(find_gpus())) is not None:
             log.info("%s", offer)
-        ready = find_ready(self.asked, partial(print, file=sys.stderr, flush=True))
-        return describe(self._tune(ready) if self.asked.tune else ready)
-
-    def _tune(self, ready: EngineConfig) -> EngineConfig:
-        from rich.console import Console
-
-        from cllm.cli.tune import tune_at_start
-
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        return tune_at_start(self.asked, ready, self.given, console)
+        return describe(find_ready(self.asked, partial(print, file=sys.stderr, flush=True)))
 
     def _choose_room(self) -> None:
         """From here on memory is that of the first room that suffices, else of the largest."""

@@ -31,9 +31,6 @@ def run_command(
     threads: Annotated[
         int, typer.Option(min=0, metavar="N", envvar="CLLM_THREADS", help="0: one per core")
     ] = 0,
-    tune: Annotated[
-        bool, typer.Option("--tune/--no-tune", envvar="CLLM_TUNE", help="Use what `cllm tune` found")
-    ] = True,
     offline: Annotated[bool, typer.Option("--offline", envvar="CLLM_OFFLINE", help="Pull no model")] = False,
     log_level: Annotated[str, typer.Option(envvar="CLLM_LOG_LEVEL")] = "warning",
 ) -> None:
@@ -44,7 +41,7 @@ def run_command(
     screen = Screen()
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(temperature=temperature, seed=seed)
-    config = EngineConfig(parallel=1, threads=threads, tune=tune, offline=offline)
+    config = EngineConfig(parallel=1, threads=threads, offline=offline)
     try:
         with LLM(model, config=config) as llm:
             chat = not raw and llm.info.chat_template is not None

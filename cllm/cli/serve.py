@@ -38,21 +38,19 @@ MAX_SHOWN = 8  # names in the line that says what is served
 
 @with_options(EngineConfig, ServerConfig)
 def serve_command(
-    config: Config,
-    given: frozenset[str],
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    config: Config, more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
 ) -> None:
     """Serve GGUF models over HTTP: the APIs of OpenAI, Anthropic and llama-server."""
     configure_logging(config.server.log_level)
     try:
-        run(config, given, more or ())
+        run(config, more or ())
     except CllmError as error:
         raise fail(error) from None
     except KeyboardInterrupt:
         pass
 
 
-def run(config: Config, given: frozenset[str] = frozenset(), more: Sequence[str] = ()) -> None:
+def run(config: Config, more: Sequence[str] = ()) -> None:
     """Check everything that needs no model first; then load and serve until a signal ends it.
 
     `more` are the models before the last one, which is the configuration's own.
@@ -61,10 +59,10 @@ def run(config: Config, given: frozenset[str] = frozenset(), more: Sequence[str]
     if config.server.model_dir:
         os.environ["CLLM_MODEL_DIR"] = config.server.model_dir  # its models have names
     read_defaults(config.server.defaults)  # a wrong one is refused before anything is loaded
-    models = choose_models(config, given, more)
+    models = choose_models(config, more)
     with contextlib.closing(bind(config.server)) as listeners:
         if is_several(models, config):
-            _serve_several(config, models, given, listeners)
+            _serve_several(config, models, listeners)
         else:
             _serve_one(config, models[0], listeners)
 
@@ -76,8 +74,7 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
     if server.cluster:
         ready = prepare_gateway(model.engine, server.cluster)
     else:
-        asked = Preparation(asked=model.engine, given=model.given, log_level=server.log_level)
-        ready = _run_task(asked, Prepared)
+        ready = _run_task(Preparation(asked=model.engine, log_level=server.log_level), Prepared)
     with progress_bar(console) as progress:
         task = progress.add_task("loading the model", total=1.0)
         loader = EngineLoader(server)
@@ -102,16 +99,14 @@ def _serve_one(config: Config, model: ModelConfig, listeners: Listeners) -> None
         _run(serve(registry, server, listeners, announce))
 
 
-def _serve_several(
-    config: Config, models: Sequence[ModelConfig], given: frozenset[str], listeners: Listeners
-) -> None:
+def _serve_several(config: Config, models: Sequence[ModelConfig], listeners: Listeners) -> None:
     """Serve models by their names; each is loaded when it is asked for."""
     console, server = Console(stderr=True, highlight=False, soft_wrap=True), config.server
     if config.engine.alias:
         raise ConfigError("--alias names one model: give several their names in [models.NAME] of the file")
     task = SurveyTask(
         models=tuple(models),
-        common=make_common(config, given),
+        common=make_common(config),
         all_models=server.all,
         log_level=server.log_level,
     )
@@ -159,7 +154,7 @@ def prepare_gateway(engine: EngineConfig, cluster: str) -> Prepared:
 
 
 def _run_task(task: Preparation | SurveyTask, kind: type[Answer]) -> Answer:
-    """The answer of a process of its own, which decides what an interrupt means: it skips a measurement."""
+    """Run a task in a process of its own, and pass interrupts on to it."""
     process = task.start()
     handler = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
     try:
@@ -210,28 +205,24 @@ class EngineLoader:
             path = find_model(self._server.model_dir, file)
         else:
             path = Path(serving.model if serving is not None else model.engine.model)
-        asked = msgspec.structs.replace(model.engine, model=str(path))
+        poll = 0 if self._turns is not None and model.engine.poll is None else model.engine.poll
+        asked = msgspec.structs.replace(model.engine, model=str(path), poll=poll)
         if serving is not None and str(path) == serving.model:
             # The context as now: what fits beside others must not change which requests get a 400.
             asked = msgspec.structs.replace(asked, parallel=serving.parallel, ctx_size=serving.ctx_size)
         task = Preparation(
             asked=asked,
-            given=model.given,
             log_level=self._server.log_level,
             beside=True,
             rooms=tuple(map(dict, rooms)),
         )
         try:
-            ready = finish(task.start(), Prepared)
+            return finish(task.start(), Prepared)
         except SetupError as error:
             # The client knows the folder; the answer may travel further.
             reason = str(error).replace(str(path), path.name)
             fits = not isinstance(error, NotEnoughMemory) or not rooms
             raise (ReloadFailed if fits else NotEnoughMemory)(reason) from None
-
-        if self._turns is not None and "poll" not in model.given:
-            ready = msgspec.structs.replace(ready, config=msgspec.structs.replace(ready.config, poll=0))
-        return ready
 
     def is_current(self, prepared: Prepared) -> bool:
         """Whether the files are still those that were prepared."""

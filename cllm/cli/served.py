@@ -26,14 +26,14 @@ class ModelSection(msgspec.Struct, frozen=True, kw_only=True):
     ttl: float | None = None
 
 
-def choose_models(config: Config, given: frozenset[str], more: Sequence[str] = ()) -> list[ModelConfig]:
+def choose_models(config: Config, more: Sequence[str] = ()) -> list[ModelConfig]:
     """The models that are asked for: by arguments, else by the file's sections, else the embedded one.
 
     An argument may be the name or an alias of a section. Raises ConfigError.
     """
-    sections = [_read_section(name, table, config, given) for name, table in config.models.items()]
+    sections = [_read_section(name, table, config) for name, table in config.models.items()]
     references = [*more, config.engine.model] if config.engine.model else [*more]
-    common = make_common(config, given)
+    common = make_common(config)
     if not references and (sections or config.server.all):
         return sections
     found = [_find_section(reference, sections) or reference for reference in references or [""]]
@@ -43,10 +43,9 @@ def choose_models(config: Config, given: frozenset[str], more: Sequence[str] = (
     ]
 
 
-def make_common(config: Config, given: frozenset[str]) -> ModelConfig:
+def make_common(config: Config) -> ModelConfig:
     """The settings of a model that has none of its own."""
-    engine = _replace(config.engine, model="")
-    return ModelConfig(name="", engine=engine, given=given, ttl=config.server.sleep_idle_s)
+    return ModelConfig(name="", engine=_replace(config.engine, model=""), ttl=config.server.sleep_idle_s)
 
 
 def is_several(models: Sequence[ModelConfig], config: Config) -> bool:
@@ -68,7 +67,7 @@ def _find_section(reference: str, sections: Sequence[ModelConfig]) -> ModelConfi
     )
 
 
-def _read_section(name: str, table: Any, config: Config, given: frozenset[str]) -> ModelConfig:
+def _read_section(name: str, table: Any, config: Config) -> ModelConfig:
     where = f"[models.{name}]"
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table")
@@ -93,7 +92,6 @@ def _read_section(name: str, table: Any, config: Config, given: frozenset[str]) 
     return ModelConfig(
         name=name,
         engine=checked,
-        given=given | fields.keys(),
         aliases=section.aliases,
         defaults=check_defaults(section.defaults, f"{where} defaults"),
         keep=section.keep,

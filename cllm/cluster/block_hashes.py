@@ -9,13 +9,13 @@ from hashlib import blake2b
 BLOCK_TOKENS = 64
 
 
-def hash_blocks(tokens: Sequence[int], tenant: str = "", block_tokens: int = BLOCK_TOKENS) -> tuple[int, ...]:
+def hash_blocks(tokens: Sequence[int], tenant: str = "") -> tuple[int, ...]:
     """A hash for each whole block, which stands for all tokens up to its end.
 
     The last token is always computed, so that a block which ends with it is left out.
     """
     data = array("i", tokens).tobytes()
-    size = block_tokens * array("i").itemsize
+    size = BLOCK_TOKENS * array("i").itemsize
     key = blake2b(tenant.encode(), digest_size=8).digest()
     hashes = []
     for end in range(size, len(data), size):

@@ -47,11 +47,10 @@ HEARTBEAT_S = 1.0
 
 
 class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica computes. `given` are the engine's settings that were set explicitly."""
+    """What a replica computes."""
 
     name: str  # of the model
     engine: EngineConfig
-    given: tuple[str, ...] = ()  # sorted: Serve replaces replicas whose settings are not the same bytes
     module: str = WORKER_MODULE
     version: str = cllm.__version__  # of cllm
     digest: str = ""  # of the model's file
@@ -292,10 +291,6 @@ class ReplicaServer:
     @property
     def load(self) -> ReplicaLoad:
         return self._load
-
-    @property
-    def ready(self) -> bool:
-        return self._ready is not None
 
 
 class Replica:

@@ -91,13 +91,12 @@ class EngineClient:
         queue_tokens: int = 0,
         max_timeout_s: float = 0.0,
         tenants: Tenants | None = None,
-        deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments),
         on_loading: Callable[[float], None] | None = None,
     ) -> None:
         self.health = Health.LOADING
         self.info: ModelInfo | None = None
         self.limits: Limits | None = None
-        self.deliver = deliver
+        self.deliver: Callable[..., Any] = lambda call, *arguments: call(*arguments)
         self.loaded: Future[None] = Future()  # fails with what kept the model from loading
         self._executor = executor
         self._on_loading = on_loading

@@ -10,7 +10,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cllm.deprecated import METRICS
 from cllm.frontend.request_log import RequestLog
 from cllm.frontend.request_queue import RequestQueue
 from cllm.frontend.request_state import RequestState
@@ -119,7 +118,6 @@ class EngineMetrics:
         self._gauges = [(field, gauge(name, text)) for field, name, text in _STEP_GAUGES]
         names = [name for _, name, _ in (*_STEP_COUNTERS, *_STEP_GAUGES)]
         metrics = dict(zip(names, [metric for _, metric in (*self._counters, *self._gauges)], strict=True))
-        DeprecatedMetrics(metrics, self.registry)
         self.registry.register(TenantMetrics(self))
         self.replicas = ReplicaMetrics(self.registry)
         self._llama = LlamaMetrics(
@@ -285,22 +283,6 @@ class ReplicaMetrics(Collector):
             for each in report.replicas:
                 family.add_metric([each.name], float(getattr(each, field)))
             yield family
-
-
-class DeprecatedMetrics(Collector):
-    """Metrics under their old names too, with the same values."""
-
-    def __init__(self, metrics: Mapping[str, Collector], registry: CollectorRegistry) -> None:
-        self._metrics = {old: metrics[new.removeprefix("cllm_")] for old, new in METRICS.items()}
-        registry.register(self)
-
-    def collect(self) -> Iterable[Metric]:
-        for old, metric in self._metrics.items():
-            (new,) = metric.collect()
-            copy = Metric(old, f"Deprecated: use {new.name}", new.type)
-            for sample in new.samples:
-                copy.add_sample(sample.name.replace(new.name, old, 1), sample.labels, sample.value)
-            yield copy
 
 
 class LlamaMetrics(Collector):

@@ -98,7 +98,6 @@ class Download:
         self._cursor = 0  # no block before it is free
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self.received = 0  # bytes over the network, also those that were not needed
 
     def __enter__(self) -> Download:
         place, file = self._place, self._file
@@ -242,8 +241,6 @@ class Download:
             for data in response.iter_raw():
                 if self._stop.is_set():
                     return
-                with self._lock:
-                    self.received += len(data)
                 self._write(part, taken, data)
                 self._limit.wait(len(data))
 
@@ -284,7 +281,6 @@ class Download:
                     with self._hub.stream(self._url, {}, self._patience.timeout_s) as response:
                         self._hub.check(response, self._file.path)
                         for data in response.iter_raw():
-                            self.received += len(data)
                             self._write(part, taken, data)
                             self._limit.wait(len(data))
                             report(self.done)

@@ -21,13 +21,11 @@ NEAR = 5
 SHOWN = 12
 
 
-def resolve(
-    text: str, *, offline: bool = False, check: Callable[[Path], object] | None = None, folders: str = ""
-) -> Path:
+def resolve(text: str, *, offline: bool = False, check: Callable[[Path], object] | None = None) -> Path:
     """The file that a reference names; the first part of a model in several. A missing hub model is pulled.
 
-    `check` gets the header of a model that is about to be pulled, as a file, and may refuse it. `folders`
-    (default: CLLM_MODEL_DIR) also hold models that have names. Raises SetupError.
+    `check` gets the header of a model that is about to be pulled, as a file, and may refuse it. Raises
+    SetupError.
     """
     path = Path(text).expanduser()
     if path.is_file():
@@ -40,7 +38,7 @@ def resolve(
         return ensure(reference, offline=offline, check=check)
     if is_path(text):
         return path  # reading it says what is wrong
-    return find_by_name(text, folders).path
+    return find_by_name(text).path
 
 
 def is_path(text: str) -> bool:

@@ -102,7 +102,6 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     # What the template takes.
     takes_tools: bool = False  # it describes tools to the model
     writes_calls: bool = False  # it writes the calls of earlier messages
-    argument_text: bool = False  # arguments as JSON text; else as an object
     one_call: bool = False  # one call a message
     reasoning_field: str = ""  # the field of a message that holds reasoning; "parts": a part of its content
     # Of the vocabulary: control tokens in the markers by their text, and the tokens around reasoning.

@@ -105,7 +105,6 @@ DECLARED: tuple[tuple[str, ChatFormat], ...] = (
             calls=CallFormat(style=CallStyle.NAMED, opening=">>>", after_name="\n", between=""),
             takes_tools=True,
             writes_calls=True,
-            argument_text=True,
         ),
     ),
 )

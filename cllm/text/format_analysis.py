@@ -80,7 +80,7 @@ def _derive(probe: Probe) -> ChatFormat:
     if calls is None:
         known = described_calls(probe.rendered) if found.takes_tools else None
         return _add_reasoning(probe, _replace(found, calls=known) if known else found)
-    found = _replace(found, calls=calls, one_call=probe.one_call, argument_text=probe.argument_text)
+    found = _replace(found, calls=calls, one_call=probe.one_call)
     return _add_text(probe, _add_reasoning(probe, found))
 
 

@@ -133,13 +133,11 @@ class Constraint:
         self,
         grammar: CompiledGrammar,
         tokenizer: LLTokenizer,
-        vocabulary_size: int,
         watch: TriggerWatch | None = None,
     ) -> None:
         self._grammar = grammar
         self._tokenizer = tokenizer
         self._matcher = grammar.matcher.deep_copy()
-        self._size = vocabulary_size
         self.watch = watch
 
     @property
@@ -169,11 +167,6 @@ class Constraint:
         if not fits or self._tokenizer.decode_bytes(tokens) != text:
             return False
         return not tokens or self._matcher.consume_tokens(tokens)
-
-    def mask(self) -> TokenMask:
-        """The tokens allowed next. Raises InvalidRequest when the grammar is exhausted."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return self._checked(np.unpackbits(bits, bitorder="little")[: self._size].view(np.bool_))
 
     def _checked(self, mask: TokenMask) -> TokenMask:
         self._check()
@@ -238,7 +231,7 @@ class GrammarCompiler:
         while self.memory_bytes > self._cache_bytes:
             self._cached.popitem(last=False)
         watch = TriggerWatch(triggers, self._vocabulary, reasoning) if triggers else None
-        return Constraint(grammar, self._tokenizer, self._vocabulary.size, watch)
+        return Constraint(grammar, self._tokenizer, watch)
 
     def check(self, spec: ConstraintSpec) -> None:
         """Raise InvalidRequest where `compile` would. Keeps no grammar."""
@@ -428,7 +421,7 @@ class MaskBuilder:
         return LLExecutor(num_threads=max(1, (os.cpu_count() or 1) // 2))
 
     def masks(self, constraints: Sequence[Constraint]) -> list[TokenMask | InvalidRequest]:
-        """`mask()` of each constraint, or the error it raises."""
+        """The tokens that each constraint allows next, or the error of a grammar that is exhausted."""
         size = self._size
         words = allocate_token_bitmask(len(constraints), size)
         matchers = [(constraint._matcher, line) for line, constraint in enumerate(constraints)]

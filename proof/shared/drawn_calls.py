@@ -20,11 +20,12 @@ from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import Call, ChatFormat, Tool, write_calls
 from cllm.text.output_parser import OutputParser
 from cllm.text.prompt import PromptBuilder
-from cllm.text.structured_output import Constraint, GrammarCompiler
+from cllm.text.structured_output import Constraint, GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintSpec, TokenBound, Vocabulary
 from proof.schemas import check_value
 from proof.shared.schema_maker import SchemaMaker
 from tests.driver.forced_calls import CLOSED, PARAMETERS, find_controls
+from tests.driver.masks import get_mask
 from tests.driver.turns import ENDS, Family, Parts, collect
 
 END_TEXT = "<end-of-answer>"
@@ -96,14 +97,14 @@ def draw_tokens(
     constraint: Constraint, vocabulary: Vocabulary, source: random.Random, marks: Iterable[bytes], limit: int
 ) -> Iterator[int]:
     """Tokens of one answer, the end token among them where it is drawn. Raises InvalidRequest."""
-    marks = tuple(marks)
+    marks, masks = tuple(marks), MaskBuilder(vocabulary.size)
     longest = max(map(len, marks), default=0)
     data, forced = b"", list[int]()
     for _ in range(limit):
         if constraint.complete:
             return
         if not forced:
-            mask = constraint.mask()
+            mask = get_mask(masks, constraint)
             tail = data[-longest:]
             continued = {mark[size] for mark in marks for size in _begun_sizes(tail, mark)}
             wanted = [byte for byte in continued if mask[byte]]

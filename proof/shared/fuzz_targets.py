@@ -28,8 +28,9 @@ from cllm.models.survey import read_info
 from cllm.testing import FakeVocabulary
 from cllm.text.detokenizer import IncrementalDetokenizer
 from cllm.text.output_parser import ContentText, OutputParser, ReasoningText, ToolCallStart
-from cllm.text.structured_output import GrammarCompiler
+from cllm.text.structured_output import GrammarCompiler, MaskBuilder
 from cllm.types import ConstraintKind, ConstraintSpec
+from tests.driver.masks import get_mask
 from tests.unit.text.formats import FORMATS, TOOLS
 
 MAX_PIECES = 24
@@ -214,7 +215,7 @@ def _read_answer(
 
 # JSON schema and other grammars -----------------------------------------------------------------------------
 
-_COMPILER = GrammarCompiler(FakeVocabulary())
+_COMPILER, _MASKS = GrammarCompiler(FakeVocabulary()), MaskBuilder(FakeVocabulary.size)
 _OTHERS = (ConstraintKind.REGEX, ConstraintKind.GRAMMAR, ConstraintKind.CHOICE)
 _KINDS = (*(ConstraintKind.JSON_SCHEMA,) * 5, *_OTHERS)
 _SCALARS = (None, True, False, 0, 1, -1, 2, 3.5, 1e30, "", "a", "é", "\x00", 10**20)
@@ -271,7 +272,7 @@ def make_grammar(data: bytes) -> None:
     answer = bytearray()
     try:
         for _ in range(MAX_ANSWER):
-            allowed = np.flatnonzero(constraint.mask())
+            allowed = np.flatnonzero(get_mask(_MASKS, constraint))
             token = int(allowed[draw.number(len(allowed))])
             if token < 256:
                 answer.append(token)

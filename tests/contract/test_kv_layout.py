@@ -1,4 +1,4 @@
-"""The KV layout never changes which request gets a 400; a tuned number of threads still adapts."""
+"""The KV layout never changes which request gets a 400; a limited number of threads still adapts."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ KEY, OTHER_KEY = "key-of-the-matrix", "another-key"
 ANSWER = 24  # tokens
 # Greedy text of a repeated prompt is drafted by n-gram lookup; it is longer than the smallest step.
 LONG_PROMPT = "one and the same sentence again and again, " * 8
-MEASURING = "measuring which settings"
 IDLE_S = 0.15  # a dozen steps of an engine that has nothing to do
 # The variables that `environment` adds change what runs; where the library is must be known.
 _NO_SETTINGS = (
@@ -206,16 +205,14 @@ def count_cached(answer: Any) -> int:
 
 
 def run_with_defaults(folder: Path, *model: str) -> None:
-    """Run a server as users do, and start it again: it remembers its tuning and what it has computed."""
+    """Run a server as users do, and start it again: it remembers what it has computed."""
     cache = folder / "cache"
     with start_plain(folder / "first", cache, *model) as server:
-        assert MEASURING in server.log_text
         ask_all(server)
         said = get_content(chat(server, LONG_PROMPT))
         wait_idle(server)
         assert count_cached(chat(server, LONG_PROMPT, said, "and then?")) > 0
         wait_idle(server)
-    assert len(list(cache.glob("cllm/tune/*.json"))) == 1
     assert list(cache.glob("cllm/kv/*/*.kv"))
     with start_plain(folder / "second", cache, *model) as server:
         assert count_cached(chat(server, LONG_PROMPT)) > 0
@@ -270,8 +267,6 @@ ROWS = (
     Row("poll", "--poll 100"),
     Row("flash_attention", "--no-flash-attention"),
     Row("extra_buffers", "--no-extra-buffers"),
-    Row("tune", "--no-tune"),
-    Row("tune_budget_s", "--tune-budget-s 1"),
     Row("pooling", "--pooling mean", use=use_embeddings),
     Row("pooling", "--pooling last", use=use_embeddings),
     Row("pooling", "--pooling cls", "encoder"),
@@ -395,10 +390,9 @@ def make_places(folder: Path) -> dict[str, str]:
 
 
 def get_arguments(row: Row, places: Mapping[str, str]) -> list[str]:
-    """The command line of a row. Only rows of tuning tune, which takes seconds."""
-    tune = [] if row.options.startswith("tune") else ["--no-tune"]
+    """The command line of a row."""
     model = [places[row.model]] if row.model else []
-    return [*model, *(word.format_map(places) for word in row.words.split()), *tune]
+    return [*model, *(word.format_map(places) for word in row.words.split())]
 
 
 def run_row(row: Row, places: Mapping[str, str], folder: Path) -> None:

@@ -22,7 +22,6 @@ from tests.tiny_models import make_dense
 NOT_RUN = {
     "make ": "CI runs `make check` and `make test`; the others are named in the Makefile",
     "cllm build": "compiles for minutes; tests/unit/build",
-    "cllm tune": "measures for a minute; test_tune",
     "cllm llama-server": "test_llama_routes",
     "cllm_server": "the earlier server's spelling; test_cli",
     "cllm chat": "answers until it is left; test_chat",

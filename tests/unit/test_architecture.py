@@ -22,7 +22,6 @@ LAYERS = {
     "cllm.config": 0,
     "cllm.logs": 0,
     "cllm.names": 0,
-    "cllm.deprecated": 0,
     "cllm.backend.base": 1,
     "cllm.text": 1,
     "cllm.workers.channel": 1,
@@ -55,7 +54,6 @@ LAYERS = {
     "cllm.workers.engine_worker": 4,
     "cllm.chat": 5,
     "cllm.server": 6,
-    "cllm.tune": 6,
     "cllm.llm": 7,
     "cllm.local_model": 7,
     "cllm.cli": 8,
@@ -192,7 +190,7 @@ def test_words_are_the_fields() -> None:
     found = []
     for module, path in MODULES.items():
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if module != "cllm.deprecated" and (word := FORBIDDEN.search(line)):
+            if word := FORBIDDEN.search(line):
                 found.append(f"{module}:{number} {word.group()!r}")
     assert not found
 

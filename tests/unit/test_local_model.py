@@ -255,8 +255,8 @@ def test_a_stream_that_was_made_before_closing_says_so() -> None:
         ("ctx_size", -5, "ctx_size is -5: expected `int` >= 0"),
         ("batch_tokens", 0, "batch_tokens is 0: expected `int` >= 32"),
         ("cache_type_k", "nope", "cache_type_k is 'nope': expected `str` matching"),
-        ("tune_budget_s", float("inf"), "tune_budget_s is inf: expected a finite number"),
-        ("tune_budget_s", float("nan"), "tune_budget_s is nan: expected a finite number"),
+        ("target_itl_ms", float("inf"), "target_itl_ms is inf: expected a finite number"),
+        ("target_itl_ms", float("nan"), "target_itl_ms is nan: expected a finite number"),
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_by_name(setting: str, value: Any, message: str) -> None:

@@ -47,7 +47,6 @@ class Tensor(NamedTuple):
     """A tensor's description. `size` is None where its type is newer than the package `gguf`."""
 
     name: str
-    dimensions: int
     type_id: int
     offset: int  # from the beginning of the data
     size: int | None
@@ -218,7 +217,7 @@ def _read_tensor(cursor: _Cursor) -> Tensor:
         size = elements // int(block) * int(block_bytes)
     elif type_id > MAX_TYPE:
         raise ValueError(f"a tensor of type {type_id}")
-    return Tensor(name, dimensions, type_id, offset, size)
+    return Tensor(name, type_id, offset, size)
 
 
 class _Cursor:

@@ -13,16 +13,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from cllm.backend.llama.context import request_share
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.build.options import features
 
 _STATE_BYTES = 4  # recurrent states are f32
-# Types that llama.cpp repacks, by the feature of the CPU that makes it do so (ggml-cpu/repack.cpp, amx).
-_REPACKED = {
-    "avx2": ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4"),
-    "avx512f": ("Q2_K",),
-    "amx_int8": ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
-    "asimddp": ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "MXFP4"),
-}
 
 # Encoders and diffusion models see all tokens at once and keep none.
 _NO_MEMORY = {
@@ -87,10 +79,6 @@ class Layers:
         """Whether a longer text takes more memory."""
         return any(layer.keys for layer in self._kinds)
 
-    def state_bytes(self, slots: int, rollback: int = 0) -> int:
-        """Recurrent states of so many slots, each with so many states to roll back to."""
-        return sum(layer.state for layer in self.layers) * slots * (1 + rollback)
-
     def kv_bytes(
         self,
         share: int,
@@ -98,12 +86,10 @@ class Layers:
         *,
         types: tuple[str, str] = ("f16", "f16"),
         batch_tokens: int = 512,
-        unified: bool = False,
         flash: bool = True,
     ) -> int:
-        """K and V of so many slots with such a share each: in a KV stream each, or in one pool."""
-        by_layer = self.kv_by_layer(share, slots, types, batch_tokens, unified=unified, flash=flash)
-        return sum(by_layer)
+        """Bytes of K and V of `slots` KV streams of `share` cells each."""
+        return sum(self.kv_by_layer(share, slots, types, batch_tokens, flash=flash))
 
     def kv_by_layer(
         self,
@@ -115,7 +101,7 @@ class Layers:
         unified: bool = False,
         flash: bool = True,
     ) -> list[int]:
-        """The same, of each layer."""
+        """The same by layer; with `unified`, of one pool with the cells of all slots."""
         streams, length = (1, share * slots) if unified else (slots, share)
         window = request_share(min(length, self.window * (slots if unified else 1) + batch_tokens), 1)
         widest = max((layer.values for layer in self._kinds), default=0)
@@ -203,18 +189,3 @@ class Layers:
 def _row_bytes(elements: int, type_name: str) -> int:
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
     return -(-elements // int(block)) * int(block_bytes)
-
-
-def repacked_bytes(header: GgufHeader) -> int:
-    """Bytes of the weights that llama.cpp lays out anew on this CPU, beside the mapped file."""
-    found = features()
-    names = {name for feature, types in _REPACKED.items() if feature in found for name in types}
-    types = {int(kind) for kind in GGMLQuantizationType if kind.name in names}
-    tied = not any(tensor.name == "output.weight" for tensor in header.tensors)
-    return sum(
-        tensor.size or 0
-        for tensor in header.tensors
-        if tensor.type_id in types
-        and tensor.dimensions > 1
-        and (tied or tensor.name != "token_embd.weight")  # a table, unless it is the output matrix, too
-    )

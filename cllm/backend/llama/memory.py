@@ -18,7 +18,7 @@ from cllm.backend.llama.context import CELL_BLOCK, DEFAULT_REQUEST_CELLS, max_ou
 from cllm.backend.llama.devices import Device, list_devices
 from cllm.backend.llama.draft_model import SLOTS
 from cllm.backend.llama.gguf import GgufHeader
-from cllm.backend.llama.layers import Layers, repacked_bytes
+from cllm.backend.llama.layers import Layers
 from cllm.backend.llama.placement import (
     Load,
     Place,
@@ -123,8 +123,6 @@ class MemoryFit:
         self.slots = max(config.slots, self.parallel)
         self.cells = config.ctx_size or self.parallel * self.share  # of the requests; other slots add theirs
         self.on_gpu = self.placement.gpu_layers > 0
-        # The mapped pages of repacked weights are not used again: the system can drop them.
-        self.repacked = repacked_bytes(header) if config.extra_buffers and not self.on_gpu else 0
         self.places = self._sum_up(self.parallel, self.share, self.placement)
         self.model = sum(place.model for place in self.places)
         self.kv = sum(place.kv for place in self.places)
@@ -317,7 +315,7 @@ class MemoryFit:
             target_itl_ms=target or (GPU_TARGET_ITL_MS if placed.complete else TARGET_ITL_MS),
             # The host looks up token vectors only; threads that poll would take cores from the sampler.
             threads=config.threads or (GPU_THREADS if placed.complete else 0),
-            poll=0 if placed.complete and config.poll == DEFAULTS.poll else config.poll,
+            poll=0 if placed.complete and config.poll is None else config.poll,
         )
 
     def hint(self) -> str:

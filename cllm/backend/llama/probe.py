@@ -43,7 +43,6 @@ class ProbeRecord(msgspec.Struct, frozen=True):
     """What a probe found, as it is kept: the number of the settings that passed."""
 
     chosen: Annotated[int, msgspec.Meta(ge=0)]
-    tokens_per_second: float = 0.0
 
 
 def settings_to_try(config: EngineConfig) -> list[tuple[str, EngineConfig]]:
@@ -117,7 +116,7 @@ def find_working(config: EngineConfig, say: Callable[[str], None]) -> EngineConf
             if failures:
                 log.warning("%s; serving %s, which is slower", "; ".join(failures), name)
             try:
-                write_record(path, msgspec.json.encode(ProbeRecord(chosen, result.tokens_per_second)))
+                write_record(path, msgspec.json.encode(ProbeRecord(chosen)))
             except OSError as error:
                 log.warning("the result of the probe is not kept, so every start probes: %s", error.strerror)
             return attempt

@@ -20,6 +20,7 @@ from cllm.config import EngineConfig
 from cllm.workers.compute_turns import get_turns
 
 log = logging.getLogger(__name__)
+DEFAULT_POLL = 50  # ggml's own: idle threads look for work that long before they sleep
 
 
 class CpuTimes(NamedTuple):
@@ -133,7 +134,7 @@ class Workers:
 
     def __init__(self, library: Library, config: EngineConfig, deferred_frees: DeferredFrees) -> None:
         self._library = library
-        self._poll = config.poll
+        self._poll = DEFAULT_POLL if config.poll is None else config.poll
         self._deferred_frees = deferred_frees
         cores = default_threads()
         self.threads = config.threads or min(config.max_threads or cores, cores)

@@ -12,8 +12,8 @@ from cllm.backend.llama import memory
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.config import EngineConfig
-from cllm.errors import NotEnoughMemory
-from tests.tiny_models import make_dense
+from cllm.errors import ConfigError, NotEnoughMemory
+from tests.tiny_models import make_dense, make_recurrent
 
 MIB = 1 << 20
 
@@ -66,6 +66,21 @@ def test_what_makes_buffers_larger_is_in_the_sum(good: Path) -> None:
     wide = {"batch_tokens": 4096, "ctx_size": 1 << 20, "parallel": 1}
     assert fit_of(good, flash_attention=False, **wide).compute > fit_of(good, **wide).compute
     assert fit_of(good, embed_tokens=4000).embedding > fit_of(good, embed_tokens=100).embedding
+
+
+def test_values_below_16_bits_need_flash_attention(good: Path) -> None:
+    model, header = str(good), GgufHeader(good)
+    with pytest.raises(ConfigError, match="flash attention"):
+        prepare(EngineConfig(model=model, cache_type_v="q8_0", flash_attention=False))
+    full = MemoryFit(header, EngineConfig(model=model)).kv
+    assert MemoryFit(header, EngineConfig(cache_type_k="f32", cache_type_v="f32")).kv == 2 * full
+    assert MemoryFit(header, EngineConfig(cache_type_k="q8_0", cache_type_v="q8_0")).kv == full * 34 // 64
+
+
+def test_each_draft_rollback_takes_one_more_state_a_slot(tmp_path: Path) -> None:
+    header = GgufHeader(make_recurrent(tmp_path / "m.gguf"))
+    one, nine = (MemoryFit(header, EngineConfig(parallel=5, draft_rollback=count)).kv for count in (0, 8))
+    assert nine == 9 * one > 0
 
 
 def test_slots_beyond_the_requests_have_cells_of_their_own(good: Path) -> None:

@@ -163,6 +163,11 @@ def test_the_inter_token_target_follows_the_placement(dense: GgufHeader) -> None
     assert target_itl_s(EngineConfig()) == 0.25 and target_itl_s(ready_of(dense, cards(24))) == 0.05
 
 
+def test_threads_do_not_poll_with_all_layers_on_gpus(dense: GgufHeader) -> None:
+    assert [ready_of(dense, cards(*free)).poll for free in ((24,), (4,), ())] == [0, None, None]
+    assert ready_of(dense, cards(24), poll=50).poll == 50
+
+
 def test_a_number_of_layers_is_honoured(dense: GgufHeader) -> None:
     for asked, placed in ((5, 5), (99, 33), ("all", 33), (-1, 33), (0, 0)):
         ready = ready_of(dense, cards(24), gpu_layers=asked)

@@ -100,7 +100,7 @@ cllm_step_seconds_total 2.0
 cllm_step_compute_seconds_total 1.5
 cllm_step_sample_seconds_total 0.1
 """
-TRANSFERS = "cllm_kv_move_seconds_total 0.3\n"
+TRANSFERS = "cllm_kv_transfer_seconds_total 0.3\n"
 
 
 def test_kv_transfers_are_no_part_of_pythons_share() -> None:

@@ -83,6 +83,6 @@ def test_ray_gets_its_arguments() -> None:
 
 
 def test_settings_of_the_embedded_model_name_it_and_its_digest() -> None:
-    settings = make_settings(EngineConfig(threads=2), frozenset(), 5.0)
+    settings = make_settings(EngineConfig(threads=2), 5.0)
     assert settings.name.startswith("SmolLM2")
-    assert settings.engine.model == "" and len(settings.digest) == 32 and "threads" in settings.given
+    assert settings.engine.model == "" and len(settings.digest) == 32

@@ -122,7 +122,7 @@ REQUESTS: dict[str, Any] = {
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configurations that would have been served."""
     found: list[Config] = []
-    monkeypatch.setattr(serve, "run", lambda config, given, more: found.append(config))
+    monkeypatch.setattr(serve, "run", lambda config, more: found.append(config))
     return found
 
 

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cllm.cli import main, serve
+from cllm.cli.prepare import Preparation
 from cllm.cli.served import choose_models, is_several
-from cllm.config import Config, ModelConfig
+from cllm.config import Config, EngineConfig, ModelConfig, Prepared, ServerConfig
 from cllm.errors import ConfigError
 
 FILE = """
@@ -36,8 +37,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     """What `cllm serve` was asked for."""
     found: Served = []
 
-    def run(config: Config, given: frozenset[str], more: tuple[str, ...]) -> None:
-        found.append((choose_models(config, given, more), config))
+    def run(config: Config, more: tuple[str, ...]) -> None:
+        found.append((choose_models(config, more), config))
 
     monkeypatch.setattr(serve, "run", run)
     monkeypatch.delenv("CLLM_MODEL", raising=False)
@@ -62,7 +63,7 @@ def test_arguments(served: Served, tmp_path: Path) -> None:
         assert names(models) == ["a b"] and not is_several(models, config)
     models, config = ask(served, "one", "two", "three", "--parallel", "2")
     assert names(models) == ["one", "two", "three"] and is_several(models, config)
-    assert {model.engine.parallel for model in models} == {2} and "parallel" in models[0].given
+    assert {model.engine.parallel for model in models} == {2}
     models, config = ask(served, "--all")
     assert models == [] and is_several(models, config)
     for count in (1, 2):
@@ -80,7 +81,7 @@ def test_sections(served: Served, tmp_path: Path) -> None:
     assert fast.engine.model == "hf:USER/REPO:Q4_K_M" and fast.engine.max_request_tokens == 8192
     assert fast.engine.parallel == 3 and fast.defaults == {"temperature": 0.2}
     assert (coder.engine.model, coder.engine.parallel, coder.engine.cache_type_k) == ("coder", 2, "q8_0")
-    assert coder.ttl == 600 and {"parallel", "cache_type_k"} <= coder.given
+    assert coder.ttl == 600
     models, config = ask(served, "--config", str(file), "SMALL")
     assert names(models) == ["fast"] and not is_several(models, config), "an argument chooses a section"
     models, _ = ask(served, "--config", str(file), "coder", "other.gguf")
@@ -100,4 +101,24 @@ def test_sections(served: Served, tmp_path: Path) -> None:
 )
 def test_a_wrong_section_is_refused(table: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        choose_models(Config(models={"x": table}), frozenset())
+        choose_models(Config(models={"x": table}))
+
+
+@pytest.mark.parametrize(
+    ("several", "poll", "expected"), [(True, None, 0), (True, 50, 50), (False, None, None), (False, 7, 7)]
+)
+def test_threads_of_several_models_do_not_poll(
+    monkeypatch: pytest.MonkeyPatch, several: bool, poll: int | None, expected: int | None
+) -> None:
+    asked: list[EngineConfig] = []
+
+    def finish(task: Preparation, kind: type[Prepared]) -> Prepared:
+        asked.append(task.asked)
+        return Prepared(config=task.asked)
+
+    monkeypatch.setattr(Preparation, "start", lambda task: task)
+    monkeypatch.setattr(serve, "finish", finish)
+    monkeypatch.setattr(serve, "share_turns", object)
+    model = ModelConfig(name="a", engine=EngineConfig(model="a.gguf", poll=poll))
+    serve.EngineLoader(ServerConfig(), several=several).prepare(model)
+    assert asked[0].poll == expected

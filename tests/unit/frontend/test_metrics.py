@@ -1,4 +1,4 @@
-"""Metrics: our histogram equals prometheus_client's own, and deprecated names go on."""
+"""Metrics: our histogram equals prometheus_client's own, and what is counted by source and replica."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
-from cllm.deprecated import METRICS
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
 from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.types import FinishReason, Request, RequestOutput, Usage
-from cllm.workers.messages import ClusterReport, ReplicaStatus, StepStats
+from cllm.workers.messages import ClusterReport, ReplicaStatus
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 BOUNDS = (0.005, 0.1, 1, 30)
@@ -32,25 +30,6 @@ def test_the_exposition_is_the_same(values: list[float]) -> None:
         model.observe(value)
     expected = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
     assert generate_latest(ours).splitlines() == expected
-
-
-def test_deprecated_names_show_the_same_values() -> None:
-    metrics = EngineMetrics()
-    metrics.step(StepStats(preemptions=3, swap_ins=2, swapped_bytes=7, transfer_s=0.5))
-    samples = {
-        sample.name: (sample.value, family.type)
-        for family in text_string_to_metric_families(metrics.render().decode())
-        for sample in family.samples
-    }
-    assert samples["cllm_parks_total"] == samples["cllm_preemptions_total"] == (3, "counter")
-    assert samples["cllm_resumes_total"] == (2, "counter")
-    assert samples["cllm_parked_ram_bytes"] == samples["cllm_swapped_ram_bytes"] == (7, "gauge")
-    for old, new in METRICS.items():
-        values = [
-            {value for name, value in samples.items() if name in (base, f"{base}_total")}
-            for base in (old, new)
-        ]
-        assert values[0] == values[1] and values[0], old
 
 
 def test_the_queue_is_read_when_metrics_are_scraped_also_after_a_reload() -> None:

@@ -67,9 +67,9 @@ def test_reasoning_is_found_under_each_name() -> None:
 
 def test_what_the_templates_take() -> None:
     llama = get_family("meta-llama-Llama-3.1-8B-Instruct").format
-    assert llama.takes_tools and llama.one_call and llama.calls.bare and not llama.argument_text
+    assert llama.takes_tools and llama.one_call and llama.calls.bare
     functionary = get_family("meetkai-functionary-medium-v3.2").format
-    assert functionary.argument_text and not functionary.one_call
+    assert functionary.takes_tools and not functionary.one_call
     gemma = get_family("google-gemma-2-2b-it").format
     assert not gemma.takes_tools and gemma.calls == GENERIC.calls
     lfm = get_family("LFM2-8B-A1B").format
