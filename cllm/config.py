@@ -155,7 +155,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     cache_dir: Annotated[str, _folder("Folder of the disk cache. Default: ~/.cache/cllm.")] = ""
-    state_dir: Annotated[str, _folder("Folder for saved prefixes (/admin/prefixes/save).")] = ""
     share_prefixes_across_tenants: Annotated[
         bool, _rare("Share the prefix cache between API keys; timing then reveals prompts.")
     ] = False

@@ -80,8 +80,8 @@ class ContextLengthExceeded(InvalidRequest):
         return cls(tokens, limit, message=message, field=field)
 
 
-class StateFileError(ClientError):
-    code = "state_file_invalid"  # a saved prefix file is corrupt, or of another model
+class CacheFileError(ClientError):
+    code = "cache_file_invalid"  # a saved slot is corrupt, or of another model
 
 
 class ReloadFailed(ClientError):

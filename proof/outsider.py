@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             title="An outsider",
             about=(
                 "No key, wrong keys, another tenant's ids, foreign Host and Origin headers, tricks in paths, "
-                "model references and state files, oversized and slow bodies, template and grammar bombs, "
+                "model references and saved slots, oversized and slow bodies, template and grammar bombs, "
                 "requests through hub addresses: each attempt is a test over HTTP."
             ),
             bars=[Bar("attempts that got something", "0", ", ".join(bad) or "0", not bad)],

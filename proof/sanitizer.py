@@ -1,7 +1,7 @@
 """AddressSanitizer: llama.cpp and cllm's own C, instrumented, by cllm's calls.
 
 Both are built once more, instrumented, into `build/asan` (some minutes, once). The contract tests run on
-them: isolation, sharing, preemption, checkpoints, moves, drafts, state files, samplers. Then requests run in
+them: isolation, sharing, preemption, checkpoints, moves, drafts, saved states, samplers. Then requests run in
 blocks on tiny models, with preemption, caches and checkpoints: what is allocated must not grow with them.
 """
 

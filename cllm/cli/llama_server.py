@@ -15,6 +15,7 @@ import typer
 
 from cllm import __version__
 from cllm.cli.llama_flags import FLAGS, Flag
+from cllm.config import DEFAULT_CACHE_DISK_MB
 from cllm.errors import ConfigError
 from cllm.fields import describe_unknown
 
@@ -92,6 +93,8 @@ class Translation:
             settings["api_key"] = ",".join(self._keys)
         if "CLLM_PORT" not in variables:
             settings.setdefault("port", PORT)
+        if "cache_dir" in settings and "CLLM_CACHE_DISK_MB" not in variables:
+            settings["cache_disk_mb"] = DEFAULT_CACHE_DISK_MB  # with keys, too: it was asked for
         settings["open_routes"] = ",".join(self._open_routes)
         if self.defaults.get("max_tokens", 0) < 0:
             del self.defaults["max_tokens"]
@@ -201,7 +204,7 @@ class Translation:
     def do_save_path(self, value: str) -> None:
         if not Path(value).is_dir():
             raise ValueError("it is not a folder")
-        self.settings["state_dir"] = value
+        self.settings["cache_dir"] = value
 
     def do_metrics(self, value: str) -> None:
         self._open_routes += ["/metrics"] * (value == "on")

@@ -9,11 +9,11 @@ import msgspec
 
 from cllm.types import Limits, SlotInfo, Snapshot
 from cllm.workers.messages import (
+    CacheDone,
     ClearCache,
     Inspect,
     Inspection,
     Ready,
-    StateFileDone,
     StepStats,
 )
 
@@ -75,13 +75,13 @@ class Gathering:
         self._command, self._number = command, number
         self._asked = list(asked)
         self._left = set(asked)
-        self._answers: dict[Hashable, Inspection | StateFileDone] = {}
+        self._answers: dict[Hashable, Inspection | CacheDone] = {}
 
     @property
     def complete(self) -> bool:
         return not self._left
 
-    def add(self, replica: Hashable, answer: Inspection | StateFileDone) -> None:
+    def add(self, replica: Hashable, answer: Inspection | CacheDone) -> None:
         self._left.discard(replica)
         self._answers[replica] = answer
 
@@ -89,20 +89,18 @@ class Gathering:
         """It will not answer."""
         self._left.discard(replica)
 
-    def answer(self) -> Inspection | StateFileDone:
+    def answer(self) -> Inspection | CacheDone:
         """All answers as one."""
         answers = [self._answers[replica] for replica in self._asked if replica in self._answers]
         call_id = self._command.call_id
         if isinstance(self._command, Inspect):
             parts = [each.snapshot for each in answers if isinstance(each, Inspection)]
             return Inspection(call_id, merge_snapshots(parts, self._number))
-        done = [each for each in answers if isinstance(each, StateFileDone)]
-        return StateFileDone(
+        done = [each for each in answers if isinstance(each, CacheDone)]
+        return CacheDone(
             call_id,
-            entries=sum(each.entries for each in done),
+            prefixes=sum(each.prefixes for each in done),
             tokens=sum(each.tokens for each in done),
-            size=sum(each.size for each in done),
-            skipped=sum(each.skipped for each in done),
             failure=next((each.failure for each in done if each.failure is not None), None),
         )
 

@@ -22,6 +22,7 @@ import msgspec
 from cllm.cluster.placer import ReplicaReport
 from cllm.workers.channel import FrameBuffer, pack_frame
 from cllm.workers.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     Died,
@@ -29,7 +30,6 @@ from cllm.workers.messages import (
     Inspect,
     Inspection,
     Ready,
-    StateFileDone,
     StepReport,
     Submit,
 )
@@ -65,7 +65,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 ToReplica = Submit | Cancel | Inspect | ClearCache
-FromReplica = StepReport | Inspection | StateFileDone | Ready | Died | Heartbeat | Load | Draining
+FromReplica = StepReport | Inspection | CacheDone | Ready | Died | Heartbeat | Load | Draining
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -23,6 +23,7 @@ from cllm.cluster.placer import Placement, Placer, ReplicaReport
 from cllm.errors import CllmError, EngineNotReady, NotSupported, PoisonRequest
 from cllm.types import Failure, FinishReason, Request, RequestOutput
 from cllm.workers.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     ClusterReport,
@@ -34,12 +35,11 @@ from cllm.workers.messages import (
     Ready,
     ReplicaStatus,
     Report,
-    StateFileDone,
     StepReport,
     StepStats,
     Submit,
     Unready,
-    UseStateFile,
+    UseSlot,
 )
 from cllm.workers.resumption import ResumableRequest
 
@@ -140,9 +140,9 @@ class Relay:
                 self._place(relayed)
             case Cancel(request_id):
                 self._cancel(request_id)
-            case UseStateFile(call_id):
-                why = "state files are of one machine: they cannot be used with --cluster"
-                self._emit(StateFileDone(call_id, failure=Failure(NotSupported.code, why)))
+            case UseSlot(call_id):
+                why = "slots are of one machine: they cannot be used with --cluster"
+                self._emit(CacheDone(call_id, failure=Failure(NotSupported.code, why)))
             case Inspect() | ClearCache():
                 asked = [replica for replica in self.replicas if replica.ready is not None]
                 self._calls[command.call_id] = Gathering(command, asked, next(self._snapshots))
@@ -277,7 +277,7 @@ class Relay:
             case Draining():
                 replica.draining = True
                 self._announce()
-            case Inspection(call_id) | StateFileDone(call_id):
+            case Inspection(call_id) | CacheDone(call_id):
                 if (gathering := self._calls.get(call_id)) is not None:
                     gathering.add(replica, message)
                     self._settle_calls()

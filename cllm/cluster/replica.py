@@ -25,6 +25,7 @@ from cllm.config import EngineConfig
 from cllm.errors import ConfigError, EngineDied, EngineNotReady, from_code
 from cllm.workers.executor import encode
 from cllm.workers.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     Command,
@@ -35,7 +36,6 @@ from cllm.workers.messages import (
     Loading,
     Ready,
     Report,
-    StateFileDone,
     StepReport,
     Submit,
 )
@@ -239,7 +239,7 @@ class ReplicaServer:
         match report:
             case StepReport():
                 self._pass_on(report)
-            case Inspection(call_id) | StateFileDone(call_id):
+            case Inspection(call_id) | CacheDone(call_id):
                 link, theirs = self._calls.pop(call_id)
                 link.send(msgspec.structs.replace(report, call_id=theirs))
             case Ready(limits=limits):

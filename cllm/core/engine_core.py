@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -14,7 +13,7 @@ from queue import Empty, SimpleQueue
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
 from cllm.config import EngineConfig, target_itl_s
 from cllm.core.embedding import EmbeddingScheduler
-from cllm.core.kv_cache.cache_file_jobs import STALL_LIMIT_S, CacheFileJobs
+from cllm.core.kv_cache.cache_calls import CacheCalls
 from cllm.core.kv_cache.disk_cache import DiskKVCache
 from cllm.core.kv_cache.disk_folder import CacheFolder, get_cache_folder
 from cllm.core.kv_cache.host_cache import MIB, HostKVCache
@@ -25,8 +24,8 @@ from cllm.core.sequence import Sequence, State
 from cllm.core.spec_decode import SpecDecodePolicy
 from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.step_interrupt import StepInterrupt
-from cllm.errors import EngineDied, IntegrityError, StorageFailed
-from cllm.types import Failure, SlotInfo, Snapshot
+from cllm.errors import EngineDied, IntegrityError
+from cllm.types import SlotInfo, Snapshot
 from cllm.workers.compute_turns import get_turns
 from cllm.workers.messages import (
     Cancel,
@@ -36,12 +35,11 @@ from cllm.workers.messages import (
     Inspection,
     Ready,
     Report,
-    StateFileDone,
     StepReport,
     StepStats,
     Stop,
     Submit,
-    UseStateFile,
+    UseSlot,
     Wake,
 )
 
@@ -94,8 +92,7 @@ class EngineCore:
                 share_across_tenants=config.share_prefixes_across_tenants,
             ),
         )
-        cache = self.scheduler.prefix_cache
-        self.cache_files = CacheFileJobs(runner, cache.host, cache.candidates, config.state_dir, emit, wake)
+        self.cache_calls = CacheCalls(self.scheduler.prefix_cache, self.disk, emit)
         self._interrupt = StepInterrupt(runner)
         self.embedding = EmbeddingScheduler(
             runner,
@@ -113,7 +110,6 @@ class EngineCore:
         self.step_started: float | None = None  # read by the heartbeat thread
         self._busy_since: float | None = None  # end of the last step, while there is more to do
         self._computed_at = time.monotonic()  # end of the last step
-        self._clearing: deque[tuple[Future[None], StateFileDone]] = deque()  # reported when it is done
         self._unreported: dict[str, float] | None = None  # the work of the last step
         self._reported: Counter[str] = Counter()  # counters as of the last report
 
@@ -141,14 +137,11 @@ class EngineCore:
         try:
             while self._ahead is not None or self._take_commands():
                 self.step(follow=self.runner.asynchronous)
-                if not self.cache_files.idle:
-                    self.cache_files.slice()
             stopped = True
         except Exception as exception:
             log.critical("the engine loop died", exc_info=exception)
             raise
         finally:
-            self.cache_files.close()
             self.disk.close(self.scheduler.prefix_cache.candidates() if stopped else ())
             ended = EngineDied("the engine has ended")
             self.scheduler.fail_all(ended)
@@ -208,7 +201,7 @@ class EngineCore:
 
     def _follow(self, batch: Batch, result: StepResult) -> float | None:
         """Submit the batch after this one, if that is known already; when that was, or None."""
-        if not self.inbox.empty() or not self.cache_files.idle or self.embedding.has_work or self._clearing:
+        if not self.inbox.empty() or not self.cache_calls.idle or self.embedding.has_work:
             return None
         if (following := self.scheduler.following.complete(batch, result)) is None:
             return None
@@ -285,32 +278,23 @@ class EngineCore:
     def _take_commands(self) -> bool:
         """Handle what is in the inbox, waiting for something when idle; False when to stop."""
         try:
-            self._report_cleared()
-            if self.idle and self.cache_files.idle:
+            self.cache_calls.advance()
+            if self.idle:
                 self._check_idle()
                 idle_s = time.monotonic() - self._computed_at
                 again_s = self.disk.idle(self.scheduler.prefix_cache.candidates(), idle_s)
-                command = self.inbox.get(timeout=STALL_LIMIT_S if self._clearing else again_s)
-            elif self.has_work or self.cache_files.has_work:
+                command = self.inbox.get(timeout=self.cache_calls.stall_s or again_s)
+            elif self.has_work:
                 command = self.inbox.get_nowait()
             else:  # what every request here waits for ends with Wake, unless the disk stalls
-                stall_s = self.scheduler.loading_s if self.cache_files.idle else STALL_LIMIT_S
-                command = self.inbox.get(timeout=stall_s)
+                limits_s = (self.scheduler.loading_s, self.cache_calls.stall_s)
+                limit_s = min((each for each in limits_s if each is not None), default=None)
+                command = self.inbox.get(timeout=limit_s)
             while self._handle(command):
                 command = self.inbox.get_nowait()
             return False
         except Empty:
             return True
-
-    def _report_cleared(self) -> None:
-        """Answer for the files that are gone, or for a disk that does not answer."""
-        stalled = self.disk.busy_s > STALL_LIMIT_S
-        while self._clearing and (stalled or self._clearing[0][0].done()):
-            removing, done = self._clearing.popleft()
-            if not removing.done() or removing.exception() is not None:
-                message = "the files of the disk cache could not be removed: check the disk of --cache-dir"
-                done = StateFileDone(done.call_id, failure=Failure(StorageFailed.code, message))
-            self._emit(done)
 
     def _check_idle(self) -> None:
         try:
@@ -332,11 +316,8 @@ class EngineCore:
                 self.embedding.cancel(request_id)
             case Inspect(call_id):
                 self._emit(Inspection(call_id, self.snapshot()))
-            case ClearCache(call_id):
-                entries, tokens = self.scheduler.prefix_cache.clear()
-                self._clearing.append((self.disk.clear(), StateFileDone(call_id, entries, tokens)))
-            case UseStateFile():
-                self.cache_files.add(command)
+            case ClearCache() | UseSlot():
+                self.cache_calls.add(command)
             case Wake():
                 pass
             case Stop():

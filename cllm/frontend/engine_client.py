@@ -27,8 +27,6 @@ from cllm.errors import (
     PoisonRequest,
     ShuttingDown,
     SlowReader,
-    StateFileError,
-    StorageFailed,
     from_code,
 )
 from cllm.frontend.metrics import EngineMetrics, describe_end
@@ -51,6 +49,7 @@ from cllm.types import (
 )
 from cllm.workers.executor import Executor, TokenizerClient, settle
 from cllm.workers.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     ClusterReport,
@@ -61,11 +60,11 @@ from cllm.workers.messages import (
     Loading,
     Ready,
     Report,
-    StateFileDone,
+    SlotAction,
     StepReport,
     Submit,
     Unready,
-    UseStateFile,
+    UseSlot,
 )
 from cllm.workers.supervisor import Backoff
 
@@ -229,15 +228,11 @@ class EngineClient:
         """The engine's own account of itself, taken between two steps."""
         return self._call(Inspect)
 
-    def save_prefixes(self, name: str) -> Future[StateFileDone]:
-        """Write the prefix cache in RAM to a state file; fails with why not."""
-        return self._call(lambda call_id: UseStateFile(call_id, name, save=True))
+    def use_slot(self, action: SlotAction, slot: int, name: str = "") -> Future[CacheDone]:
+        """Save what a slot holds under a name, restore it, or forget it; fails with why not."""
+        return self._call(lambda call_id: UseSlot(call_id, action, slot, name))
 
-    def restore_prefixes(self, name: str) -> Future[StateFileDone]:
-        """Read a state file into the prefix cache; fails with why not, and then nothing has changed."""
-        return self._call(lambda call_id: UseStateFile(call_id, name, save=False))
-
-    def clear_cache(self) -> Future[StateFileDone]:
+    def clear_cache(self) -> Future[CacheDone]:
         """Forget every cached prefix, in all tiers."""
         return self._call(ClearCache)
 
@@ -317,12 +312,8 @@ class EngineClient:
                     self._process_outputs(outputs)
                 case Inspection(call_id, snapshot):
                     self._answer(call_id, snapshot)
-                case StateFileDone(call_id, failure=None):
-                    self._answer(call_id, report)
-                case StateFileDone(call_id, failure=Failure(code, message)):
-                    if isinstance(error := from_code(code, message), StateFileError | StorageFailed):
-                        self.metrics.state_file_failures.inc()
-                    self._answer(call_id, error)
+                case CacheDone(call_id, failure=failure):
+                    self._answer(call_id, from_code(failure.code, failure.message) if failure else report)
                 case Loading(progress):
                     if self._on_loading is not None:
                         self._on_loading(progress)

@@ -111,7 +111,6 @@ class EngineMetrics:
         self.memory = gauge("memory_bytes", "Memory by part; buffers are an estimate", "part")
         self._host_cache = self.memory.labels("ram_tier")
         self._ngram_indexes = self.memory.labels("ngram_indexes")
-        self.state_file_failures = counter("state_file_failures", "State files not written, or not read")
         self.ready = gauge("ready", "1 when requests are computed")
         self._last = StepStats()
         self._counters = [(field, counter(name, text)) for field, name, text in _STEP_COUNTERS]

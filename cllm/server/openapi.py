@@ -51,7 +51,7 @@ WHEN = {
     504: "The request's deadline passed before anything was sent",
 }
 _NO_ADMIN = "; or the key is not an admin's"
-_NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`, `--state-dir`)"
+_NO_FOLDER = "; or the server was started without the folder this needs (`--model-dir`)"
 _FOR_OPERATORS = (
     "Needs an admin's API key where the server has keys; answers on loopback only where it has none."
 )

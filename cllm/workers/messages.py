@@ -6,6 +6,7 @@ The same objects travel through a queue (engine in a thread) or, as MessagePack,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,8 @@ from cllm.types import (
     TokenBound,
 )
 
+SlotAction = Literal["save", "restore", "erase"]
+
 # To the engine --------------------------------------------------------------------------------------
 
 
@@ -41,16 +44,20 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     call_id: int
 
 
-class UseStateFile(msgspec.Struct, frozen=True, tag=True):
-    """Write the prefix cache in RAM to a state file, or read one into it; answered with StateFileDone."""
+class UseSlot(msgspec.Struct, frozen=True, tag=True):
+    """Save what a slot holds to disk under a name, put it back into RAM, or forget it.
+
+    Answered with CacheDone.
+    """
 
     call_id: int
-    name: str
-    save: bool
+    action: SlotAction
+    slot: int
+    name: str = ""
 
 
 class ClearCache(msgspec.Struct, frozen=True, tag=True):
-    """Forget every cached prefix, in all tiers; answered with StateFileDone."""
+    """Forget every cached prefix, in all tiers; answered with CacheDone."""
 
     call_id: int
 
@@ -63,7 +70,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
     """Something that a request waits for is done: look again. The engine sends it to itself."""
 
 
-Command = Submit | Cancel | Inspect | UseStateFile | ClearCache | Stop | Wake
+Command = Submit | Cancel | Inspect | UseSlot | ClearCache | Stop | Wake
 
 # From the engine ------------------------------------------------------------------------------------
 
@@ -111,14 +118,13 @@ class Inspection(msgspec.Struct, frozen=True, tag=True):
     snapshot: Snapshot
 
 
-class StateFileDone(msgspec.Struct, frozen=True, tag=True):
-    """The result of a UseStateFile or a ClearCache."""
+class CacheDone(msgspec.Struct, frozen=True, tag=True):
+    """The result of a UseSlot or a ClearCache."""
 
     call_id: int
-    entries: int = 0
+    prefixes: int = 0
     tokens: int = 0
-    size: int = 0  # bytes of RAM
-    skipped: int = 0  # known already, or too large for what is free
+    size: int = 0  # bytes of the file
     failure: Failure | None = None
 
 
@@ -170,9 +176,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     signal: int = 0  # the one that ended the process
 
 
-Report = (
-    StepReport | Inspection | StateFileDone | Loading | Ready | Unready | ClusterReport | Heartbeat | Died
-)
+Report = StepReport | Inspection | CacheDone | Loading | Ready | Unready | ClusterReport | Heartbeat | Died
 
 # To the tokenizer. A prompt of more than `max_tokens` tokens is refused there (0: no limit): tokens that are
 # refused anyway need not cross to the parent.

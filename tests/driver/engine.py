@@ -24,7 +24,16 @@ from cllm.core.step_cost import StepCostModel
 from cllm.errors import EngineDied
 from cllm.testing import FakeRunner, expected_text, expected_vector
 from cllm.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob, Usage
-from cllm.workers.messages import Cancel, Report, StepReport, StepStats, Submit
+from cllm.workers.messages import (
+    CacheDone,
+    Cancel,
+    ClearCache,
+    Report,
+    StepReport,
+    StepStats,
+    Submit,
+    UseSlot,
+)
 from tests.driver.runner import CheckedRunner
 
 Tokens = tuple[int, ...]
@@ -118,6 +127,7 @@ class StepDriver:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.stats: list[StepStats] = []
+        self.cache_answers: list[CacheDone] = []
         self.died = False
         self.filled: set[int] = set()  # slots that the test itself put tokens into
         self.follows = False  # batches may be submitted ahead, as by an engine with a GPU
@@ -173,6 +183,8 @@ class StepDriver:
             self.stats.append(report.stats)
             for output in report.outputs:
                 self.answers[output.request_id].take(output)
+        elif isinstance(report, CacheDone):
+            self.cache_answers.append(report)
 
     # Steps ------------------------------------------------------------------------------------------
 
@@ -227,6 +239,16 @@ class StepDriver:
         if not self.core.has_work and (limit_s := self.scheduler.loading_s) is not None:
             with suppress(Empty):
                 self.core.inbox.get(timeout=limit_s)
+
+    def use_cache(self, command: ClearCache | UseSlot) -> CacheDone:
+        """Send a command to the cache, and wait for its answer as the loop does."""
+        self.land()
+        self.core._handle(command)
+        while not self.core.cache_calls.idle:
+            self.core.inbox.get(timeout=60)
+            self.core.cache_calls.advance()
+        self.check_invariants()
+        return self.cache_answers[-1]
 
     def close_disk(self) -> None:
         """Write what is cached to disk, as at the end of the loop."""

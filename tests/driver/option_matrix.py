@@ -160,10 +160,12 @@ def use_preemption(server: Server) -> None:
     assert server.metrics()["cllm_preemptions_total"] > 0
 
 
-def use_state_file(server: Server) -> None:
+def use_saved_slot(server: Server) -> None:
     use_second_turn(server)
-    assert post(server, "/admin/prefixes/save", {"name": "state"})["entries"]
-    post(server, "/admin/prefixes/restore", {"name": "state"})
+    slot = server.get("/debug/kv")["cached"][0]["seq_id"]
+    saved = post(server, f"/slots/{slot}?action=save", {"filename": "slot.bin"})
+    restored = post(server, f"/slots/{slot}?action=restore", {"filename": "slot.bin"})
+    assert 0 < saved["n_saved"] == restored["n_restored"]
 
 
 def use_reload(server: Server) -> None:
@@ -302,8 +304,7 @@ ROWS = (
     Row("swap_space_mb", f"--swap-space-mb 1 {_CROWDED}", use=use_preemption, risky=True),
     Row("cache_disk_mb", "--cache-disk-mb 0", use=use_second_turn),
     Row("cache_disk_mb", "--cache-disk-mb 1", use=use_second_turn),
-    Row("cache_dir", "--cache-dir {scratch}", use=use_second_turn),
-    Row("state_dir", "--state-dir {scratch}", use=use_state_file),
+    Row("cache_dir", "--cache-dir {scratch} --cache-disk-mb 64", use=use_saved_slot),
     Row(
         "share_prefixes_across_tenants",
         f"--share-prefixes-across-tenants --api-keys {{keys}} --api-key {OTHER_KEY}",

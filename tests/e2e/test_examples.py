@@ -33,7 +33,7 @@ def same(found: Any, shown: Any) -> bool:
     return found == shown or "anything" in (found, shown)
 
 
-# What changes the server, or needs a folder or a hub of its own: test_reload, test_state_files, test_ollama.
+# What changes the server, or needs a folder or a hub of its own: test_reload, test_ollama.
 NOTHING_NEEDED = ("/tokenize", "/detokenize")  # as in llama-server: nothing is no text
 CHANGING = ("/admin/", "/api/pull", "/api/delete")
 SHOWN = sorted(f"{method} {path}" for method, path, _ in ROUTES if not path.startswith(CHANGING))

@@ -1,7 +1,7 @@
 """An outsider's view: without a key, with a wrong one, or with another tenant's, nothing is to be had.
 
 Each attempt is a test, over real HTTP, on one server that has all an attacker may want: two tenants, an
-admin, a folder of models and one of state files with a file beside each, and a hub that would note a visit.
+admin, a folder of models and one of saved slots with a file beside each, and a hub that would note a visit.
 What wrong input does to a route is in tests/failure_modes; who may call which, in test_bad_input_access.
 """
 
@@ -50,12 +50,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     make_dense(folder / "models" / "served.gguf")
     make_dense(folder / "outside.gguf", seed=5)
     (folder / "models" / "link.gguf").symlink_to(folder / "outside.gguf")
-    (folder / "secret.kv").write_text(SECRET)
+    (folder / "secret.slot").write_text(SECRET)
     file = folder / "keys.toml"
     keys = {name: add_key(file, name, admin=name == "boss") for name in ("ann", "bob", "boss")}
     arguments: tuple[str, ...] = ("--api-keys", str(file), "--model-dir", str(folder / "models"))
     arguments += ("--threads", "1")
-    arguments += ("--state-dir", str(folder / "states"), "--header-timeout-s", "1", "--body-timeout-s", "1")
+    arguments += ("--cache-dir", str(folder / "states"), "--cache-disk-mb", "64")
+    arguments += ("--header-timeout-s", "1", "--body-timeout-s", "1")
     served = str(folder / "models" / "served.gguf")
     caches: dict[str, Any] = {
         name: str(folder / "cache") for name in ("HF_HOME", "HF_HUB_CACHE", "MODELSCOPE_CACHE")
@@ -216,13 +217,17 @@ OUT = (
 )
 
 
-@pytest.mark.parametrize("route", ["/admin/prefixes/save", "/admin/prefixes/restore"])
-def test_a_state_file_lies_in_its_folder(target: Target, route: str) -> None:
-    before = sorted(target.folder.rglob("*"))
+@pytest.mark.parametrize("action", ["save", "restore"])
+def test_a_saved_slot_lies_in_its_folder(target: Target, action: str) -> None:
+    def beside() -> list[Path]:
+        cache = target.folder / "states"
+        return sorted(path for path in target.folder.rglob("*") if cache not in path.parents)
+
+    before = beside()
     for name in OUT:
-        refused(target.ask("boss", "POST", route, {"name": name}), 400)
-    assert sorted(target.folder.rglob("*")) == before
-    assert (target.folder / "secret.kv").read_text() == SECRET
+        refused(target.ask("boss", "POST", f"/slots/0?action={action}", {"filename": name}), 400)
+    assert beside() == before and not list(target.folder.rglob("states/**/*.slot"))
+    assert (target.folder / "secret.slot").read_text() == SECRET
 
 
 @pytest.mark.parametrize(

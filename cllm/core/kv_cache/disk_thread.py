@@ -1,26 +1,15 @@
-"""Disk thread: does what may wait for a disk, in operations of a few mebibytes each."""
+"""Disk thread: does what may wait for a disk, one operation after the other."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
 Operation = Callable[[], Any]
-Slices = Generator[None, None, Result]
-"""Runs on the disk thread, slice by slice; `Result` is what it returns."""
-
-
-class Work(NamedTuple, Generic[Result]):
-    """The operations of a job in their order, each of which gets the result of the one before."""
-
-    operations: Generator[Operation, Any, Result]
-    discard: Operation  # closes the file and removes what is half-written; always the last
 
 
 class DiskThread:
@@ -34,9 +23,13 @@ class DiskThread:
 
     @property
     def busy_s(self) -> float:
-        """How long the running operation has taken."""
+        """How long the running operation has taken, or has not called `beat`."""
         began_at = self._began_at
         return 0.0 if began_at is None else time.monotonic() - began_at
+
+    def beat(self) -> None:
+        """The operation that calls this takes long, but the disk answers."""
+        self._began_at = time.monotonic()
 
     def submit(self, operation: Operation) -> Future[Any]:
         future: Future[Any] = Future()
@@ -54,35 +47,10 @@ class DiskThread:
     def _run(self) -> None:
         while (item := self._operations.get()) is not None:
             operation, future = item
-            self._began_at = time.monotonic()
+            self.beat()
             try:
                 future.set_result(operation())
             except BaseException as error:
                 future.set_exception(error)
             self._began_at = None
             del item, operation, future  # their result may be a large state
-
-
-def run_slices(slices: Slices[Result]) -> Generator[Operation, Any, Result]:
-    """Each slice as an operation of its own; the result of the last one is that of all."""
-    while True:
-        ended = yield partial(_next, slices)
-        if ended is not None:
-            result: Result = ended.value
-            return result
-
-
-def _next(slices: Slices[Any]) -> StopIteration | None:
-    try:
-        next(slices)
-        return None
-    except StopIteration as end:
-        return end
-
-
-def finish(slices: Slices[Result]) -> Result:
-    """Do all slices at once."""
-    while (ended := _next(slices)) is None:
-        pass
-    result: Result = ended.value
-    return result

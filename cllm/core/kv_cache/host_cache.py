@@ -83,15 +83,6 @@ class HostKVCache(PrefixTier[Entry]):
         self.cached_bytes += entry.size
         return True
 
-    def put_last(self, entry: Entry) -> bool:
-        """Cache an entry as the first to go; False (nothing changed) if it is known or there is no room."""
-        known = any(len(other.tokens) == len(entry.tokens) for other in self.covered(entry))
-        if known or entry.size > self.room:
-            return False
-        kept = self.put(entry)
-        self.entries.move_to_end(entry, last=False)
-        return kept
-
     def drop(self, entry: Entry) -> None:
         """Forget an entry; one that is gone already is left alone."""
         if self.remove(entry):

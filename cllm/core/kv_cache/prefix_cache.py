@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from cllm.backend.base import ModelRunner
-from cllm.core.kv_cache.cache_file import Candidate
 from cllm.core.kv_cache.checkpoints import plan_stops, thin_checkpoints
 from cllm.core.kv_cache.device_cache import DeviceKVCache, SlotContent
-from cllm.core.kv_cache.disk_cache import DiskKVCache
+from cllm.core.kv_cache.disk_cache import Candidate, DiskKVCache
 from cllm.core.kv_cache.disk_loader import DiskLoader
 from cllm.core.kv_cache.host_cache import Entry, HostKVCache, count_bytes
 from cllm.core.kv_cache.prefix_index import Checkpoint, Match, longest_cut
@@ -23,6 +22,7 @@ from cllm.core.kv_cache.transfer import MIN_COPY_TOKENS, KVTransfer
 from cllm.core.sequence import Sequence, count_cells
 from cllm.core.slot_pool import SlotPool
 from cllm.core.step_cost import StepCostModel
+from cllm.errors import InvalidRequest, StorageFailed
 
 log = logging.getLogger(__name__)
 
@@ -331,6 +331,26 @@ class PrefixCache:
     def candidates(self) -> Iterator[Candidate]:
         """What could be written to disk."""
         return self.loader.candidates(self.device)
+
+    def read_slot(self, seq_id: int) -> Entry:
+        """What a free slot holds, as an entry that is in no tier. Raises InvalidRequest or StorageFailed."""
+        content = self.device.get(seq_id)
+        if content is None:
+            message = "id_slot: this slot computes or holds nothing; `cached` of /debug/kv has those that do"
+            raise InvalidRequest(message, "id_slot")
+        fits = self._transfer.state_bytes(len(content.tokens)) <= self.host.limit
+        if (entry := self._transfer.read_entry(content) if fits else None) is None:
+            raise StorageFailed("the slot could not be copied to RAM: raise --cache-ram-mb")
+        return entry
+
+    def erase(self, seq_id: int) -> SlotContent | None:
+        """Forget what a free slot holds, in RAM too, and return it."""
+        content = self.device.get(seq_id)
+        if content is not None:
+            for entry in self.host.covered(content):
+                self.host.drop(entry)
+            self.device.clear(content)
+        return content
 
     def clear(self) -> tuple[int, int]:
         """Forget what slots and RAM have: so many prefixes, and so many tokens of them."""

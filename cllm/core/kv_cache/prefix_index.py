@@ -84,11 +84,6 @@ class PrefixTier(Generic[Prefix]):
         index = self._indexes.get(entry.tenant)
         return index.on_path(entry.tokens) if index is not None else []
 
-    def has(self, prefix: CachedPrefix) -> bool:
-        """Whether all of its tokens can be had of some entry."""
-        found = self.matches(prefix.tenant, prefix.tokens, len(prefix.tokens))
-        return any(match.value.longest_cut(match.length).length == match.length for match in found)
-
     def insert(self, entry: Prefix) -> None:
         """Add an entry; there must be none of the same tokens."""
         self.entries[entry] = None

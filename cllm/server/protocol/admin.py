@@ -10,29 +10,6 @@ from cllm.server.protocol.base import Body, Text
 from cllm.types import SlotInfo
 
 
-class StateFileBody(Body):
-    """`POST /admin/prefixes/save` and `/admin/prefixes/restore`."""
-
-    name: Text = Field(
-        min_length=1,
-        max_length=64,
-        pattern="^[A-Za-z0-9][A-Za-z0-9_-]*$",
-        description="Name of the file in --state-dir: letters, digits, '-' and '_'",
-        examples=["warm"],
-    )
-
-    model_config = ConfigDict(json_schema_extra={"example": {"name": "warm"}})
-
-
-class StateFileResponse(msgspec.Struct, frozen=True):
-    """The prefixes that were written to a state file, or read from one."""
-
-    entries: int
-    tokens: int
-    bytes: int
-    skipped: int
-
-
 class ReloadBody(Body):
     """`POST /admin/reload`."""
 

@@ -226,7 +226,6 @@ class SlotBody(Body):
     model: ModelName = None
     filename: Text = Field(
         "",
-        max_length=60,
-        description="Name of the file; `erase` needs none",
+        description="Name of the saved slot; `erase` needs none",
         examples=["slot.bin"],
     )

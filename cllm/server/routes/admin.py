@@ -1,10 +1,9 @@
-"""Routes for operators: health, readiness, metrics, KV and request tables, state files, reload."""
+"""Routes for operators: health, readiness, metrics, KV and request tables, reload."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Future
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -18,7 +17,6 @@ from cllm.server.protocol import admin as api
 from cllm.server.protocol.base import StructResponse, documented
 from cllm.server.submit import find_model, get_registry, use_engine
 from cllm.types import Health, Snapshot
-from cllm.workers.messages import StateFileDone
 
 INSPECT_LIMIT_S = 10.0
 _METRICS = (
@@ -29,21 +27,7 @@ _METRICS = (
 _REQUEST = api.RequestInfo(
     id="8f0c2d7e", place="running", age_s=0.31, prompt_tokens=42, generated_tokens=16, max_tokens=256
 )
-_STATE_FILE = api.StateFileResponse(12, 9216, 212860928, 0)
 _RELOADED = api.ReloadResponse("SmolLM2-360M-Instruct", "llama 360M Q8_0", 8, 4096)
-_NOT_WRITTEN = (
-    "storage_failed",
-    "the state file could not be written: No space left on device",
-    "The disk is full or fails; the old file stays",
-)
-_NOT_RESTORED = {
-    404: ("not_found", "there is no state file of this name", "No such file"),
-    507: (
-        "storage_failed",
-        "the state file could not be read: Input/output error",
-        "The disk fails; nothing has changed",
-    ),
-}
 _CLEARED = api.CacheClearedResponse(3, 4711, 2)
 _NOT_CLEARED = (
     "storage_failed",
@@ -156,33 +140,15 @@ async def debug_requests(http: HttpRequest) -> Response:
     return StructResponse(api.RequestsResponse(requests))
 
 
-async def answer(asked: Future[StateFileDone]) -> Response:
-    # A large file takes its time: streams go on meanwhile.
-    done = await asyncio.wrap_future(asked)
-    return StructResponse(api.StateFileResponse(done.entries, done.tokens, done.size, done.skipped))
-
-
-@router.post("/admin/prefixes/save", **documented(_STATE_FILE, errors={507: _NOT_WRITTEN}))
-async def save(body: api.StateFileBody, http: HttpRequest) -> Response:
-    """Write the prefix cache in RAM to a file."""
-    return await answer((await use_engine(http)).save_prefixes(body.name))
-
-
-@router.post("/admin/prefixes/restore", **documented(_STATE_FILE, errors=_NOT_RESTORED))
-async def restore(body: api.StateFileBody, http: HttpRequest) -> Response:
-    """Load a file into the prefix cache in RAM, as far as it fits."""
-    return await answer((await use_engine(http)).restore_prefixes(body.name))
-
-
 @router.post("/admin/cache/clear", **documented(_CLEARED, errors={507: _NOT_CLEARED}))
 async def clear_cache(http: HttpRequest) -> Response:
-    """Forget every cached prefix: in slots, in RAM and on disk; and all stored responses.
+    """Forget every cached prefix: in slots, in RAM, on disk and saved; and all stored responses.
 
     What runs is not touched. Of several models, those of the default one, or of `?model=`.
     """
     responses: int = http.app.state.responses.clear()
     done = await asyncio.wrap_future((await use_engine(http)).clear_cache())
-    return StructResponse(api.CacheClearedResponse(done.entries, done.tokens, responses))
+    return StructResponse(api.CacheClearedResponse(done.prefixes, done.tokens, responses))
 
 
 @router.get("/admin/models", **documented(api.MODELS_EXAMPLE))

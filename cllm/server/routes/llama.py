@@ -6,7 +6,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cllm import __version__
 from cllm.chat.session import count_tokens
-from cllm.errors import EngineNotReady, Forbidden, InvalidRequest, NotSupported
+from cllm.errors import EngineNotReady, InvalidRequest, NotSupported
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.models.files import parse_file_type
@@ -31,15 +31,7 @@ from cllm.server.routes.llama_completion import ROUTE, answer
 from cllm.server.sse import encode
 from cllm.server.submit import check_tokens, find_model, get_registry, tokenize_pieces, use_engine
 from cllm.types import Health
-from cllm.workers.messages import (
-    Pieces,
-    RenderChat,
-    SpellTokens,
-    StateFileDone,
-    Text,
-    TokenizeInfill,
-    Tokens,
-)
+from cllm.workers.messages import Pieces, RenderChat, SlotAction, SpellTokens, Text, TokenizeInfill, Tokens
 
 _COMPLETION = documented(
     api.COMPLETION_EXAMPLE,
@@ -203,36 +195,22 @@ async def slots(http: HttpRequest, fail_on_no_slot: str = "") -> Response:
 
 
 @router.post("/slots/{id_slot}", **_HIDDEN)
-async def use_slot(
-    id_slot: int, action: Literal["save", "restore", "erase"], body: bodies.SlotBody, http: HttpRequest
-) -> Response:
-    """Save what is cached to a file, restore it, or forget it: of all slots, whichever is named."""
+async def use_slot(id_slot: int, action: SlotAction, body: bodies.SlotBody, http: HttpRequest) -> Response:
+    """Save the cached prefix of a slot to disk under a name, restore it to RAM, or forget it."""
     engine = await use_engine(http, body.model)
     if not 0 <= id_slot < loaded(engine)[1].sequences:
         raise InvalidRequest("id_slot: there is no such slot", "id_slot")
-    started = time.perf_counter()
-    if action == "erase":
-        done = await asyncio.wrap_future(engine.clear_cache())
-        return StructResponse({"id_slot": id_slot, "n_erased": done.tokens})
-    if not is_name(body.filename):
+    if action != "erase" and not is_name(body.filename):
         message = "filename: up to 64 letters, digits, '.', '-' and '_', not a path"
         raise InvalidRequest(message, "filename")
-    use = engine.save_prefixes if action == "save" else engine.restore_prefixes
-    try:
-        done = await asyncio.wrap_future(use(body.filename))
-    except Forbidden:
-        raise NotSupported("slots are not saved: start the server with --slot-save-path") from None
-    return StructResponse(_describe(id_slot, action, body.filename, done, time.perf_counter() - started))
-
-
-def _describe(
-    id_slot: int, action: str, filename: str, done: StateFileDone, seconds: float
-) -> dict[str, Any]:
+    started = time.perf_counter()
+    done = await asyncio.wrap_future(engine.use_slot(action, id_slot, body.filename))
+    if action == "erase":
+        return StructResponse({"id_slot": id_slot, "n_erased": done.tokens})
     count, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
-    timings = {f"{action}_ms": 1000 * seconds}
-    return {
-        "id_slot": id_slot, "filename": filename, count: done.tokens, size: done.size, "timings": timings
-    }  # fmt: skip
+    timings = {f"{action}_ms": 1000 * (time.perf_counter() - started)}
+    answer = {"id_slot": id_slot, "filename": body.filename, count: done.tokens, size: done.size}
+    return StructResponse({**answer, "timings": timings})
 
 
 # Routes of others, without their /v1.

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cllm.cli import main, serve
 from cllm.cli.llama_flags import FLAGS
 from cllm.cli.llama_server import Translation
-from cllm.config import Config
+from cllm.config import DEFAULT_CACHE_DISK_MB, Config
 from cllm.errors import ConfigError
 from cllm.server.app import read_defaults
 
@@ -221,7 +221,10 @@ def test_files_are_read(served: list[Config], tmp_path: Path) -> None:
     grammar.write_text('root ::= "a"')
     schema.write_text('{"type": "array"}')
     server = run(served, f"--api-key zero --api-key-file {keys} --slot-save-path {tmp_path}")[0]
-    assert server.server.api_key == "zero,one,two" and server.engine.state_dir == str(tmp_path)
+    assert server.server.api_key == "zero,one,two"
+    assert (server.engine.cache_dir, server.engine.cache_disk_mb) == (str(tmp_path), DEFAULT_CACHE_DISK_MB)
+    given = run(served, f"--slot-save-path {tmp_path}", CLLM_CACHE_DISK_MB="7")[0]
+    assert given.engine.cache_disk_mb == 7, "what is set stays in force"
     for word, field, value in (
         ("--grammar-file", "grammar", 'root ::= "a"'),
         ("-jf", "json_schema", {"type": "array"}),

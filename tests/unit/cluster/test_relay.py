@@ -12,6 +12,7 @@ from cllm.cluster.relay import Relay, RemoteReplica
 from cllm.errors import EngineNotReady, PoisonRequest
 from cllm.types import FinishReason, Limits, ModelInfo, Request, RequestOutput, Snapshot, Usage
 from cllm.workers.messages import (
+    CacheDone,
     Cancel,
     ClearCache,
     ClusterReport,
@@ -20,12 +21,11 @@ from cllm.workers.messages import (
     Inspection,
     Ready,
     Report,
-    StateFileDone,
     StepReport,
     StepStats,
     Submit,
     Unready,
-    UseStateFile,
+    UseSlot,
 )
 
 INFO = ModelInfo(
@@ -337,9 +337,9 @@ def test_calls_are_answered_by_all_replicas_that_are_left() -> None:
     assert (answer.call_id, snapshot.sequences_total, snapshot.cells_used) == (7, 8, 6)
     assert snapshot.cached == {2: 64, 6: 64} and set(snapshot.waiting) == {"r"}
     gateway.relay.handle(ClearCache(8))
-    gateway.relay.receive(gateway.replicas[0].remote, StateFileDone(8, entries=2))
+    gateway.relay.receive(gateway.replicas[0].remote, CacheDone(8, prefixes=2))
     gateway.replicas[1].die()
-    assert gateway.last(StateFileDone) == StateFileDone(8, entries=2)
+    assert gateway.last(CacheDone) == CacheDone(8, prefixes=2)
 
 
 def test_a_replica_without_measurements_is_as_fast_as_the_others() -> None:
@@ -351,11 +351,11 @@ def test_a_replica_without_measurements_is_as_fast_as_the_others() -> None:
     assert [len(replica.remote.requests) for replica in gateway.replicas] == [2, 2]
 
 
-def test_state_files_are_refused() -> None:
+def test_saved_slots_are_refused() -> None:
     gateway = Gateway("a")
-    gateway.relay.handle(UseStateFile(4, "file", save=True))
-    answer = gateway.last(StateFileDone)
-    assert isinstance(answer, StateFileDone) and answer.failure is not None
+    gateway.relay.handle(UseSlot(4, "save", 0, "file"))
+    answer = gateway.last(CacheDone)
+    assert isinstance(answer, CacheDone) and answer.failure is not None
     assert answer.failure.code == "not_supported" and gateway.replicas[0].sent == []
 
 

@@ -179,12 +179,11 @@ def test_several_prompts_of_llama_servers_route_are_answered_with_a_list() -> No
 def test_what_operators_ask_for_can_fail_in_ways_of_its_own() -> None:
     answers = {path: route["responses"] for _, path, route in ROUTES}
     assert {"409", "403"} <= answers["/admin/reload"].keys()
-    assert {"507", "403"} <= answers["/admin/prefixes/save"].keys()
-    assert {"404", "507", "403"} <= answers["/admin/prefixes/restore"].keys()
+    assert {"507", "403"} <= answers["/admin/cache/clear"].keys()
     others = [answers[path] for path in answers if not path.startswith("/admin/")]
     assert not any({"409", "507"} & told.keys() for told in others)
-    assert "--state-dir" in answers["/admin/prefixes/save"]["403"]["description"]
-    assert "--state-dir" not in answers["/debug/kv"]["403"]["description"]
+    assert "--model-dir" in answers["/admin/reload"]["403"]["description"]
+    assert "--model-dir" not in answers["/debug/kv"]["403"]["description"]
 
 
 @pytest.mark.parametrize("closed", [False, True])
