@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cllm.deprecated import METRICS
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import EngineMetrics, PlainHistogram, describe_end
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.types import FinishReason, Request, RequestOutput, Usage
 from cllm.workers.messages import ClusterReport, ReplicaStatus, StepStats
+from tests.driver.thread_engine import BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 BOUNDS = (0.005, 0.1, 1, 30)
