@@ -156,7 +156,7 @@ llama-server: .venv/ready ## the same requests for llama-server and for `cllm ll
 	.venv/bin/cllm build --with-server
 	.venv/bin/python -m tests.soak.llama_server --templates $(ARGS)
 
-exits: .venv/ready ## 200 interpreters that end with an open model: none by a signal; ARGS="--count 24"
+exits: .venv/ready ## 200 interpreters that end with an open model: none hangs or shows a traceback; ARGS="--count 24"
 	.venv/bin/python -m tests.soak.exits $(ARGS)
 
 models: .venv/ready ## four models, memory for two, 1,000 requests: all answered, LRU, memory; prefixes after a swap; two at once; ARGS="--only turns"

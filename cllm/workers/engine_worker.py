@@ -138,6 +138,8 @@ def main(
     except msgspec.MsgspecError as error:
         log.critical("a message could not be decoded: %s", type(error).__name__)
         return BAD_COMMAND
+    except ConnectionError:
+        return 0  # the parent is gone
     except Exception as error:
         channel.send(msgspec.msgpack.encode(_explain(error, f"{role} process")))
         return 1
