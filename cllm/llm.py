@@ -1,23 +1,32 @@
-"""The Python API: a model in this process, for scripts (`LLM`) and for asyncio (`AsyncLLM`).
+"""The Python API: a model for scripts (`LLM`) and for asyncio (`AsyncLLM`).
 
     with LLM("model.gguf") as llm:
         print(llm.generate(["Once upon a time"], max_tokens=32)[0].text)
         print(llm.chat([{"role": "user", "content": "What is AI?"}]).text)
 
-Requests of one call, and of several threads or tasks, are batched automatically. A model that is still open
-when the interpreter exits is closed then; a forked child cannot use it.
+Requests of one call, and of several threads or tasks, are batched automatically. The model runs in worker
+processes, as a server's does: a crashed one is replaced, and answers go on where they were. A model that is
+still open when the interpreter exits is closed then; a forked child cannot use it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import threading
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, overload
 
 import msgspec
 
+from cllm.backend.llama.probe import find_ready
 from cllm.chat.conversation import Conversation
 from cllm.chat.options import (
     GenerateOptions,
@@ -25,22 +34,31 @@ from cllm.chat.options import (
     Sampling,
     StreamOptions,
     WholeOptions,
+    check_names,
     make_chat,
     make_request,
     new_request,
 )
 from cllm.chat.reply import ChatChunk, ChatReply, ChunkBuilder
-from cllm.chat.session import open_chat, open_chat_blocking
-from cllm.errors import InvalidRequest, from_code
-from cllm.frontend.async_calls import get_choice_ids
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
-from cllm.local_model import LocalModel, uninterrupted
+from cllm.chat.session import open_chat
+from cllm.config import EngineConfig, make_config
+from cllm.deprecated import renamed
+from cllm.errors import EngineNotReady, InvalidRequest, ShuttingDown, from_code
+from cllm.frontend.async_calls import get_choice_ids, run_tokenizer
+from cllm.frontend.engine_client import EngineClient
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.text.embeddings import to_vector
-from cllm.types import FinishReason, ModelInfo, Pooling, Request, RequestOutput, TokenLogprob, Usage
-from cllm.workers.messages import TokenizerAnswer, TokenizeText, TokenizeTexts, TokenLists, Tokens
-from cllm.workers.tokenizer_queue import THREADS
+from cllm.types import FinishReason, Limits, ModelInfo, Pooling, Request, RequestOutput, TokenLogprob, Usage
+from cllm.workers.executor import ProcessExecutor
+from cllm.workers.messages import TokenizeTexts, TokenLists
+from cllm.workers.supervisor import WORKER_MODULE
 
+log = logging.getLogger(__name__)
+MAX_QUEUE = 1_000_000
+TEXTS_AT_ONCE = 16  # in one task of the tokenizer, which has a time limit
 Item = TypeVar("Item")
+Pieces = AsyncGenerator[tuple[str, Usage | None], None]  # of a text, with the usage at its end
+Result = TypeVar("Result")
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +89,6 @@ def _raise_error(output: RequestOutput) -> None:
         raise from_code(output.error.code, output.error.message)
 
 
-def _make_vectors(outputs: Sequence[RequestOutput]) -> list[list[float]]:
-    _raise_error(outputs[-1])
-    return [to_vector(data).tolist() for data in outputs[-1].embeddings]
-
-
 def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
     found = (texts,) if isinstance(texts, str) else tuple(texts)
     if not all(isinstance(text, str) for text in found):
@@ -83,159 +96,62 @@ def _texts(texts: str | Sequence[str], field: str) -> tuple[str, ...]:
     return found
 
 
-def _make_embed_request(info: ModelInfo, answer: TokenizerAnswer) -> Request:
-    assert isinstance(answer, TokenLists)
-    if info.pooling is Pooling.RANK:
-        raise InvalidRequest(
-            "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
-        )
-    return Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=answer.lists)
-
-
-def _set_prompt(request: Request, answer: TokenizerAnswer) -> Request:
-    assert isinstance(answer, Tokens)
-    return msgspec.structs.replace(request, prompt=answer.tokens)
-
-
-class TextStream(Iterator[str]):
-    """The text of an answer, piece by piece. `usage` is known when it has ended."""
-
-    def __init__(self, steps: Iterator[tuple[str, Usage | None]]) -> None:
-        self._steps = steps
-        self.usage: Usage | None = None
-
-    def __next__(self) -> str:
-        for text, usage in self._steps:
-            self.usage = usage
-            if text:
-                return text
-        raise StopIteration
-
-
-class LLM(LocalModel):
-    """A model for synchronous Python. A context manager; safe to use from several threads."""
-
-    def __enter__(self) -> Self:
-        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
-        self._start()
-        try:
-            self._engine.wait_ready()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the model, also while it loads; calls that still run raise an error. Idempotent."""
-        self._stop()
-
-    def generate(
-        self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
-    ) -> list[Completion]:
-        """Complete raw prompts, all in one batch; the results have the order of the prompts.
-
-        A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded. When
-        one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own. The
-        other options are in `GenerateOptions`.
-        """
-        template = make_request(sampling, options, self._check_open(), "generate")
-        texts = _texts(prompts, "prompts")
-        requests = [new_request(template) for _ in texts]
-        with self._cancel_after(*(request.id for request in requests)):
-            streams = [self._submit(request, text) for request, text in zip(requests, texts, strict=True)]
-            return [_make_completion(list(self._read(stream))) for stream in streams]
-
-    @overload
-    def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
-    ) -> ChatReply: ...
-
-    @overload
-    def chat(
-        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
-    ) -> Iterator[ChatChunk]: ...
-
-    def chat(
-        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
-    ) -> ChatReply | Iterator[ChatChunk]:
-        """Reply to a conversation (`[{"role": "user", "content": "…"}]`), with the model's chat template.
-
-        The options are those of `/v1/chat/completions`: `tools`, `tool_choice`, `response_format`, `n`,
-        `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
-        all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
-        """
-        chunks = self._read_chat(*make_chat(messages, sampling, options, self._check_open()))
-        if stream:
-            return chunks
-        *_, last = chunks
-        assert last.reply is not None
-        return last.reply
-
-    def _read_chat(self, conversation: Conversation, request: Request, n: int) -> Iterator[ChatChunk]:
-        self._check_open()
-        builder = ChunkBuilder(n)
-        with self._cancel_after(*get_choice_ids(request.id, n)):
-            session = uninterrupted(open_chat_blocking, self._engine, conversation, request, n)
-            for step in self._read(session.events_blocking()):
-                yield from builder.add(*step)
-            yield builder.last()
-
-    def stream(
-        self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
-    ) -> TextStream:
-        """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
-        if not isinstance(prompt, str):
-            chunks = self.chat(prompt, sampling, stream=True, reasoning_format="none", **options)
-            return TextStream((chunk.text, chunk.reply.usage if chunk.reply else None) for chunk in chunks)
-        return TextStream(
-            self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
-        )
-
-    def _read_text(self, template: Request, prompt: str) -> Iterator[tuple[str, Usage | None]]:
-        self._check_open()
-        request = new_request(template)
-        with self._cancel_after(request.id):
-            for output in self._read(self._submit(request, prompt)):
-                _raise_error(output)
-                yield output.text, output.usage
-
-    def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
-        """An embedding of norm 1 for each text, in their order."""
-        self._check_open()
-        if not texts:
-            return []
-        tokens = self._engine.tokenizer.submit(TokenizeTexts(_texts(texts, "texts"))).result()
-        request = _make_embed_request(self.info, tokens)
-        with self._cancel_after(request.id):
-            stream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
-            return _make_vectors(list(self._read(stream)))
-
-    def _submit(self, request: Request, prompt: str) -> BlockingOutputStream:
-        answer = self._engine.tokenizer.submit(TokenizeText(prompt)).result()
-        request = _set_prompt(request, answer)
-        stream: BlockingOutputStream = uninterrupted(self._engine.submit, request, BlockingOutputStream)
-        return stream
-
-    def _read(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items of a stream. In a forked child nothing would ever follow: that is an error there."""
-        for item in items:
-            yield item
-            self._check_process()
-
-
-class AsyncLLM(LocalModel):
+class AsyncLLM:
     """A model for asyncio. An asynchronous context manager; use it on the event loop that entered it."""
 
-    _entry = "async with AsyncLLM(...) as llm"
-    _tokenizer_threads = THREADS  # the event loop stays free
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        config: EngineConfig | None = None,
+        worker: str = "",
+        **settings: Any,
+    ) -> None:
+        """Serve `model` (default: the embedded SmolLM2-135M). `settings` are fields of `EngineConfig`.
+
+        `worker` names another module for the worker processes: `cllm.testing` answers by script.
+        Raises SetupError when the model cannot be served; it is loaded on entry.
+        """
+        settings = renamed(settings)
+        check_names("LLM", settings, EngineConfig.__struct_fields__)
+        asked = msgspec.structs.asdict(config or EngineConfig()) | settings
+        if os.fspath(model):
+            asked["model"] = model
+        paths = {name: str(value) for name, value in asked.items() if isinstance(value, Path)}
+        ready = make_config(EngineConfig, asked | paths)
+        if not worker:
+            ready = find_ready(ready, log.info)
+        level = str(log.getEffectiveLevel())  # warnings, unless the program wants more
+        executor = ProcessExecutor(ready, log_level=level, module=worker or WORKER_MODULE)
+        self._engine = EngineClient(executor, queue_size=MAX_QUEUE)
+        self._engine.shutdown_message = "the model was closed"
+        self._engine.unread_limit = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that entered it
+        self._process: int | None = None  # the same
+        self._closed = False
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises EngineNotReady before it is opened."""
+        return self._check_open()
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the loaded model. Raises EngineNotReady before it is opened."""
+        self._check_open()
+        assert self._engine.limits is not None
+        return self._engine.limits
 
     async def __aenter__(self) -> Self:
-        """See `LLM.__enter__`."""
-        self._start(asyncio.get_running_loop().call_soon_threadsafe)
+        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
+        if self._closed or self._process is not None:
+            state = "closed" if self._closed else "open already"
+            raise RuntimeError(f"this model is {state}: each can be opened once; make another")
+        self._loop, self._process = asyncio.get_running_loop(), os.getpid()
+        self._engine.deliver = self._deliver
+        atexit.register(self._stop_at_exit)
         try:
+            self._engine.start()
             await asyncio.wrap_future(self._engine.loaded)
         except BaseException:
             await self.close()
@@ -246,22 +162,60 @@ class AsyncLLM(LocalModel):
         await self.close()
 
     async def close(self) -> None:
-        """See `LLM.close`."""
+        """Close the model, also while it loads; calls that still run raise an error. Idempotent."""
         self._closed = True
         await asyncio.to_thread(self._stop)
+
+    def _deliver(self, call: Callable[..., object], *arguments: Any) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nothing reads any more
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _stop(self) -> None:
+        """End the workers, and wait for that."""
+        self._closed = True
+        if self._process in (None, os.getpid()):  # the workers of a forked child's parent are not its own
+            self._engine.stop()
+            atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        # Calls in threads that Python does not wait for stay where they are: no error of theirs is shown.
+        self._engine.deliver = lambda *_: None
+        self._stop()
+
+    def _check_open(self) -> ModelInfo:
+        """The loaded model. Raises an error that says why it cannot be used here and now."""
+        if self._closed:
+            raise ShuttingDown("this model is closed: open another one")
+        if self._process is None:
+            raise EngineNotReady("open it first: `with LLM(...)` or `async with AsyncLLM(...)`")
+        if self._process != os.getpid():
+            raise EngineNotReady("this model was opened in another process: open one of its own here")
+        if self._engine.info is None:
+            raise EngineNotReady("the model is still loading")
+        return self._engine.info
+
+    @contextlib.contextmanager
+    def _cancel_after(self, *request_ids: str) -> Iterator[None]:
+        """Cancel those of these requests that run when their reader leaves."""
+        try:
+            yield
+        finally:
+            if self._process == os.getpid():
+                for request_id in request_ids:
+                    self._engine.cancel(request_id)
 
     async def generate(
         self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """See `LLM.generate`."""
         template = make_request(sampling, options, self._check_open(), "generate")
-        calls = [asyncio.ensure_future(self._complete(template, text)) for text in _texts(prompts, "prompts")]
-        try:
-            return list(await asyncio.gather(*calls))
-        finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+        texts = _texts(prompts, "prompts")
+        requests = [new_request(template) for _ in texts]
+        left = iter(requests)
+        with self._cancel_after(*(request.id for request in requests)):
+            streams = [self._submit(next(left), tokens) async for tokens in self._tokenize(texts)]
+            return [_make_completion([output async for output in stream]) for stream in streams]
 
     @overload
     def chat(
@@ -301,43 +255,186 @@ class AsyncLLM(LocalModel):
         self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[str, None]:
         """See `LLM.stream`."""
+        return _get_texts(self._stream(prompt, sampling, options))
+
+    def _stream(self, prompt: str | Messages, sampling: Sampling, options: GenerateOptions) -> Pieces:
         if isinstance(prompt, str):
             return self._read_text(make_request(sampling, options, self._check_open(), "stream"), prompt)
-        return _texts_of(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
+        return _get_pieces(self.chat(prompt, sampling, stream=True, reasoning_format="none", **options))
 
-    async def _read_text(self, template: Request, prompt: str) -> AsyncGenerator[str, None]:
+    async def _read_text(self, template: Request, prompt: str) -> Pieces:
         self._check_open()
         request = new_request(template)
         with self._cancel_after(request.id):
-            async for output in await self._submit(request, prompt):
+            (stream,) = [self._submit(request, tokens) async for tokens in self._tokenize((prompt,))]
+            async for output in stream:
                 _raise_error(output)
-                if output.text:
-                    yield output.text
+                yield output.text, output.usage
 
     async def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
         """See `LLM.embed`."""
-        self._check_open()
+        info = self._check_open()
         if not texts:
             return []
-        task = TokenizeTexts(_texts(texts, "texts"))
-        request = _make_embed_request(
-            self.info, await asyncio.wrap_future(self._engine.tokenizer.submit(task))
-        )
+        if info.pooling is Pooling.RANK:
+            raise InvalidRequest(
+                "a reranker makes no embeddings, unless opened with pooling='mean', 'cls' or 'last'"
+            )
+        lists = [tokens async for tokens in self._tokenize(_texts(texts, "texts"))]
+        request = Request(id=uuid.uuid4().hex, prompt=(), max_tokens=0, embed=tuple(lists))
         with self._cancel_after(request.id):
-            return _make_vectors([output async for output in self._engine.submit(request, AsyncOutputStream)])
+            outputs = [output async for output in self._submit(request)]
+        _raise_error(outputs[-1])
+        return [to_vector(data).tolist() for data in outputs[-1].embeddings]
 
-    async def _complete(self, template: Request, prompt: str) -> Completion:
-        request = new_request(template)
-        with self._cancel_after(request.id):
-            return _make_completion([output async for output in await self._submit(request, prompt)])
+    async def _tokenize(self, texts: Sequence[str]) -> AsyncIterator[tuple[int, ...]]:
+        for begin in range(0, len(texts), TEXTS_AT_ONCE):
+            task = TokenizeTexts(tuple(texts[begin : begin + TEXTS_AT_ONCE]))
+            for tokens in (await run_tokenizer(self._engine, task, TokenLists)).lists:
+                yield tokens
 
-    async def _submit(self, request: Request, prompt: str) -> AsyncOutputStream:
-        answer = await asyncio.wrap_future(self._engine.tokenizer.submit(TokenizeText(prompt)))
-        return self._engine.submit(_set_prompt(request, answer), AsyncOutputStream)
+    def _submit(self, request: Request, prompt: tuple[int, ...] = ()) -> AsyncOutputStream:
+        return self._engine.submit(msgspec.structs.replace(request, prompt=prompt), AsyncOutputStream)
 
 
-async def _texts_of(chat: AsyncGenerator[ChatChunk, None]) -> AsyncGenerator[str, None]:
-    async with aclosing(chat) as chunks:
+async def _get_pieces(chat: AsyncGenerator[ChatChunk, None]) -> Pieces:
+    async with contextlib.aclosing(chat) as chunks:
         async for chunk in chunks:
-            if chunk.text:
-                yield chunk.text
+            yield chunk.text, chunk.reply.usage if chunk.reply else None
+
+
+async def _get_texts(pieces: Pieces) -> AsyncGenerator[str, None]:
+    async with contextlib.aclosing(pieces):
+        async for text, _ in pieces:
+            if text:
+                yield text
+
+
+class TextStream(Iterator[str]):
+    """The text of an answer, piece by piece. `usage` is known when it has ended."""
+
+    def __init__(self, steps: Iterator[tuple[str, Usage | None]]) -> None:
+        self._steps = steps
+        self.usage: Usage | None = None
+
+    def __next__(self) -> str:
+        for text, usage in self._steps:
+            self.usage = usage
+            if text:
+                return text
+        raise StopIteration
+
+
+class LLM:
+    """A model for synchronous Python. A context manager; safe to use from several threads.
+
+    An `AsyncLLM` on an event loop in another thread; so it also works in a notebook, where one runs already.
+    """
+
+    def __init__(self, model: str | Path = "", **settings: Any) -> None:
+        """See `AsyncLLM`."""
+        self._model = AsyncLLM(model, **settings)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises EngineNotReady before it is opened."""
+        return self._model.info
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the loaded model. Raises EngineNotReady before it is opened."""
+        return self._model.limits
+
+    def __enter__(self) -> Self:
+        """Load the model, once. Raises what keeps it from loading; ShuttingDown if it is closed meanwhile."""
+        _wait_for(_get_loop(os.getpid()), self._model.__aenter__)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the model, also while it loads; calls that still run raise an error. Idempotent."""
+        self._model._stop()
+
+    def generate(
+        self, prompts: str | Sequence[str], sampling: Sampling = None, **options: Unpack[GenerateOptions]
+    ) -> list[Completion]:
+        """Complete raw prompts, all in one batch; the results have the order of the prompts.
+
+        A prompt that is not finished `timeout` seconds after it was accepted raises DeadlineExceeded. When
+        one raises, the others are cancelled. Without a seed in `sampling` each prompt draws its own. The
+        other options are in `GenerateOptions`.
+        """
+        return self._run(self._model.generate, prompts, sampling, **options)
+
+    @overload
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[WholeOptions]
+    ) -> ChatReply: ...
+
+    @overload
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[StreamOptions]
+    ) -> Iterator[ChatChunk]: ...
+
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, *, stream: bool = False, **options: Any
+    ) -> ChatReply | Iterator[ChatChunk]:
+        """Reply to a conversation (`[{"role": "user", "content": "…"}]`), with the model's chat template.
+
+        The options are those of `/v1/chat/completions`: `tools`, `tool_choice`, `response_format`, `n`,
+        `logprobs` and the others in `ChatOptions`. With `n` choices the reply is the first, `.choices` has
+        all. With `stream=True` it comes as `ChatChunk`s, the last of which has the finished `reply`.
+        """
+        if stream:
+            return self._iterate(self._model.chat(messages, sampling, stream=True, **options))
+        reply: ChatReply = self._run(self._model.chat, messages, sampling, **options)
+        return reply
+
+    def stream(
+        self, prompt: str | Messages, sampling: Sampling = None, **options: Unpack[GenerateOptions]
+    ) -> TextStream:
+        """The raw text of a completion or a reply, piece by piece. Leaving the loop cancels the request."""
+        return TextStream(self._iterate(self._model._stream(prompt, sampling, options)))
+
+    def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
+        """An embedding of norm 1 for each text, in their order."""
+        return self._run(self._model.embed, texts)
+
+    def _run(self, call: Callable[..., Awaitable[Result]], /, *arguments: Any, **options: Any) -> Result:
+        self._model._check_open()
+        assert self._model._loop is not None
+        return _wait_for(self._model._loop, call, *arguments, **options)
+
+    def _iterate(self, items: AsyncGenerator[Item, None]) -> Iterator[Item]:
+        # Its event loop closes a generator that is dropped, in whichever thread that happens.
+        while (item := self._run(anext, items, None)) is not None:
+            yield item
+
+
+@cache
+def _get_loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop that runs the models of `LLM` in this process."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="cllm-loop", daemon=True).start()
+    return loop
+
+
+def _wait_for(
+    loop: asyncio.AbstractEventLoop, call: Callable[..., Awaitable[Result]], *arguments: Any, **options: Any
+) -> Result:
+    """Await a call on the event loop of another thread; what interrupts the wait, as Ctrl-C, cancels it."""
+    left: Future[None] = Future()  # made first: Ctrl-C may come before there is a task
+
+    async def run() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        left.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+        return await call(*arguments, **options)
+
+    try:
+        return asyncio.run_coroutine_threadsafe(run(), loop).result()
+    except BaseException:
+        left.cancel()
+        raise

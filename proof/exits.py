@@ -71,7 +71,7 @@ def _open(model: str) -> LLM:
 
 
 def _quietly(call: Callable[[], Any]) -> None:
-    """In a thread: the closing at exit ends the call with an error."""
+    """In a thread, where closing ends the call with an error."""
     with contextlib.suppress(Exception):
         call()
 
@@ -80,21 +80,22 @@ def _start(call: Callable[[], Any], *, daemon: bool = True) -> None:
     threading.Thread(target=_quietly, args=(call,), daemon=daemon).start()
 
 
-def _endless(llm: LLM) -> None:
-    while True:
+def _use(llm: LLM, times: float = float("inf")) -> None:
+    while times > 0:
         llm.generate([LONG, "x", "y"], ENDLESS, max_tokens=200)
+        times -= 1
 
 
 def in_a_thread(model: str, moment: Moment) -> None:
     llm = _open(model)
-    _start(partial(_endless, llm))
+    _start(partial(_use, llm))
     moment.start()
     time.sleep(moment.left_s)
 
 
 def in_a_thread_that_python_waits_for(model: str, moment: Moment) -> None:
     llm = _open(model)
-    _start(partial(_endless, llm), daemon=False)
+    _start(partial(_use, llm, 2), daemon=False)
     moment.start()
     time.sleep(moment.left_s)
 
@@ -102,8 +103,8 @@ def in_a_thread_that_python_waits_for(model: str, moment: Moment) -> None:
 def in_several_threads(model: str, moment: Moment) -> None:
     llm = _open(model)
     pool = ThreadPoolExecutor(2)
-    pool.submit(_quietly, partial(_endless, llm))
-    _start(partial(_endless, llm))
+    pool.submit(_quietly, partial(_use, llm, 1))  # Python waits for it
+    _start(partial(_use, llm))
     _start(lambda: [llm.embed([LONG] * 4) for _ in itertools.count()])
     _start(lambda: [llm.generate(LONG * 500, max_tokens=1) for _ in itertools.count()])
     moment.start()
@@ -138,7 +139,7 @@ def with_asyncio(model: str, moment: Moment) -> None:
 def with_a_forked_child(model: str, moment: Moment) -> None:
     """The child is refused the model and ends cleanly, too."""
     llm = _open(model)
-    _start(partial(_endless, llm))
+    _start(partial(_use, llm))
     moment.start()
     time.sleep(min(moment.left_s, MAX_DELAY_S) / 2)
     child = os.fork()
@@ -182,7 +183,8 @@ class Outcome(NamedTuple):
 
     @property
     def good(self) -> bool:
-        return self.code == CODES[self.end] and "Fatal Python error" not in self.errors
+        wrong = "Fatal Python error" if CODES[self.end] else "Traceback"
+        return self.code == CODES[self.end] and wrong not in self.errors
 
 
 def run_one(model: str, use: str, end: str, delay_s: float) -> Outcome:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream, OutputStream
+from cllm.frontend.output_stream import OutputStream
 from cllm.types import Request
 from proof.command import make_parser
+from tests.driver.thread_engine import BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, percentiles
 
 SAMPLES = 2000

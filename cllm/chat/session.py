@@ -1,25 +1,20 @@
-"""Chat session: a conversation opened on an engine, its outputs read as events of an output parser.
-
-`open_chat` serves asyncio (HTTP routes, `AsyncLLM`), `open_chat_blocking` threads (`LLM`).
-"""
+"""Chat session: a conversation opened on an engine, its outputs read as events of an output parser."""
 
 from __future__ import annotations
 
 import json
 import logging
-import queue
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Generic
 
 import msgspec
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ParsedOutput
-from cllm.errors import CllmError, EngineDied, InvalidRequest
+from cllm.errors import EngineDied, InvalidRequest
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient, StreamKind
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.text.call_grammar import make_call_grammar
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.text.output_parser import OutputEvent, OutputParser
@@ -151,12 +146,6 @@ class ChatSession(Generic[StreamKind]):
         async for index, output in merged(self.streams):
             yield index, _parse(parsers[index], output), output
 
-    def events_blocking(self: ChatSession[BlockingOutputStream]) -> Iterator[ChoiceEvents]:
-        """`events` for threads."""
-        parsers = [self._make_parser() for _ in self.streams]
-        for index, output in _merge_blocking(self.streams):
-            yield index, _parse(parsers[index], output), output
-
     def parse(self, outputs: Sequence[RequestOutput]) -> list[ParsedOutput]:
         """All outputs of one finished choice with their events."""
         parser = self._make_parser()
@@ -183,29 +172,6 @@ def _parse(parser: OutputParser, output: RequestOutput) -> list[OutputEvent]:
     return events + parser.finish(cut=output.finish_reason is not FinishReason.STOP)
 
 
-def _merge_blocking(streams: Sequence[BlockingOutputStream]) -> Iterator[tuple[int, RequestOutput]]:
-    """The outputs of several streams as they arrive, each with the index of its stream.
-
-    One thread a stream; it ends with its stream. To leave early, cancel the requests.
-    """
-    if len(streams) == 1:
-        yield from ((0, output) for output in streams[0])
-        return
-    outputs: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
-
-    def pump(index: int, stream: BlockingOutputStream) -> None:
-        for output in stream:
-            outputs.put((index, output))
-
-    for index, stream in enumerate(streams):
-        threading.Thread(target=pump, args=(index, stream), name="cllm-choice", daemon=True).start()
-    running = len(streams)
-    while running:
-        index, output = outputs.get()
-        running -= output.finish_reason is not None
-        yield index, output
-
-
 async def get_chat_format(engine: EngineClient, *, tools: bool) -> ChatFormat:
     """How the model writes an answer; the tokenizer is asked once. The generic format where it cannot say."""
     if tools not in engine.chat_formats:
@@ -213,24 +179,9 @@ async def get_chat_format(engine: EngineClient, *, tools: bool) -> ChatFormat:
             answer = await run_tokenizer(engine, DescribeFormat(tools), Described)
             engine.chat_formats[tools] = answer.chat_format
         except (InvalidRequest, EngineDied) as error:
-            engine.chat_formats[tools] = _fall_back(error)
+            log.warning("no format of tool calls could be derived from the chat template: %s", error.code)
+            engine.chat_formats[tools] = GENERIC
     return engine.chat_formats[tools]
-
-
-def _get_chat_format_blocking(engine: EngineClient, *, tools: bool) -> ChatFormat:
-    if tools not in engine.chat_formats:
-        try:
-            answer = engine.tokenizer.submit(DescribeFormat(tools)).result()
-            assert isinstance(answer, Described)
-            engine.chat_formats[tools] = answer.chat_format
-        except (InvalidRequest, EngineDied) as error:
-            engine.chat_formats[tools] = _fall_back(error)
-    return engine.chat_formats[tools]
-
-
-def _fall_back(error: CllmError) -> ChatFormat:
-    log.warning("no format of tool calls could be derived from the chat template: %s", error.code)
-    return GENERIC
 
 
 def _predict(plan: ChatPlan, engine: EngineClient, predicted: Tokens) -> ChatPlan:
@@ -265,26 +216,6 @@ async def open_chat(
         plan = _predict(plan, engine, await run_tokenizer(engine, task, Tokens))
     prompt = await run_tokenizer(engine, plan.prompt, Tokens)
     return ChatSession(engine, plan, prompt, n, AsyncOutputStream)
-
-
-def open_chat_blocking(
-    engine: EngineClient, conversation: Conversation, request: Request, n: int = 1
-) -> ChatSession[BlockingOutputStream]:
-    """`open_chat` for threads, without time limits on tokenizer tasks."""
-    chat_format = _get_chat_format_blocking(engine, tools=bool(conversation.tools))
-    plan = plan_chat(engine, conversation, request, chat_format)
-    if plan.check is not None:
-        try:
-            engine.tokenizer.submit(plan.check).result()
-        except InvalidRequest as error:
-            plan = _use_without_grammar(plan, error)
-    if conversation.prediction:
-        predicted = engine.tokenizer.submit(TokenizeText(conversation.prediction, add_special=False)).result()
-        assert isinstance(predicted, Tokens)
-        plan = _predict(plan, engine, predicted)
-    prompt = engine.tokenizer.submit(plan.prompt).result()
-    assert isinstance(prompt, Tokens)
-    return ChatSession(engine, plan, prompt, n, BlockingOutputStream)
 
 
 async def count_tokens(engine: EngineClient, conversation: Conversation, *, constrained: bool) -> int:

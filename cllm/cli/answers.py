@@ -151,7 +151,7 @@ class ServerAnswers:
 
 
 class LocalAnswers:
-    """Answers of a model in this process."""
+    """Answers of a model that is loaded for them."""
 
     where = "loaded here"
 

@@ -81,6 +81,7 @@ class EngineClient:
     """
 
     shutdown_message = "the server is shutting down"
+    unread_limit: int | None = 1 << 20  # bytes of one stream; None never ends a reader that is slow
 
     def __init__(
         self,
@@ -124,10 +125,6 @@ class EngineClient:
             self._run += 1
             self._executor.start(partial(self._deliver, self._run), delay_s)
 
-    def wait_ready(self, timeout: float | None = None) -> None:
-        """Block until the model is loaded; raises what kept it from loading."""
-        self.loaded.result(timeout)
-
     def use_metrics(self, metrics: EngineMetrics) -> None:
         """Go on with the metrics of the model's last engine: clients see one set across both."""
         if metrics is not self.metrics:
@@ -142,7 +139,7 @@ class EngineClient:
 
     def end_all(self) -> None:
         """The time to drain is over: every request and every tokenizer task left ends with an error."""
-        self._executor.end_tasks()
+        self._executor.end_tasks(self.shutdown_message)
         error = ShuttingDown(self.shutdown_message)
         with self._lock:
             for state in self._queue.requests:
@@ -359,7 +356,8 @@ class EngineClient:
                 self._end(state, output)
                 continue
             state.stream.push(output)
-            if state.stream.overfull:  # the client does not read: its output must not fill the memory
+            # A client that does not read must not fill the memory.
+            if self.unread_limit is not None and state.stream.unread_bytes > self.unread_limit:
                 changed = True
                 self.metrics.slow_readers.inc()
                 self._drop(state, SlowReader("the answer was not read: too much of it was waiting"))
@@ -387,9 +385,6 @@ class EngineClient:
             else:
                 self._backoff.progress()
                 self._fail(state, PoisonRequest("the engine died each time it computed this request"))
-        if not self._executor.restartable:
-            self._give_up(error)
-            return
         delay_s = self._backoff.next_delay()
         if self._backoff.exhausted:
             times = f"the engine crashed {self._backoff.count} times in a row"

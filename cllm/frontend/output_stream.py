@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import pairwise
 
 import msgspec
@@ -21,11 +20,9 @@ class OutputStream:
     """A request's outputs as they come. The producer never blocks; what is unread is read as one output.
 
     The newest unread output is kept as it is; a reader that keeps up sees nothing else. Those before it are
-    packed: as objects they would take fifty times the memory. Beyond `unread_limit` bytes the stream is
-    `overfull` and is to be ended. The terminal output has a `finish_reason`; after it there is nothing.
+    packed: as objects they would take fifty times the memory. The terminal output has a `finish_reason`;
+    after it there is nothing.
     """
-
-    unread_limit: int | None = None  # bytes; None: the answer's own length is limit enough
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -58,10 +55,6 @@ class OutputStream:
     def unread_bytes(self) -> int:
         """The memory that unread outputs take, but for the newest."""
         return self._packed.size if self._packed is not None else 0
-
-    @property
-    def overfull(self) -> bool:
-        return self.unread_limit is not None and self.unread_bytes > self.unread_limit
 
     @property
     def failure(self) -> Failure | None:
@@ -122,8 +115,6 @@ class PackedOutputs:
 class AsyncOutputStream(OutputStream):
     """Read with `async for`, or one `next` at a time, by one reader on the event loop that pushes."""
 
-    unread_limit = 1 << 20
-
     # A bare future: asyncio.Event would cost more than all the rest here, once a token.
     _waiter: asyncio.Future[None] | None = None
 
@@ -141,31 +132,6 @@ class AsyncOutputStream(OutputStream):
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         while True:
             output = await self.next()
-            yield output
-            if output.finish_reason is not None:
-                return
-
-
-class BlockingOutputStream(OutputStream):
-    """Read with `for`, from any one thread."""
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self._condition = threading.Condition()
-
-    def push(self, output: RequestOutput) -> None:
-        with self._condition:
-            super().push(output)
-
-    def _wake(self) -> None:
-        self._condition.notify_all()
-
-    def __iter__(self) -> Iterator[RequestOutput]:
-        while True:
-            with self._condition:
-                while self._newest is None:
-                    self._condition.wait()
-                output = self._take()
             yield output
             if output.finish_reason is not None:
                 return

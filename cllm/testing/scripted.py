@@ -85,7 +85,7 @@ def _make_runner(config: EngineConfig, progress: Callable[[float], None]) -> Mod
         cells=config.ctx_size or 8192,
         batch_tokens=config.batch_tokens,
         unified=config.unified_kv,
-        step_s=float(config.model) / 1000,
+        step_s=float(config.model or 0) / 1000,
         chat_template=CHAT_TEMPLATE,
     )
 

@@ -1,4 +1,4 @@
-"""Executor: where an engine and its tokenizer run. Here, in two supervised processes; for the HTTP process.
+"""Executor: an engine and its tokenizer in two supervised worker processes.
 
 Nothing native is imported: hostile input can crash the workers, not the process that holds the queue.
 """
@@ -47,17 +47,13 @@ class TokenizerClient(Protocol):
     def abort(self, future: Future[TokenizerAnswer]) -> None:
         """The caller has gone: a task that still waits is dropped, the answer of another ignored."""
 
-    def close(self) -> None: ...
-
 
 class Executor(Protocol):
     """Runs one engine at a time. Its reports to `receive`: Loading*, Ready, others*, Died."""
 
-    restartable: bool
-
     @property
     def tokenizer(self) -> TokenizerClient:
-        """The tokenizer of this model; of an engine in a thread only once it is Ready."""
+        """The tokenizer of this model."""
 
     def start(self, receive: Receive, delay_s: float = 0.0) -> None:
         """Begin to load, after the delay; returns at once. Only after `Died` may it be called again."""
@@ -68,7 +64,7 @@ class Executor(Protocol):
         Raises InvalidRequest where no message can carry it, EngineNotReady where too much waits already.
         """
 
-    def end_tasks(self) -> None:
+    def end_tasks(self, why: str) -> None:
         """Fail the tokenizer tasks that are left, and accept no more; returns at once."""
 
     def stop(self) -> None:
@@ -77,8 +73,6 @@ class Executor(Protocol):
 
 class ProcessExecutor:
     """The engine and the tokenizer, each in a worker process of its own."""
-
-    restartable = True
 
     def __init__(
         self,
@@ -102,8 +96,8 @@ class ProcessExecutor:
         # Only a request can be refused: a cancel must reach the engine.
         self._engine.send(encode(command), refusable=isinstance(command, Submit))
 
-    def end_tasks(self) -> None:
-        self.tokenizer.end()
+    def end_tasks(self, why: str) -> None:
+        self.tokenizer.end(why)
 
     def stop(self) -> None:
         self._engine.end()  # both exit at the same time
@@ -160,7 +154,7 @@ class ProcessTokenizer:
         self.bound = TokenBound()  # of the vocabulary, once a worker has loaded it
         self._up = False  # a process runs, or will after the back-off
         self._ready = False  # it takes tasks
-        self._closed = False
+        self._closed = ""  # why it takes no more tasks
         self._aborted = False  # the process is being killed because of a task that hangs: none is to blame
 
     def start(self, delay_s: float = 0.0) -> None:
@@ -176,7 +170,7 @@ class ProcessTokenizer:
         call = Call(call_id, task, encode(TokenizerCall(call_id, task)), tenant)
         with self._lock:
             if self._closed:
-                raise ShuttingDown("the server is shutting down")
+                raise ShuttingDown(self._closed)
             self.start()
             self._queue.put(call)
             self._dispatch()
@@ -263,11 +257,11 @@ class ProcessTokenizer:
         for call in calls:
             settle(call.future, error)
 
-    def end(self) -> None:
+    def end(self, why: str = "the server is shutting down") -> None:
         """Fail the tasks that are left, and accept no more; returns at once."""
         with self._lock:
-            self._closed = True
-            self._fail_all(ShuttingDown("the server is shutting down"))
+            self._closed = self._closed or why
+            self._fail_all(ShuttingDown(self._closed))
         self._supervisor.end()
 
     def close(self) -> None:

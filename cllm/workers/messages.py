@@ -1,6 +1,6 @@
 """Messages between processes: commands and reports of the engine, tasks and answers of the tokenizer.
 
-The same objects travel through a queue (engine in a thread) or, as MessagePack, through a socket (process).
+They travel as MessagePack through a socket.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import logging
 import resource
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,13 +17,12 @@ from pathlib import Path
 import msgspec
 
 from cllm.config import EngineConfig
-from cllm.errors import CllmError, ContextLengthExceeded, InvalidRequest, ShuttingDown
+from cllm.errors import CllmError, ContextLengthExceeded
 from cllm.text.chat_template import ChatTemplate, Guard, deadly_guard
 from cllm.text.prompt import PromptBuilder, infill_prompt
 from cllm.text.structured_output import GrammarCompiler
 from cllm.types import TokenBound, Vocabulary
 from cllm.workers.channel import Channel
-from cllm.workers.executor import settle
 from cllm.workers.messages import (
     CheckConstraint,
     Described,
@@ -138,53 +137,6 @@ def _all_limited(inputs: Iterable[list[int]], max_tokens: int, field: str) -> To
             raise ContextLengthExceeded.of_input(index, len(tokens), max_tokens, field)
         lists.append(tuple(tokens))
     return TokenLists(tuple(lists))
-
-
-class LocalTokenizer:
-    """`TokenizerClient` of the Python API: in the caller's thread, or on `threads` beside an event loop.
-
-    Closing waits for the tasks that run: the vocabulary must not be freed while one reads it.
-    """
-
-    def __init__(self, worker: TokenizerWorker, threads: int = 0) -> None:
-        self._worker = worker
-        self._lock = threading.Lock()  # without threads: held by the task that runs
-        self._pool = ThreadPoolExecutor(threads, "cllm-tokenizer") if threads else None
-        self._closed = False
-
-    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
-        future: Future[TokenizerAnswer] = Future()
-        if self._pool is None:
-            with self._lock:
-                self._answer(task, future)
-            return future
-        try:
-            self._pool.submit(self._answer, task, future)
-        except RuntimeError:  # the pool is shut down
-            raise ShuttingDown("the model is closed") from None
-        return future
-
-    def _answer(self, task: TokenizerTask, future: Future[TokenizerAnswer]) -> None:
-        if future.cancelled():
-            return
-        answer: TokenizerAnswer | CllmError
-        try:
-            answer = ShuttingDown("the model is closed") if self._closed else self._worker.perform(task)
-        except UnicodeEncodeError:
-            answer = InvalidRequest("a text holds a lone surrogate: it must be valid Unicode")
-        except Exception as error:
-            future.set_exception(error)
-            return
-        settle(future, answer)
-
-    def abort(self, future: Future[TokenizerAnswer]) -> None:
-        pass
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True  # tasks that wait for a thread are refused
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 def serve_tokenizer(channel: Channel, config: EngineConfig) -> None:

@@ -13,15 +13,14 @@ from cllm.backend.base import Batch, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import EngineDied
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.testing import FakeRunner
 from cllm.types import FinishReason, Health, Request, SamplingParams
-from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
 from tests.driver.engine import StepDriver, ask, words
 from tests.driver.kinds import DENSE, Kind, Opened
 from tests.driver.runner import feed
 from tests.driver.same_text import Reference
+from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
 from tests.tiny_models import VOCABULARY
 
 POOLED = Kind("dense", unified=True)
@@ -193,7 +192,7 @@ def test_clock_jumps_fire_nothing(monkeypatch: pytest.MonkeyPatch, jump_s: float
         ThreadExecutor(lambda _: FakeRunner(step_s=0.002), EngineConfig()), queue_size=20, max_timeout_s=600
     )
     engine.start()
-    engine.wait_ready(5)
+    engine.loaded.result(5)
     sampling = SamplingParams(ignore_eos=True)
     streams = [
         engine.submit(

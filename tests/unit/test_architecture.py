@@ -55,7 +55,6 @@ LAYERS = {
     "cllm.chat": 5,
     "cllm.server": 6,
     "cllm.llm": 7,
-    "cllm.local_model": 7,
     "cllm.cli": 8,
     "cllm.testing": 9,  # the scripted server runs the whole program
     "cllm.__main__": 9,

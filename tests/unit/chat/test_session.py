@@ -12,14 +12,16 @@ import pytest
 
 from cllm.chat.conversation import Conversation
 from cllm.chat.reply import ChatReply, ToolCall
-from cllm.chat.session import ChatPlan, _get_chat_format_blocking
+from cllm.chat.session import ChatPlan, get_chat_format
 from cllm.config import EngineConfig
 from cllm.errors import BadBatch, EngineDied, InvalidRequest
+from cllm.frontend.metrics import EngineMetrics
 from cllm.llm import LLM, AsyncLLM
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.text.chat_format import GENERIC, ChatFormat
 from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, ReasoningMarks, Request
 from cllm.workers.messages import TokenizeChat, Tokens
+from tests.driver.thread_engine import make_llm
 from tests.unit.text.formats import FORMATS
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -37,7 +39,7 @@ def ask(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(make_runner=make_runner) as opened:
+    with make_llm(LLM, make_runner) as opened:
         yield opened
 
 
@@ -85,7 +87,7 @@ def test_a_failing_request_raises_its_error(llm: LLM) -> None:
 
 def test_async_chats_are_the_same() -> None:
     async def use() -> None:
-        async with AsyncLLM(make_runner=make_runner) as model:
+        async with make_llm(AsyncLLM, make_runner) as model:
             check_parts(await model.chat(ask(SCRIPT), tools=[ADD], max_tokens=400))
             chunks = [chunk async for chunk in model.chat(ask(SCRIPT), n=2, max_tokens=400, stream=True)]
             assert chunks[-1].reply is not None and len(chunks[-1].reply.choices) == 2
@@ -187,10 +189,11 @@ def test_a_template_that_ends_the_tokenizer_leaves_the_generic_format() -> None:
     class Engine:
         chat_formats: ClassVar[dict[bool, ChatFormat]] = {}
         tokenizer = Dying()
+        metrics = EngineMetrics()
 
     engine: Any = Engine()
     for _ in range(2):
-        assert _get_chat_format_blocking(engine, tools=True) == GENERIC
+        assert asyncio.run(get_chat_format(engine, tools=True)) == GENERIC
     assert engine.tokenizer.asked == 1, "asked once"
 
 

@@ -15,12 +15,10 @@ from cllm.backend.base import Batch, RowResult, StepResult, StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import ContextLengthExceeded, EngineDied, InvalidRequest, NotEnoughMemory
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS
 from cllm.testing import END_TOKEN, FakeRunner, expected_vector
 from cllm.text.embeddings import to_vector
 from cllm.types import EmbedLimits, FinishReason, Request, RequestOutput, Usage
-from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import (
     Refused,
     TokenizePairs,
@@ -29,6 +27,7 @@ from cllm.workers.messages import (
 )
 from cllm.workers.tokenizer import TokenizerWorker
 from tests.driver.engine import StepDriver
+from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
 from tests.unit.frontend.test_engine_client import ScriptedExecutor
 
 UNCHUNKED = EmbedLimits(tokens=256, batch_tokens=64, rows=4, chunked=False)
@@ -369,7 +368,7 @@ def test_a_call_survives_the_engines_death(scripted: tuple[EngineClient, Scripte
 def with_engine(runner: FakeRunner, use: Callable[[EngineClient], None]) -> None:
     engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
     engine.start()
-    engine.wait_ready(10)
+    engine.loaded.result(10)
     try:
         use(engine)
     finally:

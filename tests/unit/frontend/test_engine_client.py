@@ -13,11 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cllm.backend.base import StepStatus
 from cllm.config import EngineConfig
 from cllm.errors import (
     ContextLengthExceeded,
-    EngineDied,
     EngineNotReady,
     InvalidRequest,
     ModelFileError,
@@ -25,15 +23,15 @@ from cllm.errors import (
     ShuttingDown,
 )
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream, OutputStream
+from cllm.frontend.output_stream import AsyncOutputStream, OutputStream
 from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import Tenant
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import Failure, FinishReason, Health, Request, RequestOutput, Usage
-from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Cancel, Command, Died, Ready, StepReport, StepStats, Submit, Unready
 from cllm.workers.supervisor import Backoff
+from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor
 
 
 def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request:
@@ -42,8 +40,6 @@ def request(name: str, prompt: bytes = b"hello", max_tokens: int = 8) -> Request
 
 class ScriptedExecutor:
     """An executor whose engine does what the test says."""
-
-    restartable = True
 
     def __init__(self) -> None:
         runner = FakeRunner(sequences=2)
@@ -73,7 +69,7 @@ class ScriptedExecutor:
             raise self.unsendable[command.request.id]
         self.sent.append(command)
 
-    def end_tasks(self) -> None:
+    def end_tasks(self, why: str) -> None:
         pass
 
     def stop(self) -> None:
@@ -372,18 +368,6 @@ def test_an_engine_that_keeps_crashing_is_refused_for_and_started_again_for_ever
     assert read(stream).finish_reason is FinishReason.STOP
 
 
-def test_an_engine_that_cannot_be_replaced_fails_present_and_later_requests(
-    engine: EngineClient, executor: ScriptedExecutor
-) -> None:
-    stream = engine.submit(request("r0"), BlockingOutputStream)
-    executor.restartable = False
-    executor.die()
-    assert engine.health is Health.FAILED and executor.starts == 1
-    assert read(stream).finish_reason is FinishReason.ERROR
-    with pytest.raises(EngineDied):
-        engine.submit(request("later"), BlockingOutputStream)
-
-
 def test_an_answer_that_is_an_error_is_no_progress(engine: EngineClient, executor: ScriptedExecutor) -> None:
     """Was: an engine that gave each request an error before it died was restarted without any delay."""
     for number in range(Backoff.MAX_IN_A_ROW + 1):
@@ -447,7 +431,7 @@ def test_the_reason_why_a_model_does_not_load_reaches_every_waiter() -> None:
     engine = EngineClient(ThreadExecutor(no_model, EngineConfig()))
     engine.start()
     with pytest.raises(ModelFileError, match="no such file"):
-        engine.wait_ready(5)
+        engine.loaded.result(5)
     engine.stop()
 
 
@@ -473,7 +457,7 @@ def test_stopping_ends_every_request_exactly_once(engine: EngineClient, executor
 def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
     engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=4), EngineConfig()))
     engine.start()
-    engine.wait_ready(5)
+    engine.loaded.result(5)
 
     def client(number: int) -> None:
         for turn in range(5):
@@ -485,16 +469,6 @@ def test_many_threads_on_the_real_loop_all_get_their_own_text() -> None:
         list(pool.map(client, range(20)))
     snapshot = engine.inspect().result(5)
     assert (snapshot.leases, snapshot.cells_used, snapshot.leased_total) == ((), 0, 100)
-    engine.stop()
-
-
-def test_a_dying_thread_engine_ends_its_requests() -> None:
-    runner = FakeRunner(fail=lambda _, name: StepStatus.FAILED if name == "collect" else None)
-    engine = EngineClient(ThreadExecutor(lambda _: runner, EngineConfig()))
-    engine.start()
-    engine.wait_ready(5)
-    stream = engine.submit(request("r0"), BlockingOutputStream)
-    assert read(stream).finish_reason is FinishReason.ERROR
     engine.stop()
 
 

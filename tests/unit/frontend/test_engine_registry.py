@@ -42,8 +42,6 @@ Result = TypeVar("Result")
 class InstantExecutor:
     """An executor whose engine is ready, or has died, as soon as it is started."""
 
-    restartable = True
-
     def __init__(self, failure: str, stopped: Callable[[], None]) -> None:
         runner = FakeRunner(sequences=2)
         self._report = Died("engine_died", failure) if failure else Ready(runner.info, runner.limits)
@@ -60,7 +58,7 @@ class InstantExecutor:
 
     def send(self, command: Command) -> None: ...
 
-    def end_tasks(self) -> None: ...
+    def end_tasks(self, why: str) -> None: ...
 
     def stop(self) -> None:
         if self.running:

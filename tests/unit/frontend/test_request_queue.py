@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from cllm.errors import ContextLengthExceeded, InvalidRequest, QueueFull, RateLimited
 from cllm.frontend import request_queue, request_state, tenants
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream, OutputStream
+from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.request_queue import FairQueue, RequestQueue
 from cllm.frontend.request_state import RequestState, Stage
 from cllm.frontend.tenants import DrainRate, Tenant, TokenBucket
 from cllm.types import EmbedLimits, Limits, Request, RequestOutput, TenantLimits
+from tests.driver.thread_engine import BlockingOutputStream
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last
 
 

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cllm.errors import QueueFull, RateLimited
 from cllm.frontend import request_queue, request_state, tenants
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_queue import MAX_EMBEDDING_REQUESTS, window
 from cllm.frontend.request_state import Stage
 from cllm.frontend.tenants import Tenant
 from cllm.types import Request, TenantLimits
+from tests.driver.thread_engine import BlockingOutputStream
 from tests.profiles import examples
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, token
 from tests.unit.frontend.test_request_queue import Clock, Line

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.frontend.request_state import Stage
 from cllm.testing import FakeRunner, FakeVocabulary
 from cllm.text.structured_output import GrammarCompiler
@@ -19,6 +18,7 @@ from cllm.types import ConstraintKind, ConstraintSpec, FinishReason, Request, Re
 from cllm.workers.executor import Receive, TokenizerClient
 from cllm.workers.messages import Command, Died, Report, StepReport, Submit
 from tests.driver.engine import Answer, StepDriver
+from tests.driver.thread_engine import BlockingOutputStream
 from tests.profiles import examples
 
 SETTINGS: dict[str, Any] = {"cells": 70, "unified": True, "sequences": 3}  # so few that some are preempted
@@ -62,8 +62,6 @@ def make_request(name: str, kind: int, prompt: int) -> Request:
 class SteppedExecutor:
     """An executor whose engine computes a step when the test says so, and dies when it says so."""
 
-    restartable = True
-
     def __init__(self) -> None:
         self.driver: StepDriver | None = None
         self.receive: Receive | None = None
@@ -100,7 +98,7 @@ class SteppedExecutor:
         assert self.receive is not None
         self.receive(Died("engine_died", "killed by the test"))
 
-    def end_tasks(self) -> None:
+    def end_tasks(self, why: str) -> None:
         pass
 
     def stop(self) -> None:

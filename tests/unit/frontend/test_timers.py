@@ -9,14 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from cllm import LLM
 from cllm.config import EngineConfig
+from cllm.errors import DeadlineExceeded, InvalidRequest
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.frontend.timers import Timers
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Cancel
+from tests.driver.thread_engine import BlockingOutputStream, ThreadExecutor, make_llm
 from tests.unit.frontend.test_engine_client import ScriptedExecutor, last, read, token
 
 
@@ -69,7 +71,7 @@ def test_a_long_prefill_is_stopped_by_its_deadline_and_the_neighbour_is_whole() 
     """On the real loop; each step takes half a second unless it is interrupted."""
     engine = EngineClient(ThreadExecutor(lambda _: FakeRunner(sequences=2, step_s=0.5), EngineConfig()))
     engine.start()
-    engine.wait_ready(5)
+    engine.loaded.result(5)
     long = Request(id="long", prompt=tuple(b"x" * 60), max_tokens=4, timeout_s=0.1)
     late = engine.submit(long, BlockingOutputStream)
     neighbour = engine.submit(request("neighbour", max_tokens=3), BlockingOutputStream)
@@ -202,10 +204,7 @@ def test_fifty_thousand_timers_cost_no_more_each(timers: Timers[str]) -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1.0])
 def test_the_python_api_names_a_timeout_that_makes_no_sense(timeout: float) -> None:
-    from cllm.errors import DeadlineExceeded, InvalidRequest
-    from cllm.llm import LLM
-
-    with LLM(make_runner=lambda _: FakeRunner(step_s=0.02)) as llm:
+    with make_llm(LLM, lambda _: FakeRunner(step_s=0.02)) as llm:
         with pytest.raises(InvalidRequest, match="timeout"):
             llm.generate("x", timeout=timeout)
         with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):

@@ -25,7 +25,7 @@ from cllm.server.protocol.responses import ResponsesBody
 from cllm.server.protocol.sampling import ConstrainedBody
 from cllm.testing import CHAT_TEMPLATE, ScriptedRunner, say
 from cllm.types import ConstraintKind, ConstraintSpec
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 USER = [{"role": "user", "content": "x"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -18,7 +18,7 @@ from cllm.server import hold
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 from tests.unit.server.test_sse import ROUTES, Client, run
 
 ERRORS = {

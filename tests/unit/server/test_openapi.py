@@ -14,7 +14,7 @@ from cllm.config import EngineConfig, ServerConfig
 from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 KEY = "a-key-of-the-owner"
 ADMIN = ("/admin", "/debug", "/metrics", "/slots", "/api/pull", "/api/delete")

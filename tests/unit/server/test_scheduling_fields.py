@@ -15,8 +15,8 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.testing import FakeRunner
 from cllm.types import Request, TenantLimits
-from cllm.workers.engine_worker import ThreadExecutor
 from cllm.workers.messages import Submit
+from tests.driver.thread_engine import ThreadExecutor
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"prompt": "hello", "max_tokens": 3}),

@@ -6,16 +6,14 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from cllm.config import EngineConfig
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import AsyncOutputStream, BlockingOutputStream
+from cllm.frontend.output_stream import AsyncOutputStream
 from cllm.server.routes.generate import events
 from cllm.server.sse import EventStream
 from cllm.testing import FakeRunner, expected_text
 from cllm.types import FinishReason, Request, SamplingParams
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 ENDLESS = SamplingParams(ignore_eos=True)
 
@@ -28,11 +26,10 @@ def running(**options: Any) -> EngineClient:
     return EngineClient(ThreadExecutor(lambda _: FakeRunner(**options), EngineConfig()))
 
 
-def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsyncOutputStream, "unread_limit", 5000)
-
+def test_too_much_unread_ends_that_stream_alone() -> None:
     async def run() -> None:
         engine = running(sequences=2, cells=8192, step_s=0.0005)
+        engine.unread_limit = 5000
         engine.deliver = asyncio.get_running_loop().call_soon_threadsafe
         engine.start()
         await asyncio.wrap_future(engine.loaded)
@@ -51,16 +48,6 @@ def test_too_much_unread_ends_that_stream_alone(monkeypatch: pytest.MonkeyPatch)
         await asyncio.get_running_loop().run_in_executor(None, engine.stop)
 
     asyncio.run(run())
-
-
-def test_a_thread_that_reads_late_gets_everything() -> None:
-    engine = running(sequences=2, cells=8192)
-    engine.start()
-    engine.wait_ready(5)
-    streams = [engine.submit(ask(f"r{number}", 1000), BlockingOutputStream) for number in range(4)]
-    for stream in streams:
-        assert sum(len(delta.tokens) for delta in stream) == 1000
-    engine.stop()
 
 
 def test_a_client_that_takes_nothing_is_left_after_the_limit() -> None:

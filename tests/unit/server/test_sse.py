@@ -27,7 +27,7 @@ from cllm.server.routes.generate import events
 from cllm.testing import FakeRunner
 from cllm.testing.scripted import CHAT_TEMPLATE
 from cllm.types import Failure, FinishReason, RequestOutput
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ROUTES: list[tuple[str, dict[str, Any], bytes]] = [

@@ -17,7 +17,7 @@ from cllm.frontend.engine_client import EngineClient
 from cllm.server.app import create_app
 from cllm.server.static import FOLDER, POLICY, read_files
 from cllm.testing import FakeRunner
-from cllm.workers.engine_worker import ThreadExecutor
+from tests.driver.thread_engine import ThreadExecutor
 
 MANIFEST: dict[str, Any] = json.loads((FOLDER / "vendor" / "manifest.json").read_text())
 SCRIPTS = sorted(FOLDER.glob("*.js"))

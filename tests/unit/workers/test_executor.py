@@ -15,13 +15,13 @@ import pytest
 from cllm.config import EngineConfig
 from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.frontend.engine_client import EngineClient
-from cllm.frontend.output_stream import BlockingOutputStream
 from cllm.testing import expected_text
 from cllm.types import FinishReason, Health, Request, SamplingParams
 from cllm.workers.executor import ProcessExecutor, ProcessTokenizer
 from cllm.workers.messages import Submit, Text, TokenizeText
 from cllm.workers.supervisor import Backoff, Supervisor
 from tests.driver.server import wait_for
+from tests.driver.thread_engine import BlockingOutputStream
 
 PATIENCE_S = 60
 
@@ -59,7 +59,7 @@ def test_an_engine_that_ends_itself_is_replaced_and_no_request_fails(tmp_path: P
     engine = EngineClient(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
     engine.start()
     try:
-        engine.wait_ready(PATIENCE_S)
+        engine.loaded.result(PATIENCE_S)
         names = [f"request {number}" for number in range(40)]
         streams = [engine.submit(request(name), BlockingOutputStream) for name in names]
         for name, stream in zip(names, streams, strict=True):
@@ -81,7 +81,7 @@ def test_an_engine_that_cannot_be_started_again_is_tried_until_it_can(
     engine = EngineClient(ProcessExecutor(config, module="tests.unit.workers.failing_engine"))
     engine.start()
     try:
-        engine.wait_ready(PATIENCE_S)
+        engine.loaded.result(PATIENCE_S)
         starts.failing = True
         stream = engine.submit(request("r0"), BlockingOutputStream)  # it ends itself of this one
         failure = list(stream)[-1].error

@@ -1,0 +1,115 @@
+"""An engine in a thread of the test, over a runner that the test makes; read without an event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any, TypeVar
+from unittest import mock
+
+from cllm import LLM, AsyncLLM
+from cllm.backend.base import ModelRunner
+from cllm.config import EngineConfig
+from cllm.core.engine_core import EngineCore
+from cllm.errors import CllmError
+from cllm.frontend.output_stream import OutputStream
+from cllm.types import RequestOutput
+from cllm.workers.executor import Receive, encode, settle
+from cllm.workers.messages import Command, Died, Stop, TokenizerAnswer, TokenizerCall, TokenizerTask
+from cllm.workers.tokenizer import TokenizerWorker
+
+MakeRunner = Callable[[EngineConfig], ModelRunner]
+Kind = TypeVar("Kind", LLM, AsyncLLM)
+
+
+class ThreadExecutor:
+    """`Executor` in a thread. The tokenizer runs in that of its caller."""
+
+    tokenizer: ThreadTokenizer  # once the engine is ready
+
+    def __init__(self, make_runner: MakeRunner, config: EngineConfig | None = None) -> None:
+        self._make_runner = make_runner
+        self._config = config or EngineConfig()
+        self._core: EngineCore | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def start(self, receive: Receive, delay_s: float = 0.0) -> None:
+        self._thread = threading.Thread(target=self._run, args=(receive,), name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, receive: Receive) -> None:
+        try:
+            with closing(self._make_runner(self._config)) as runner:
+                self.tokenizer = ThreadTokenizer(
+                    TokenizerWorker(runner.vocabulary, runner.info.chat_template)
+                )
+                self._core = core = EngineCore(runner, self._config, receive)
+                if self._stopping:
+                    core.post(Stop())
+                receive(core.ready)
+                core.run()
+        except CllmError as error:
+            receive(Died(error.code, error.message))
+
+    def send(self, command: Command) -> None:
+        if self._core is not None:
+            self._core.post(command)
+
+    def end_tasks(self, why: str) -> None:
+        pass  # none outlives its call
+
+    def stop(self) -> None:
+        self._stopping = True
+        self.send(Stop())
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class ThreadTokenizer:
+    """`TokenizerClient` whose answer is there at once."""
+
+    def __init__(self, worker: TokenizerWorker) -> None:
+        self._worker = worker
+
+    def submit(self, task: TokenizerTask, tenant: str = "") -> Future[TokenizerAnswer]:
+        encode(TokenizerCall(0, task))  # refuses what no message can carry
+        future: Future[TokenizerAnswer] = Future()
+        settle(future, self._worker.perform(task))
+        return future
+
+    def abort(self, future: Future[TokenizerAnswer]) -> None:
+        pass
+
+
+class BlockingOutputStream(OutputStream):
+    """Read with `for`, from any one thread."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self._condition = threading.Condition()
+
+    def push(self, output: RequestOutput) -> None:
+        with self._condition:
+            super().push(output)
+
+    def _wake(self) -> None:
+        self._condition.notify_all()
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        while True:
+            with self._condition:
+                while self._newest is None:
+                    self._condition.wait()
+                output = self._take()
+            yield output
+            if output.finish_reason is not None:
+                return
+
+
+def make_llm(kind: type[Kind], make_runner: MakeRunner, **settings: Any) -> Kind:
+    """An `LLM` or `AsyncLLM` over a runner of the test, without processes."""
+    with mock.patch("cllm.llm.ProcessExecutor", lambda config, **_: ThreadExecutor(make_runner, config)):
+        return kind(worker="thread", **settings)
