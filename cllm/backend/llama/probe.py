@@ -87,10 +87,15 @@ def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
 
     Where the GPU does not work, others are prepared for the host's memory.
     """
-    placed = prepare(asked)
-    ready = find_working(placed, say)
-    if wants_gpu(ready) or not wants_gpu(placed):
-        return ready
+    try:
+        placed = prepare(asked)
+        ready = find_working(placed, say)
+        if wants_gpu(ready) or not wants_gpu(placed):
+            return ready
+    except LibraryError as error:
+        if not wants_gpu(asked):
+            raise
+        log.warning("%s; serving %s, which is slower", error, WITHOUT_GPU)
     return find_working(prepare(msgspec.structs.replace(asked, gpu_layers=0)), say)
 
 
