@@ -124,8 +124,9 @@ class DryLoad:
             self._process = subprocess.Popen(command, env=environment, **pipes)
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(msgspec.json.encode(config) + b"\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            process.stdin.flush()
         if not select.select([process.stdout], [], [], LIMIT_S)[0]:
             raise LibraryError(f"llama.cpp did not sum up the memory of the model within {LIMIT_S:.0f} s")
         if not (line := process.stdout.readline()):

@@ -26,7 +26,7 @@ from cllm.types import GRAMMAR_CACHE_BYTES, EmbedLimits
 
 log = logging.getLogger(__name__)
 _MIB = 1 << 20
-RUNTIME = 160 * _MIB  # Python and libraries of the three processes, as measured
+RUNTIME = 190 * _MIB  # Python and libraries of the three processes, as measured
 VOCABULARY_BYTES = 1400  # of a token's tables in the engine and in the tokenizer worker, as measured
 GRAMMAR_SCRATCH = 16 * _MIB  # while a grammar is compiled, at its largest
 GRAMMAR_TABLE_PER_TOKEN = 512  # bytes of the grammar compiler's table of the vocabulary, as measured
