@@ -118,10 +118,13 @@ class DryLoad:
 
     def _ask(self, config: EngineConfig) -> dict[str, Sizes]:
         if self._process is None:
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-            environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # or an abort would start a debugger first
-            command = [sys.executable, "-m", "cllm.backend.llama.dry_load"]
-            self._process = subprocess.Popen(command, env=environment, **pipes)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cllm.backend.llama.dry_load"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # or an abort would start a debugger first
+            )
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):

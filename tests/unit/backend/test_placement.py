@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,8 +105,8 @@ class MadeUpCards(DryLoad):
     """Sums of that model as llama.cpp would give them, on cards that are not there."""
 
     def measure(self, config: EngineConfig) -> dict[str, Sizes]:
-        model: dict[str, float] = Counter({"host": TABLE})
-        kv: dict[str, float] = Counter()
+        model: dict[str, float] = defaultdict(float, host=TABLE)
+        kv: dict[str, float] = defaultdict(float)
         cells = config.ctx_size * max(config.slots, config.parallel) // config.parallel
         cell = 2 * KEYS * (34 / 32 if config.cache_type_k == "q8_0" else 2)
         experts = EXPERTS if Path(config.model).stem == "moe" else 1
