@@ -128,8 +128,7 @@ def _pull(
         if dry_run:
             with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
                 head = pull.read_heads(Path(folder))
-                fit = _report_fit(head, console) if head else None
-            _print_choices(model, fit)
+                _print_choices(model, _report_fit(head, console) if head else None)
             return Result(missing=missing)
         began = time.monotonic()
         path = pull.run(partial(_check_fit, model=model, console=console, force=force))
