@@ -275,8 +275,9 @@ def test_the_sum_of_a_device_is_what_llama_allocates(
     ):
         pass
     device = fit.places[1]
+    converted = 8192 * 2 * 64 * 2 if "cache_type_k" in settings else 0  # a layer's KV as f16
     sizes = allocated(caplog.text, device.name)
     report = f"{device.describe()}; { ({name: round(size / MIB, 2) for name, size in sizes.items()}) }"
     assert device.model == pytest.approx(sizes["model"], rel=0.02, abs=0.05 * MIB), report
     assert device.kv == pytest.approx(sizes["KV"], rel=0.02, abs=0.05 * MIB), report
-    assert 0.95 * sizes["compute"] <= device.compute <= 3 * sizes["compute"] + 8 * MIB, report
+    assert 0.99 * sizes["compute"] <= device.compute <= 1.1 * sizes["compute"] + converted, report

@@ -215,7 +215,7 @@ class ModelRunner(Protocol):
         """Put saved memory into an empty sequence; False (and still empty) if it does not fit."""
 
     def memory_bytes(self) -> dict[str, int]:
-        """Allocated bytes by part: model, kv, buffers (an estimate)."""
+        """Allocated bytes by part: model, kv, buffers."""
         return {}
 
     def state_fingerprint(self) -> str:

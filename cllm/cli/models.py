@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cllm.cli.columns import print_columns
-from cllm.errors import CllmError, ModelFileError
+from cllm.errors import CllmError, LibraryError, ModelFileError
 from cllm.models.catalog import CatalogEntry, list_models
 from cllm.models.files import format_size
 from cllm.models.reference import HubReference, parse_hub
@@ -153,7 +153,11 @@ def _describe(path: Path) -> dict[str, Any]:
     from cllm.models.fit import ModelFit
 
     header = GgufHeader(path)
-    fit = ModelFit(header)
+    try:
+        fit = ModelFit(header)
+        memory = {"here": fit.describe(), "memory": fit.memory, "contexts": list(map(list, fit.contexts()))}
+    except (LibraryError, ModelFileError) as error:
+        memory = {"here": f"not checked: {error}"}
     return {
         "title": header.metadata.get("general.name", ""),
         "architecture": header.architecture,
@@ -164,9 +168,7 @@ def _describe(path: Path) -> dict[str, Any]:
         "vocabulary": header.vocabulary,
         "trained_for": f"{header.context_train} tokens",
         "chat_template": isinstance(header.metadata.get("tokenizer.chat_template"), str),
-        "here": fit.describe(),
-        "memory": fit.memory,
-        "contexts": [list(context) for context in fit.contexts()],
+        **memory,
     }
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.cli.columns import print_columns
 from cllm.cli.options import fail
-from cllm.errors import CllmError, ConfigError, HubError, ModelFileError, NotEnoughMemory
+from cllm.errors import CllmError, ConfigError, HubError, LibraryError, ModelFileError, NotEnoughMemory
 from cllm.models.files import ModelFiles, format_size, group_files
 from cllm.models.fit import ModelFit
 from cllm.models.hub import SearchHit, make_hub
@@ -128,8 +128,7 @@ def _pull(
         if dry_run:
             with tempfile.TemporaryDirectory(prefix="cllm-") as folder:
                 head = pull.read_heads(Path(folder))
-                fit = _report_fit(head, model, console) if head else None
-            _print_choices(model, fit)
+                _print_choices(model, _report_fit(head, console) if head else None)
             return Result(missing=missing)
         began = time.monotonic()
         path = pull.run(partial(_check_fit, model=model, console=console, force=force))
@@ -140,16 +139,21 @@ def _pull(
         return Result(path, fetched=missing, seconds=round(seconds, 3))
 
 
-def _report_fit(head: Path, model: HubModel, console: Console) -> ModelFit:
-    fit = ModelFit(GgufHeader(head))
+def _report_fit(head: Path, console: Console) -> ModelFit | None:
+    """None where the native library, whose sums these are, is not there or cannot load such a model."""
+    try:
+        fit = ModelFit(GgufHeader(head))
+    except (LibraryError, ModelFileError) as error:
+        console.print(f"memory  not checked: {error}")
+        return None
     console.print(f"memory  {fit.describe()}")
     return fit
 
 
 def _check_fit(head: Path, *, model: HubModel, console: Console, force: bool) -> None:
     """Raises NotEnoughMemory for a model that would not run here, unless it is wanted all the same."""
-    fit = _report_fit(head, model, console)
-    if not fit.fits and not force:
+    fit = _report_fit(head, console)
+    if fit is not None and not fit.fits and not force:
         raise NotEnoughMemory(
             f"{model.chosen.stem} would not run on this machine; {fit.suggest(model.models)}. "
             "--force pulls it all the same"

@@ -108,7 +108,7 @@ class EngineMetrics:
         self.request_time = histogram("request_seconds", "From arrival to the end")
         self.kv_cells_total = gauge("kv_cells_total", "KV cells in all")
         self.restarts = counter("engine_restarts", "Engine processes started after a crash")
-        self.memory = gauge("memory_bytes", "Memory by part; buffers are an estimate", "part")
+        self.memory = gauge("memory_bytes", "Memory by part", "part")
         self._host_cache = self.memory.labels("ram_tier")
         self._ngram_indexes = self.memory.labels("ngram_indexes")
         self.ready = gauge("ready", "1 when requests are computed")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import NamedTuple
 
 from cllm.backend.llama.devices import list_devices
+from cllm.backend.llama.dry_load import DryLoad
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit
 from cllm.config import EngineConfig
@@ -16,8 +16,16 @@ SLOTS = (1, 2, 4, 8)
 SMALL_CONTEXT = 4096  # of one request: what must fit for a model to be of use
 
 
-def _fit(header: GgufHeader, parallel: int = 0, ctx_size: int = 0) -> MemoryFit:
-    return MemoryFit(header, EngineConfig(parallel=parallel, ctx_size=ctx_size), list_devices())
+def _fit(
+    header: GgufHeader,
+    parallel: int = 0,
+    ctx_size: int = 0,
+    *,
+    dry: DryLoad | None = None,
+    scale: float = 1.0,
+) -> MemoryFit:
+    config = EngineConfig(parallel=parallel, ctx_size=ctx_size)
+    return MemoryFit(header, config, list_devices(), dry=dry, scale=scale)
 
 
 class ContextFit(NamedTuple):
@@ -31,6 +39,7 @@ class ModelFit:
     """What fits of a model here, by its header."""
 
     def __init__(self, header: GgufHeader) -> None:
+        """Raises LibraryError without a native library, ModelFileError for a model that it cannot load."""
         self._header = header
         self._chosen = _fit(header)
         self.fits = self._chosen.fits
@@ -46,12 +55,10 @@ class ModelFit:
 
     def contexts(self) -> list[ContextFit]:
         """The context of each request by their number, as far as memory goes."""
-        found = []
-        for parallel in SLOTS:
-            fit = _fit(self._header, parallel=parallel)
-            if fit.fits:
-                found.append(ContextFit(parallel, min(fit.share, self._header.context_train)))
-        return found
+        with DryLoad() as dry:
+            fits = [_fit(self._header, parallel, dry=dry) for parallel in SLOTS]
+        tokens = self._header.context_train
+        return [ContextFit(fit.parallel, min(fit.share, tokens)) for fit in fits if fit.fits]
 
     def fitting(self, models: Sequence[ModelFiles]) -> list[ModelFiles]:
         """Those of the same model's quantisations that would fit with a small context, the largest first."""
@@ -60,10 +67,8 @@ class ModelFit:
 
     def _would_fit(self, size: int) -> bool:
         """Whether the model would fit if its weights had this size."""
-        header, ratio = copy(self._header), size / self._header.file_bytes
-        header.tensors = [tensor._replace(size=int((tensor.size or 0) * ratio)) for tensor in header.tensors]
-        header.data_bytes = int(header.data_bytes * ratio)
-        return _fit(header, parallel=1, ctx_size=SMALL_CONTEXT).fits
+        scale = size / self._header.file_bytes
+        return _fit(self._header, parallel=1, ctx_size=SMALL_CONTEXT, scale=scale).fits
 
     def suggest(self, models: Sequence[ModelFiles]) -> str:
         """Which quantisation to take instead."""

@@ -129,13 +129,10 @@ def _check_names(models: Sequence[ModelConfig]) -> None:
 
 def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
     """What a header says of a model, before it is loaded."""
-    from cllm.backend.llama.layers import Layers
-
     metadata = header.metadata
     template = metadata.get("tokenizer.chat_template")
     tools = metadata.get("tokenizer.chat_template.tool_use")
     size = metadata.get("general.size_label")
-    pooled = f"{header.architecture}.pooling_type" in metadata
     vector = header.number("embedding_length")
     return ModelInfo(
         name=name,
@@ -151,7 +148,7 @@ def read_info(header: GgufHeader, name: str, quant: str) -> ModelInfo:
         layers=header.number("block_count"),
         chat_template=template if isinstance(template, str) else None,
         tool_template=tools if isinstance(tools, str) else None,
-        generates=bool(Layers(header).layers) or not pooled,
+        generates=header.generates,
         pooling=Pooling.RANK if header.ranks else Pooling.MEAN,
         vector_length=vector,
         file=header.path.name,

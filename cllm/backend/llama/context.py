@@ -38,6 +38,12 @@ def max_outputs(config: EngineConfig, slots: int, vocabulary: int) -> int:
     return min(max(config.batch_tokens, slots), max(MIN_OUTPUTS, wanted))
 
 
+def used_outputs(config: EngineConfig, vocabulary: int) -> int:
+    """Tokens of a step whose logits are computed: of all requests, or of a prompt that is scored."""
+    wanted = max(SCORED_LOGITS // max(1, vocabulary), config.parallel * (1 + config.draft_tokens))
+    return min(max(config.batch_tokens, slot_count(config)), wanted)
+
+
 def _padded(cells: int) -> int:
     return -(-cells // CELL_BLOCK) * CELL_BLOCK
 
@@ -69,8 +75,15 @@ class LlamaContext(Owned):
     """Owns a `llama_context` and the threads that work for it."""
 
     def __init__(
-        self, library: Library, model: LlamaModel, config: EngineConfig, deferred_frees: DeferredFrees
+        self,
+        library: Library,
+        model: LlamaModel,
+        config: EngineConfig,
+        deferred_frees: DeferredFrees,
+        *,
+        outputs: int | None = None,
     ) -> None:
+        """`outputs` replaces `max_outputs`."""
         api = library.api
         workers = Workers(library, config, deferred_frees)
         params = api.llama_context_default_params()
@@ -80,7 +93,7 @@ class LlamaContext(Owned):
         params.n_seq_max = slots
         # A step carries at least a token of each request; on a CPU a larger physical batch wins nothing.
         params.n_batch = params.n_ubatch = max(config.batch_tokens, slots)
-        params.n_outputs_max = max_outputs(config, slots, model.vocabulary.size)
+        params.n_outputs_max = outputs or max_outputs(config, slots, model.vocabulary.size)
         params.n_threads = params.n_threads_batch = workers.threads
         params.flash_attn_type = int(config.flash_attention)
         params.kv_unified = config.unified_kv

@@ -155,6 +155,8 @@ class llama_sampler_chain_params(Structure):
 
 # Result and parameters of each.
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_buft_get_device": (c_void_p, c_void_p),
+    "ggml_backend_buft_is_host": (c_bool, c_void_p),
     "ggml_backend_cpu_buffer_type": (c_void_p,),
     "ggml_backend_dev_count": (c_size_t,),
     "ggml_backend_dev_description": (c_char_p, c_void_p),

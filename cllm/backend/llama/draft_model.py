@@ -95,6 +95,7 @@ class DraftModel:
             runner.close()
             raise
         self._runner = runner
+        self.memory_bytes = sum(runner.memory_bytes().values())
         self._sampler = runner.create_sampler(SamplingParams(temperature=0))
         self._slots = [_Slot(number) for number in range(runner.limits.sequences)]
         self._taken: weakref.WeakKeyDictionary[ModelDrafter, _Slot] = weakref.WeakKeyDictionary()

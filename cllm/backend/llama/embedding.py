@@ -16,7 +16,7 @@ from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.memory import EmbeddingMemory
 from cllm.backend.llama.model import LlamaModel
-from cllm.backend.llama.placement import placed_devices
+from cllm.backend.llama.placement import asked_layers
 from cllm.backend.llama.threads import Workers
 from cllm.config import EngineConfig
 from cllm.errors import NotEnoughMemory
@@ -65,11 +65,12 @@ class EmbeddingContext(Owned):
         limits: EmbedLimits,
         workers: Workers,
         deferred_frees: DeferredFrees,
+        cell_bytes: int,
     ) -> None:
         api = library.api
-        memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, model.vocabulary.size)
+        memory = partial(EmbeddingMemory.of, GgufHeader(Path(config.model)), limits, cell_bytes)
         flash = config.flash_attention and memory(flash=False).attention > EXACT_BYTES
-        if not placed_devices(config):  # a GPU's memory is not the host's: there llama.cpp finds out
+        if not asked_layers(config):  # a GPU's memory is not the host's: there llama.cpp finds out
             memory(flash=flash).check()
         widest = limits.batch_tokens if limits.chunked else limits.tokens
         params = api.llama_context_default_params()

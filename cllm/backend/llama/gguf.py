@@ -43,6 +43,13 @@ _KEPT_ARRAY = 1024  # longer arrays (vocabularies) are skipped
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
+# Encoders and diffusion models see all tokens at once and keep none.
+_NO_MEMORY = {
+    *("bert", "jina-bert-v2", "jina-bert-v3", "nomic-bert", "nomic-bert-moe", "neo-bert", "eurobert"),
+    *("modern-bert", "gemma-embedding", "wavtokenizer-dec", "dream", "llada", "llada-moe", "rnd1"),
+}
+
+
 class Tensor(NamedTuple):
     """A tensor's description. `size` is None where its type is newer than the package `gguf`."""
 
@@ -173,7 +180,12 @@ class GgufHeader:
         """Tokens of the vocabulary; 0 where the file has none."""
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         known = len(tokens) if isinstance(tokens, list) else 0
-        return self.number("vocab_size", tokens.length if isinstance(tokens, SkippedArray) else known)
+        return (tokens.length if isinstance(tokens, SkippedArray) else known) or self.number("vocab_size")
+
+    @property
+    def generates(self) -> bool:
+        """False for an encoder, which pools what it sees at once and keeps none of it."""
+        return self.architecture not in _NO_MEMORY or f"{self.architecture}.pooling_type" not in self.metadata
 
     @property
     def ranks(self) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.backend.llama.placement import asked_layers, experts_pattern
 from cllm.config import EngineConfig
@@ -58,6 +61,15 @@ def _place(library: Library, config: EngineConfig, params: Any, *, vocabulary_on
     return [split, overrides]
 
 
+def _without_vocabulary(header: GgufHeader) -> Any:
+    """Metadata instead of the file's (`llama_model_kv_override`): no vocabulary, which takes long to read."""
+    text, number = 3, 0  # llama_model_kv_override_type
+    size = header.vocabulary.to_bytes(8, sys.byteorder)
+    data = struct.pack("i128s4x128s", text, b"tokenizer.ggml.model", b"none")
+    data += struct.pack("i128s4x128s", number, f"{header.architecture}.vocab_size".encode(), size)
+    return ctypes.create_string_buffer(data, len(data) * 3 // 2)  # an empty one is the end
+
+
 class LlamaModel(Owned):
     """Owns a `llama_model`. `vocabulary_only` loads no weights: for the tokenizer worker."""
 
@@ -68,11 +80,19 @@ class LlamaModel(Owned):
         deferred_frees: DeferredFrees,
         *,
         vocabulary_only: bool = False,
+        dry: GgufHeader | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Load it. What `progress` raises ends the loading and is raised here."""
+        """Load it. What `progress` raises ends the loading and is raised here.
+
+        With `dry`, the header of the file, llama.cpp only simulates its allocations: see `dry_load`.
+        """
         api = library.api
         params = api.llama_model_default_params()
+        if dry is not None:
+            params.no_alloc, params.load_mode = True, 0  # LLAMA_LOAD_MODE_NONE: nothing is mapped, either
+            overrides = _without_vocabulary(dry)
+            params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)
         params.vocab_only = vocabulary_only
         params.use_extra_bufts = config.extra_buffers
         placed = _place(library, config, params, vocabulary_only=vocabulary_only)

@@ -86,10 +86,16 @@ def find_ready(asked: EngineConfig, say: Callable[[str], None]) -> EngineConfig:
 
     Where the GPU does not work, others are prepared for the host's memory.
     """
-    placed = prepare(asked)
-    ready = find_working(placed, say)
-    if wants_gpu(ready) or not wants_gpu(placed):
-        return ready
+    try:
+        placed = prepare(asked)
+    except LibraryError as error:
+        if not wants_gpu(asked) or not list_devices():
+            raise
+        log.warning("%s; serving %s, which is slower", error, WITHOUT_GPU)
+    else:
+        ready = find_working(placed, say)
+        if wants_gpu(ready) or not wants_gpu(placed):
+            return ready
     return find_working(prepare(msgspec.structs.replace(asked, gpu_layers=0)), say)
 
 

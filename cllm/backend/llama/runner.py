@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 
@@ -29,11 +28,10 @@ from cllm.backend.llama.batch_sampler import BatchSampler
 from cllm.backend.llama.context import LlamaContext, NativeBatch, get_status
 from cllm.backend.llama.devices import wants_gpu
 from cllm.backend.llama.draft_model import DraftModel, ModelDrafter, check_cuttable, draft_config
+from cllm.backend.llama.dry_load import Sizes, read_sizes
 from cllm.backend.llama.embedding import EmbeddingContext, embed_limits
-from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.library import DeferredFrees, Library, Owned, load
 from cllm.backend.llama.logit_scan import IDLE_PART, PART, make_logit_scan
-from cllm.backend.llama.memory import MemoryFit
 from cllm.backend.llama.model import LlamaModel
 from cllm.backend.llama.placement import asked_layers
 from cllm.backend.llama.sampler import DryPrototypes, LlamaSampler, build_chain
@@ -82,6 +80,7 @@ class LlamaRunner(ModelRunner):
         self._model = self._open.enter_context(LlamaModel(library, config, deferred_frees, progress=progress))
         self._context = self._open.enter_context(LlamaContext(library, self._model, config, deferred_frees))
         self._open.callback(deferred_frees.free_all)
+        self._sizes = Sizes(*map(sum, zip(*read_sizes(library, self._context.pointer).values(), strict=True)))
         self.info = self._model.info(config.chat_template, generates=self._context.generates)
         self.limits = self._read_limits(config)
         layers = asked_layers(config)
@@ -294,14 +293,11 @@ class LlamaRunner(ModelRunner):
         return self._context.restore(seq_id, state)
 
     def memory_bytes(self) -> dict[str, int]:
-        fit = MemoryFit(GgufHeader(Path(self._config.model)), self._config)
         return {
             "model": self.info.size_bytes,
-            "kv": fit.kv,
-            "buffers": fit.compute,
-            "draft_model": fit.draft,
-            "embedding_limit": fit.embedding,
-            "grammars_limit": fit.grammars,
+            "kv": self._sizes.kv,
+            "buffers": self._sizes.compute,
+            "draft_model": self._drafts.memory_bytes if self._drafts is not None else 0,
         }
 
     def state_fingerprint(self) -> str:
@@ -316,6 +312,7 @@ class LlamaRunner(ModelRunner):
                 self.limits.embed,
                 self._context.workers,
                 self._deferred_frees,
+                self._sizes.kv // self.limits.cells,
             )
             self._open.callback(self._embedding.close)  # before the context, whose workers it borrows
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from cllm.backend.llama import memory
+from cllm.backend.llama.dry_load import DryLoad, Sizes
 from cllm.backend.llama.gguf import GgufHeader
 from cllm.backend.llama.memory import MemoryFit, prepare
 from cllm.config import EngineConfig
@@ -105,9 +106,17 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dense(tmp_path_factory.mktemp("long") / "long.gguf", context=131072)
 
 
+class OnlyKV(DryLoad):
+    def measure(self, config: EngineConfig) -> dict[str, Sizes]:
+        return {name: sizes._replace(compute=0) for name, sizes in super().measure(config).items()}
+
+
 def choose(model: Path, monkeypatch: pytest.MonkeyPatch, left: float, **settings: object) -> Chosen:
     """The context chosen where a model leaves memory for twice so many tokens of KV."""
-    monkeypatch.setattr(MemoryFit, "_compute", lambda *_: 0)
+    monkeypatch.setattr(memory, "DryLoad", OnlyKV)
+    monkeypatch.setattr(memory, "used_outputs", lambda *_: 0)
+    for name in ("RUNTIME", "VOCABULARY_BYTES"):
+        monkeypatch.setattr(memory, name, 0)
     fixed = fit_of(model, parallel=1, ctx_size=256)
     with_available(monkeypatch, fixed.model + int(2 * left) * fixed.kv // 256)
     fit = fit_of(model, **settings)

@@ -13,7 +13,7 @@ from cllm.backend.llama import probe
 from cllm.backend.llama.devices import Device, wants_gpu
 from cllm.backend.llama.probe import ProbeResult, find_ready, find_working, settings_to_try
 from cllm.config import EngineConfig
-from cllm.errors import ConfigError, ModelFileError
+from cllm.errors import ConfigError, LibraryError, ModelFileError
 
 
 class Machine:
@@ -177,3 +177,23 @@ def test_without_the_gpu_the_settings_are_prepared_for_the_hosts_memory(
     monkeypatch.setattr(probe, "run_probe", lambda _: ProbeResult(True))
     big = msgspec.structs.replace(config, threads=2)
     assert find_ready(big, lambda _: None) == msgspec.structs.replace(big, ctx_size=1_000_000)
+
+
+def test_a_gpu_on_which_a_dry_load_dies_is_left_out(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def prepare(asked: EngineConfig) -> EngineConfig:
+        if wants_gpu(asked):
+            raise LibraryError("llama.cpp cannot sum up the memory of the model: it was ended by SIGABRT")
+        return asked
+
+    monkeypatch.setattr(probe, "prepare", prepare)
+    monkeypatch.setattr(probe, "run_probe", lambda _: ProbeResult(True))
+    install_gpu(monkeypatch, H200)
+    assert (
+        not wants_gpu(find_ready(config, lambda _: None))
+        and "SIGABRT; serving without the GPU" in caplog.text
+    )
+    install_gpu(monkeypatch)
+    with pytest.raises(LibraryError, match="SIGABRT"):
+        find_ready(config, lambda _: None)
