@@ -12,6 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
+from cllm.backend.compute_turns import get_turns
 from cllm.config import EngineConfig, target_itl_s
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_file_jobs import STALL_LIMIT_S, CacheFileJobs
@@ -27,7 +28,6 @@ from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.step_interrupt import StepInterrupt
 from cllm.errors import EngineDied, IntegrityError, StorageFailed
 from cllm.types import Failure, SlotInfo, Snapshot
-from cllm.workers.compute_turns import get_turns
 from cllm.workers.messages import (
     Cancel,
     ClearCache,

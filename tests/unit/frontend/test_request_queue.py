@@ -274,7 +274,7 @@ def test_a_small_tenant_passes_the_line_of_a_big_one(clock: Clock) -> None:
     for one in line.inside():
         line.generate(one, 5, clock.now)
     mine = line.ask("small")
-    assert mine.queue.position(mine) == 2, "one of the big one's, then this"
+    assert line.queue.position(mine) == 2, "one of the big one's, then this"
     order: list[RequestState] = []
     while mine.stage is Stage.QUEUED:
         line.finish(line.inside()[0])
