@@ -310,7 +310,7 @@ def test_higher_priority_goes_first_and_no_request_starves(clock: Clock) -> None
         line.ask()
     line.feed()
     starving, middle, first = line.ask(priority=-3), line.ask(priority=0), line.ask(priority=5)
-    assert [each.queue.position(each) for each in (first, middle, starving)] == [1, 2, 3]
+    assert [line.queue.position(each) for each in (first, middle, starving)] == [1, 2, 3]
     for expected in (first, middle):
         line.finish(line.inside()[0])
         line.ask(priority=0)
