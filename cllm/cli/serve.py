@@ -14,6 +14,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from cllm.backend.compute_turns import share_turns
 from cllm.cli.options import fail, progress_bar, with_options
 from cllm.cli.prepare import Answer, Preparation, SurveyTask, finish, stamp
 from cllm.cli.served import choose_models, is_several, make_common
@@ -29,7 +30,6 @@ from cllm.models.survey import Survey
 from cllm.names import path_below
 from cllm.server.app import read_defaults
 from cllm.server.serve import Listeners, bind, serve
-from cllm.workers.compute_turns import share_turns
 from cllm.workers.executor import ProcessExecutor
 
 CLUSTER_WORKER = "cllm.cluster.cluster_worker"

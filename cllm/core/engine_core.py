@@ -11,6 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from cllm.backend.base import Batch, BatchKind, ModelRunner, StepResult, StepStatus
+from cllm.backend.compute_turns import get_turns
 from cllm.config import EngineConfig, target_itl_s
 from cllm.core.embedding import EmbeddingScheduler
 from cllm.core.kv_cache.cache_calls import CacheCalls
@@ -26,7 +27,7 @@ from cllm.core.step_cost import TILE, StepCostModel
 from cllm.core.step_interrupt import StepInterrupt
 from cllm.errors import EngineDied, IntegrityError
 from cllm.types import SlotInfo, Snapshot
-from cllm.workers.compute_turns import get_turns
+from cllm.backend.compute_turns import get_turns
 from cllm.workers.messages import (
     Cancel,
     ClearCache,

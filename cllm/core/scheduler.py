@@ -173,7 +173,7 @@ class Scheduler:
             for row in batch.rows
             if (sequence := self.running.get(row.seq_id)) is not None
             and sequence.num_computed == row.position
-            and sequence.sampler is row.sampler
+            and sequence.stopping.sampler is row.sampler
         )
         return Batch(tuple(rows), batch.kind)
 
@@ -220,13 +220,14 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.move_to(State.RUNNING)
         self.running[lease.seq_id] = sequence
-        begins = sequence.sampler is None  # else it was preempted
+        stopping = sequence.stopping
+        begins = stopping.sampler is None  # else it was preempted
         try:
             if sequence.preparing is not None:
                 preparing, sequence.preparing = sequence.preparing, None
-                sequence.constraint, sequence.sampler = preparing.result()
-            if sequence.sampler is None:
-                sequence.sampler = self.runner.create_sampler(sequence.request.sampling)
+                stopping.constraint, stopping.sampler = preparing.result()
+            if stopping.sampler is None:
+                stopping.sampler = self.runner.create_sampler(sequence.request.sampling)
             if begins and sequence.request.generated_prefix:
                 sequence.resume(self.runner.vocabulary)
             if sequence.swapped is not None:
@@ -286,7 +287,7 @@ class Scheduler:
             return
         known = len(sequence.tokens)
         try:
-            appended = sequence.append(outcome.tokens, self.runner.vocabulary)
+            appended = sequence.stopping.append(outcome.tokens, self.runner.vocabulary)
         except CllmError as error:  # an exhausted grammar
             self._fail(sequence, error)
             return
@@ -341,7 +342,7 @@ class Scheduler:
         """No cells left: swap out the youngest of lowest priority. A lone one that cannot go on is done."""
         sequence = min(self.running.values(), key=lambda one: (one.request.priority, -one.arrival))
         if len(self.running) == 1:
-            held = sequence.detokenizer.finish() if sequence.request.stop else ""
+            held = sequence.stopping.detokenizer.finish() if sequence.request.stop else ""
             self._finish(sequence, FinishReason.LENGTH, text=held)
             return
         self.transfer.swap_out(sequence)
@@ -380,19 +381,20 @@ class Scheduler:
             self._release(sequence, keep=reason is not FinishReason.ERROR)
         if sequence.swapped is not None:
             self.transfer.discard(sequence)
-        if sequence.sampler is not None:
+        stopping = sequence.stopping
+        if stopping.sampler is not None:
             try:
-                sequence.sampler.close()
+                stopping.sampler.close()
             except Exception:
                 log.exception("a sampler could not be closed")
-            sequence.sampler = None
+            stopping.sampler = None
         del self._live[sequence.id]
         self._kv_full = False
         last: dict[str, Any] = {"finish_reason": reason, "usage": usage}
         if error is not None:
             last["error"] = error
-        elif sequence.detokenizer.stopped_by is not None:
-            last["stop"] = sequence.detokenizer.stopped_by
+        elif stopping.detokenizer.stopped_by is not None:
+            last["stop"] = stopping.detokenizer.stopped_by
         self._outputs.put(sequence, tokens, text, logprobs, last)
 
     def _release(self, sequence: Sequence, *, keep: bool = False) -> None:

@@ -202,7 +202,7 @@ class EngineClient:
                     self._timers.set(request.id, state.arrived + state.timeout_s)
                 self._dispatch()
                 if state.stage is Stage.QUEUED:
-                    stream.queue_position = state.queue.position(state)
+                    stream.queue_position = self._queue.position(state)
         except CllmError as error:
             self.metrics.refused.labels(error.code).inc()
             raise

@@ -34,7 +34,7 @@ from cllm.errors import (
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.metrics import render_models
 from cllm.frontend.request_state import RequestState
-from cllm.frontend.served_model import Memory, ModelStatus, ServedModel
+from cllm.frontend.served_model import Memory, ModelStatus, Phase, ServedModel
 from cllm.frontend.tenants import Tenants
 from cllm.models.resolve import match_name
 from cllm.types import Health, TenantLimits
@@ -237,7 +237,7 @@ class EngineRegistry:
                 model.loading = asyncio.create_task(self._load(model))
 
     async def _load_now(self, model: ServedModel) -> None:
-        if model.unloading is not None:
+        if model.phase is Phase.UNLOADING:
             await model.unload()  # until it has ended
         if model.loaded or not model.waiters:
             return  # it was to leave and could stay, or they have left
@@ -317,7 +317,8 @@ class EngineRegistry:
     def _let_leave(self, chosen: Sequence[ServedModel]) -> None:
         """These models take no more requests, and all others do."""
         for model in self.served:
-            model.leaving = model in chosen
+            if model.phase is (Phase.SERVING if model in chosen else Phase.LEAVING):
+                model.move_to(Phase.LEAVING if model in chosen else Phase.SERVING)
             if model.waiters and model.open:
                 model.admit()
 

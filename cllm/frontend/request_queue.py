@@ -78,8 +78,7 @@ class RequestQueue:
             raise ContextLengthExceeded(len(request.prompt), limits.request_tokens)
         assert request.id not in self.states, f"request {request.id} is here already"
         tenant = self.tenants.find(request.tenant)
-        queue = self._embedding if request.embed else self._generation
-        state = RequestState(request, stream, tenant, queue)
+        state = RequestState(request, stream, tenant)
         tenant.check(request, state.arrived)
         self.refuse_if_full(state.input_tokens)
         timeouts = [each for each in (request.timeout_s, self.max_timeout_s or None) if each is not None]
@@ -88,8 +87,15 @@ class RequestQueue:
         if tenant.request_bucket is not None:
             tenant.request_bucket.take(1.0, state.arrived)
         self.states[request.id] = state
-        queue.push(state)
+        self._get_queue(state).push(state)
         return state
+
+    def position(self, state: RequestState) -> int:
+        """How many requests go before this one."""
+        return self._get_queue(state).position(state)
+
+    def _get_queue(self, state: RequestState) -> FairQueue:
+        return self._embedding if state.request.embed else self._generation
 
     def refuse_if_full(self, tokens: int) -> None:
         """Raise QueueFull if a prompt of so many tokens may not wait."""
@@ -160,7 +166,7 @@ class RequestQueue:
         """The request has ended: remove it from the table. Exactly once."""
         assert state.stage is not Stage.DONE
         if state.stage is Stage.QUEUED:
-            state.queue.remove(state)
+            self._get_queue(state).remove(state)
             state.tenant.waiting -= 1
         else:
             self._leave_engine(state)
@@ -185,12 +191,12 @@ class RequestQueue:
             self._leave_engine(state)
             state.requeue()
             self.tenants.queued(state.tenant)
-            state.queue.push(state)
+            self._get_queue(state).push(state)
         return lost, kept
 
     def _leave_engine(self, state: RequestState) -> None:
         del self._engine[state.request.id]
-        state.queue.running -= 1
+        self._get_queue(state).running -= 1
         self.tenants.left(state.tenant, time.monotonic())
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from cllm.frontend.output_stream import OutputStream
 from cllm.frontend.tenants import Tenant
 from cllm.types import Request, RequestOutput
 from cllm.workers.resumption import ResumableRequest
-
-if TYPE_CHECKING:
-    from cllm.frontend.request_queue import FairQueue
 
 
 class Stage(Enum):
@@ -27,11 +23,10 @@ class RequestState(ResumableRequest):
     When the engine dies, another one goes on from there.
     """
 
-    def __init__(self, request: Request, stream: OutputStream, tenant: Tenant, queue: FairQueue) -> None:
+    def __init__(self, request: Request, stream: OutputStream, tenant: Tenant) -> None:
         super().__init__(request)
         self.stream = stream
         self.tenant = tenant
-        self.queue = queue  # where it waits
         self.number = 0  # in the order of arrival, in its queue
         self.stage = Stage.QUEUED
         self.charged = False  # its prompt counts for its tenant; a replay is not charged again

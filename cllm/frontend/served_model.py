@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Protocol
 
@@ -35,6 +35,36 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"  # the last load failed, or its engine has crashed too often
+
+
+class Phase(Enum):
+    """Where a model is on its way: UNLOADED → LOADING → SERVING → UNLOADING → UNLOADED.
+
+    A model that serves may be LEAVING, and stay after all, or RELOADING. A load that fails ends in FAILED. A
+    server that shuts down is CLOSING its models, loaded or not; that is the end.
+    """
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    FAILED = "failed"
+    SERVING = "serving"
+    LEAVING = "leaving"  # it takes no more requests: another model needs its memory
+    RELOADING = "reloading"  # another engine is loaded beside the one that serves, if one does
+    UNLOADING = "unloading"
+    CLOSING = "closing"
+
+
+_REST = (Phase.UNLOADED, Phase.FAILED)  # without an engine, or with a stopped one
+_ALLOWED = {
+    Phase.UNLOADED: {Phase.LOADING, Phase.RELOADING, Phase.FAILED},
+    Phase.FAILED: {Phase.LOADING, Phase.RELOADING, Phase.FAILED},
+    Phase.LOADING: {Phase.SERVING, *_REST},
+    Phase.SERVING: {Phase.LEAVING, Phase.RELOADING, Phase.UNLOADING},
+    Phase.LEAVING: {Phase.SERVING, Phase.UNLOADING},
+    Phase.RELOADING: {Phase.SERVING, *_REST},
+    Phase.UNLOADING: {Phase.UNLOADED},
+    Phase.CLOSING: set[Phase](),
+}
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,17 +140,15 @@ class ServedModel:
         self._retry_at = 0.0  # it is not loaded before that
         self.users = 0  # HTTP requests that need the engine
         self.waiters: list[asyncio.Future[None]] = []  # HTTP requests that wait until it is loaded
-        self.leaving = False  # it takes no more requests: another model needs its memory
-        self.loading: asyncio.Task[None] | None = None
-        self.unloading: asyncio.Task[None] | None = None
+        self.phase = Phase.UNLOADED if engine is None else Phase.SERVING
+        self.loading: asyncio.Task[None] | None = None  # loads it when it is its turn
+        self._unloading: asyncio.Task[None] | None = None
         self.used_at = time.monotonic()
         self.last_used: float | None = None
         self.loaded_at: float | None = None if engine is None else time.time()
         self.engines: list[EngineClient] = [engine] if engine is not None else []  # those with processes
         self._loader = loader
         self._info = info
-        self._reloading = False
-        self._closing = False
         self._retiring: set[asyncio.Task[None]] = set()
 
     # What it is --------------------------------------------------------------------------------------
@@ -130,10 +158,16 @@ class ServedModel:
         """Whether its engine has processes and has been ready."""
         return self.engine is not None and self.engine in self.engines
 
+    def move_to(self, phase: Phase) -> None:
+        """Change the phase, unless the server shuts down. Asserts that the transition exists."""
+        if self.phase is not Phase.CLOSING:
+            assert phase in _ALLOWED[self.phase], f"{self.name}: {self.phase.value} → {phase.value}"
+            self.phase = phase
+
     @property
     def open(self) -> bool:
         """Whether a request can be taken now."""
-        return self.loaded and not self.leaving and self.unloading is None
+        return self.loaded and self.phase in (Phase.SERVING, Phase.RELOADING, Phase.CLOSING)
 
     @property
     def can_load(self) -> bool:
@@ -142,7 +176,7 @@ class ServedModel:
     @property
     def quiet(self) -> bool:
         """Whether no request has its engine."""
-        return not (self.users or self._reloading or self.requests)
+        return not (self.users or self.phase is Phase.RELOADING or self.requests)
 
     @property
     def idle(self) -> bool:
@@ -156,10 +190,10 @@ class ServedModel:
 
     @property
     def health(self) -> Health:
-        if self.loaded and self.unloading is None:
+        if self.loaded and self.phase is not Phase.UNLOADING:
             assert self.engine is not None
             return self.engine.health
-        if self.loading is not None:
+        if self.loading is not None or self.phase is Phase.LOADING:
             return Health.LOADING
         return Health.FAILED if self.error is not None else Health.SLEEPING
 
@@ -247,7 +281,14 @@ class ServedModel:
     async def load(self, prepared: Prepared) -> None:
         """Start an engine and let it serve. Raises CllmError: then nothing has changed."""
         assert self._loader is not None
-        await self._take_over(self._loader.make(prepared))
+        before = self.phase
+        self.move_to(Phase.LOADING)
+        try:
+            await self._take_over(self._loader.make(prepared))
+        except BaseException:
+            self.move_to(before)
+            raise
+        self.move_to(Phase.SERVING)
         self.error, self.loaded_at = None, time.time()
         self._failures = 0
 
@@ -263,6 +304,8 @@ class ServedModel:
     def fail(self, error: CllmError) -> None:
         """It could not be loaded: requests that wait for it hear why."""
         self.error = error
+        if self.phase in _REST:
+            self.move_to(Phase.FAILED)
         if self.can_load and not isinstance(error, ModelDoesNotFit | ShuttingDown):  # known at once
             self._failures += 1
             self._retry_at = time.monotonic() + min(MAX_REST_S, REST_S * 2 ** min(self._failures - 1, 8))
@@ -282,9 +325,10 @@ class ServedModel:
 
     async def unload(self) -> None:
         """End its engine; what that has cached goes to disk first. Returns when its memory is free."""
-        if self.unloading is None:
-            self.unloading = asyncio.create_task(self._unload())
-        await asyncio.shield(self.unloading)
+        if self._unloading is None:
+            self.move_to(Phase.UNLOADING)
+            self._unloading = asyncio.create_task(self._unload())
+        await asyncio.shield(self._unloading)
 
     async def _unload(self) -> None:
         engine = self.engine
@@ -294,23 +338,27 @@ class ServedModel:
         finally:
             self.engines.remove(engine)
             self.metrics.crashed()
-            self.unloading = None
+            self._unloading = None
+            self.move_to(Phase.UNLOADED)
 
     async def reload(self, file: str) -> EngineClient:
         """Load an engine beside the one that serves, then change over. Raises CllmError: all is as before."""
         if self._loader is None:
             raise Forbidden("the model of this server cannot be changed")
-        if self._reloading or self.loading is not None:
+        if self.phase not in (Phase.SERVING, *_REST) or self.loading is not None:
             raise ReloadFailed("another model is being loaded already; try again when it serves")
-        self._reloading = True
+        before = self.phase
+        self.move_to(Phase.RELOADING)
         try:
             serving = self.prepared.config if self.prepared is not None else None
             prepare = self._loader.prepare
             prepared = await asyncio.to_thread(prepare, self.config, serving=serving, file=file)
             old = self.engine
             new = await self._take_over(self._loader.make(prepared))
-        finally:
-            self._reloading = False
+        except BaseException:
+            self.move_to(before)
+            raise
+        self.move_to(Phase.SERVING)
         self.prepared, self.error, self.loaded_at = prepared, None, time.time()
         if old is not None and old in self.engines:
             task = asyncio.create_task(self._retire(old))
@@ -324,12 +372,10 @@ class ServedModel:
         new.deliver = asyncio.get_running_loop().call_soon_threadsafe
         self.engines.append(new)
         try:
-            if self._closing:
-                raise ShuttingDown("the server is shutting down")
+            self._check_closing()
             new.start()
             await asyncio.wrap_future(new.loaded)
-            if self._closing:
-                raise ShuttingDown("the server is shutting down")
+            self._check_closing()
         except BaseException as error:
             await asyncio.to_thread(new.stop)
             self.engines.remove(new)
@@ -339,6 +385,10 @@ class ServedModel:
         new.use_metrics(self.metrics)
         self.engine = new
         return new
+
+    def _check_closing(self) -> None:
+        if self.phase is Phase.CLOSING:
+            raise ShuttingDown("the server is shutting down")
 
     async def _retire(self, old: EngineClient) -> None:
         """End an engine when its last request has ended."""
@@ -353,7 +403,7 @@ class ServedModel:
 
     def drain(self) -> None:
         """Accept no new requests; accepted ones go on."""
-        self._closing = True
+        self.phase = Phase.CLOSING
         self.fail_waiters()
         for engine in tuple(self.engines):
             engine.drain()
@@ -370,6 +420,6 @@ class ServedModel:
             engine.end_all()
 
     def stop(self) -> None:
-        self._closing = True
+        self.phase = Phase.CLOSING
         for engine in tuple(self.engines):
             engine.stop()

@@ -25,7 +25,7 @@ LAYERS = {
     "cllm.backend.base": 1,
     "cllm.text": 1,
     "cllm.workers.channel": 1,
-    "cllm.workers.compute_turns": 1,
+    "cllm.backend.compute_turns": 1,
     "cllm.workers.messages": 2,
     "cllm.workers.supervisor": 2,
     "cllm.workers.executor": 2,

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cllm.backend.compute_turns import get_turns
 from cllm.backend.llama.library import DeferredFrees, Library, Owned
 from cllm.config import EngineConfig
-from cllm.workers.compute_turns import get_turns
 
 log = logging.getLogger(__name__)
 DEFAULT_POLL = 50  # ggml's own: idle threads look for work that long before they sleep

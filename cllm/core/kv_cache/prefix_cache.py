@@ -291,7 +291,8 @@ class PrefixCache:
 
     def plan_checkpoints(self, sequence: Sequence) -> None:
         """Before a prompt is computed: where memory that cannot be cut is saved on the way."""
-        needed = self._runner.info.recurrent or sequence.token_limit > self._runner.info.sliding_window > 0
+        info = self._runner.info
+        needed = info.recurrent or sequence.stopping.token_limit > info.sliding_window > 0
         if needed and sequence.request.reuse and self.host.cached_limit:
             prompt, begin = sequence.request.prompt, sequence.num_computed
             sequence.stops = plan_stops(prompt, begin, self._runner.vocabulary.is_control)

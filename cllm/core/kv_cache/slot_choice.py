@@ -171,7 +171,8 @@ class SlotChoice:
     def _steps_left(self, sequence: Sequence) -> float:
         """How long its answer will go on, judging by others, and by how long it is already."""
         written = len(sequence.tokens) - len(sequence.request.prompt)
-        return min(sequence.token_limit - len(sequence.tokens), max(self.answer_tokens.value, written))
+        left = sequence.stopping.token_limit - len(sequence.tokens)
+        return min(left, max(self.answer_tokens.value, written))
 
 
 def count_runs(ids: Iterable[int]) -> int:

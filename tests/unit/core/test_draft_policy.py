@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cllm.backend.base import Batch, Drafter
+from cllm.core.drafts import DraftState
 from cllm.core.sequence import Sequence
 from cllm.core.slot_pool import SlotLease, SlotPool
-from cllm.core.spec_decode import DraftState, SpecDecodePolicy, reject_drafts
+from cllm.core.spec_decode import SpecDecodePolicy, reject_drafts
 from cllm.core.step_cost import StepCostModel
 from cllm.testing import FakeRunner
 from cllm.types import ConstraintKind, ConstraintSpec, Request
@@ -193,9 +194,9 @@ def test_a_request_that_declined_drafts_is_not_padded() -> None:
 
 def test_no_row_is_padded_beyond_its_end() -> None:
     sequences = eight(*range(7))
-    sequences[7].token_limit = len(sequences[7].tokens) + 1
+    sequences[7].stopping.token_limit = len(sequences[7].tokens) + 1
     assert 7 not in drafted(*sequences)
-    sequences[7].token_limit = len(sequences[7].tokens) + 2
+    sequences[7].stopping.token_limit = len(sequences[7].tokens) + 2
     assert drafted(*sequences, cost=Priced(0.4)).get(7, 0) <= 1
 
 

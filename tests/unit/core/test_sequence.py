@@ -53,8 +53,8 @@ def test_only_the_transitions_of_its_life_exist() -> None:
 
 
 def test_the_limit_is_that_of_the_request_and_of_the_context() -> None:
-    assert make(max_tokens=8).token_limit == 14
-    assert make(max_tokens=8, capacity=10).token_limit == 10
+    assert make(max_tokens=8).stopping.token_limit == 14
+    assert make(max_tokens=8, capacity=10).stopping.token_limit == 10
 
 
 @pytest.mark.parametrize(("count", "outputs"), [(3, 0), (5, 0), (6, 1)])
@@ -132,7 +132,7 @@ def test_a_cut_leaves_cells_of_its_own_as_they_are() -> None:
 def test_tokens_are_appended_until_the_end(
     sampled: bytes | list[int], tokens: bytes, reason: FinishReason | None, kept: int, stop: tuple[str, ...]
 ) -> None:
-    appended = make(max_tokens=3, stop=stop).append(list(sampled), FakeVocabulary())
+    appended = make(max_tokens=3, stop=stop).stopping.append(list(sampled), FakeVocabulary())
     assert (bytes(appended.tokens), appended.reason, appended.kept) == (tokens, reason, kept)
     assert appended.text == (tokens.decode() if stop else None)
 
@@ -140,24 +140,24 @@ def test_tokens_are_appended_until_the_end(
 def test_an_ignored_end_token_is_a_token() -> None:
     for stop in ((), ("xyz",)):
         sequence = make(sampling=SamplingParams(ignore_eos=True), stop=stop)
-        assert sequence.append((END_TOKEN,), FakeVocabulary()).reason is None
+        assert sequence.stopping.append((END_TOKEN,), FakeVocabulary()).reason is None
         assert sequence.tokens[-1] == END_TOKEN
 
 
 def test_a_stop_token_of_the_client_ends_it() -> None:
-    appended = make(stop_token_ids=(98,)).append((97, 98, 99), FakeVocabulary())
+    appended = make(stop_token_ids=(98,)).stopping.append((97, 98, 99), FakeVocabulary())
     assert (appended.tokens, appended.reason, appended.kept) == ((97,), FinishReason.STOP, 1)
 
 
 def test_a_stop_string_ends_it_and_is_not_part_of_the_text() -> None:
-    appended = make(stop=("bc",)).append(tuple(b"abcd"), FakeVocabulary())
+    appended = make(stop=("bc",)).stopping.append(tuple(b"abcd"), FakeVocabulary())
     assert (appended.text, appended.reason, appended.kept) == ("a", FinishReason.STOP, 3)
 
 
 def test_what_a_stop_string_held_back_is_given_at_the_end() -> None:
     sequence = make(max_tokens=2, stop=("bcd",))
-    assert sequence.append((97,), FakeVocabulary()).text == "a"
-    assert sequence.append((98,), FakeVocabulary()).text == "b"
+    assert sequence.stopping.append((97,), FakeVocabulary()).text == "a"
+    assert sequence.stopping.append((98,), FakeVocabulary()).text == "b"
 
 
 @pytest.mark.parametrize(("length", "continues"), [(6, True), (12, True), (13, False)])
@@ -173,7 +173,7 @@ def test_it_continues_while_two_more_tokens_have_room(length: int, continues: bo
 
 @pytest.mark.parametrize(("markers", "text"), [((), "ab"), (("<|x|>",), "a<|x|>b"), (("a", "none"), "ab")])
 def test_control_tokens_are_spelled_for_those_who_ask(markers: tuple[str, ...], text: str) -> None:
-    assert make(markers=markers).detokenize((97, TURN, 98), FakeVocabulary()) == text
+    assert make(markers=markers).stopping.detokenize((97, TURN, 98), FakeVocabulary()) == text
 
 
 def test_no_step_goes_beyond_the_next_checkpoint() -> None:
@@ -186,14 +186,14 @@ def test_no_step_goes_beyond_the_next_checkpoint() -> None:
 
 def test_the_draft_room_leaves_one_token_to_be_sampled() -> None:
     sequence = make(max_tokens=8)
-    assert sequence.draft_room == 7
+    assert sequence.stopping.draft_room == 7
     sequence.tokens += [97] * 7
-    assert sequence.draft_room == 0
-    assert make(prompt_logprobs=1).draft_room == 0
+    assert sequence.stopping.draft_room == 0
+    assert make(prompt_logprobs=1).stopping.draft_room == 0
     waits = make(min_tokens=2)
-    assert waits.draft_room == 0 and not waits.endable
+    assert waits.stopping.draft_room == 0 and not waits.stopping.endable
     waits.tokens += [97, 97]
-    assert waits.endable and waits.draft_room == 5
+    assert waits.stopping.endable and waits.stopping.draft_room == 5
 
 
 class RecordingSampler(FakeSampler):
@@ -214,18 +214,21 @@ class RecordingSampler(FakeSampler):
 def test_what_is_forced_is_told_to_the_sampler_and_what_was_sampled_is_not() -> None:
     limit = ReasoningLimit(budget=2, closing=tuple(b"</>"), inside=True)
     sequence = make(max_tokens=20, reasoning=limit)
-    sequence.sampler = sampler = RecordingSampler()
-    assert sequence.append(tuple(b"a"), FakeVocabulary()).tokens == tuple(b"a") and sampler.accepted == []
-    appended = sequence.append(tuple(b"b"), FakeVocabulary())
+    sequence.stopping.sampler = sampler = RecordingSampler()
+    assert (
+        sequence.stopping.append(tuple(b"a"), FakeVocabulary()).tokens == tuple(b"a")
+        and sampler.accepted == []
+    )
+    appended = sequence.stopping.append(tuple(b"b"), FakeVocabulary())
     assert bytes(appended.tokens) == b"b</>" and appended.kept == 1
     assert bytes(sampler.accepted) == b"</>"
     without = make(max_tokens=20, reasoning=limit)
-    assert bytes(without.append(tuple(b"ab"), FakeVocabulary()).tokens) == b"ab</>"
+    assert bytes(without.stopping.append(tuple(b"ab"), FakeVocabulary()).tokens) == b"ab</>"
 
 
 def test_what_is_resumed_is_skipped_by_the_sampler() -> None:
     sequence = make(generated_prefix=tuple(b"ab"))
-    sequence.sampler = sampler = RecordingSampler()
+    sequence.stopping.sampler = sampler = RecordingSampler()
     sequence.resume(FakeVocabulary())
     assert bytes(sampler.skipped) == b"ab" and bytes(sequence.tokens) == b"promptab"
     ended = make(generated_prefix=(97, END_TOKEN, 98))

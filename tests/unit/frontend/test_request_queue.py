@@ -275,7 +275,7 @@ def test_a_small_tenant_passes_the_line_of_a_big_one(clock: Clock) -> None:
     for one in line.inside():
         line.generate(one, 5, clock.now)
     mine = line.ask("small")
-    assert mine.queue.position(mine) == 2, "one of the big one's, then this"
+    assert line.queue.position(mine) == 2, "one of the big one's, then this"
     order: list[RequestState] = []
     while mine.stage is Stage.QUEUED:
         line.finish(line.inside()[0])
@@ -311,7 +311,7 @@ def test_higher_priority_goes_first_and_no_request_starves(clock: Clock) -> None
         line.ask()
     line.feed()
     starving, middle, first = line.ask(priority=-3), line.ask(priority=0), line.ask(priority=5)
-    assert [each.queue.position(each) for each in (first, middle, starving)] == [1, 2, 3]
+    assert [line.queue.position(each) for each in (first, middle, starving)] == [1, 2, 3]
     for expected in (first, middle):
         line.finish(line.inside()[0])
         line.ask(priority=0)

@@ -12,8 +12,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from cllm.workers import compute_turns
-from cllm.workers.compute_turns import VARIABLE, ComputeTurns, share_turns
+from cllm.backend import compute_turns
+from cllm.backend.compute_turns import VARIABLE, ComputeTurns, share_turns
 from tests.driver.server import wait_for
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files in memory")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs f
 # An engine that holds the turn, or takes turns of so many seconds until its input ends.
 ENGINE = """
 import os, select, sys, time
-from cllm.workers.compute_turns import get_turns
+from cllm.backend.compute_turns import get_turns
 turns, step_s = get_turns(), float(sys.argv[1])
 steps = 0
 if not step_s:
