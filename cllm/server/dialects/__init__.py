@@ -1,0 +1,12 @@
+"""The dialects of the server: one package or module for each HTTP API."""
+
+from __future__ import annotations
+
+from cllm.server.dialect import Dialect, DialectTable
+from cllm.server.dialects.cllm import admin, generate  # noqa: F401  (they register their routes)
+from cllm.server.dialects.cllm.dialect import cllm, operation
+from cllm.server.dialects.openai import chat, completions, models  # noqa: F401
+from cllm.server.dialects.openai.dialect import openai, responses
+
+DIALECTS: tuple[Dialect, ...] = (cllm, openai, responses, operation)
+TABLE = DialectTable(DIALECTS)
