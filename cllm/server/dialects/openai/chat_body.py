@@ -52,7 +52,7 @@ class ContentPart(msgspec.Struct, Body, kw_only=True):
         str,
         Meta(
             max_length=64,
-            description="`text`, or `refusal`, `thinking` of the assistant; else refused in the last question",
+            description="`text`; `refusal`, `thinking` of the assistant; else refused in the last question",
             examples=["text"],
         ),
     ]

@@ -88,14 +88,14 @@ def take_tools(value: Mapping[str, Any], *known: str, default: str) -> dict[str,
 
 
 def check_kind(value: Any, *known: str, why: str = "") -> None:
-    """Refuse an object whose `type` is not `known`. Raises ValueError."""
+    """Refuse a `tool_choice` whose `type` is not `known`. Raises ValueError."""
     if not isinstance(value, dict):
         return
     if (kind := value.get("type")) is None:
-        raise ValueError(f"'type' is missing; it must be {', '.join(known)}")
+        raise ValueError(f"tool_choice: 'type' is missing; it must be {', '.join(known)}")
     if kind not in known:
         reason = why or f"it must be {', '.join(known)}"
-        raise ValueError(f"type {str(kind)[:64]!r} is not supported: {reason}")
+        raise ValueError(f"tool_choice: type {str(kind)[:64]!r} is not supported: {reason}")
 
 
 def list_stops(stop: str | tuple[str, ...] | None) -> tuple[str, ...]:
