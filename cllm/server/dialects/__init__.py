@@ -5,8 +5,10 @@ from __future__ import annotations
 from cllm.server.dialect import Dialect, DialectTable
 from cllm.server.dialects.cllm import admin, generate  # noqa: F401  (they register their routes)
 from cllm.server.dialects.cllm.dialect import cllm, operation
+from cllm.server.dialects.llama_server import routes as llama_server_routes  # noqa: F401
+from cllm.server.dialects.llama_server.dialect import llama_server
 from cllm.server.dialects.openai import chat, completions, models  # noqa: F401
 from cllm.server.dialects.openai.dialect import openai, responses
 
-DIALECTS: tuple[Dialect, ...] = (cllm, openai, responses, operation)
+DIALECTS: tuple[Dialect, ...] = (cllm, openai, responses, llama_server, operation)
 TABLE = DialectTable(DIALECTS)
