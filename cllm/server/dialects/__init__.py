@@ -9,6 +9,7 @@ from cllm.server.dialects.llama_server import routes as llama_server_routes  # n
 from cllm.server.dialects.llama_server.dialect import llama_server
 from cllm.server.dialects.openai import chat, completions, models  # noqa: F401
 from cllm.server.dialects.openai.dialect import openai, responses
+from cllm.server.dialects.openai.embeddings import embeddings
 
-DIALECTS: tuple[Dialect, ...] = (cllm, openai, responses, llama_server, operation)
+DIALECTS: tuple[Dialect, ...] = (cllm, openai, responses, embeddings, llama_server, operation)
 TABLE = DialectTable(DIALECTS)

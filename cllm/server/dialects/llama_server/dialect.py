@@ -12,7 +12,7 @@ class LlamaServerDialect(Dialect):
     """For scripts written for llama-server."""
 
     name = "llama-server"
-    about = "llama-server's own routes, for scripts written for it."
+    about = "llama.cpp's own server: scripts written for it run unchanged."
     prefix = "/slots/"
     types = {
         401: "authentication_error",
