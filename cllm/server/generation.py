@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 import msgspec
@@ -154,15 +155,15 @@ class GenerationBody(SamplingParams, Body, frozen=False, kw_only=True):
 
     def sampling(self, vocabulary_size: int) -> SamplingParams:
         """The engine's parameters; raises InvalidRequest for token ids outside the vocabulary."""
-        tokens = []
+        tokens, texts = [], self.biases
         for key, bias in self.logit_bias.items():
-            if key in self.biases:
+            text = key.removeprefix("\0")
+            if text in texts and not is_token_id(key):
                 continue
-            if not key.isascii() or not key.isdigit() or int(key) >= vocabulary_size:
-                text = key.removeprefix("\0")[:20]
-                message = f"logit_bias: {text!r} is not a token id (0 to {vocabulary_size - 1})"
+            if not is_token_id(text) or int(text) >= vocabulary_size:
+                message = f"logit_bias: {text[:20]!r} is not a token id (0 to {vocabulary_size - 1})"
                 raise InvalidRequest(message, field="logit_bias")
-            tokens.append((int(key), bias))
+            tokens.append((int(text), bias))
         drawn = self.seed in (None, -1, SEED_SPACE)
         differing = {
             "top_k": max(0, self.top_k),
@@ -210,6 +211,11 @@ class GenerationBody(SamplingParams, Body, frozen=False, kw_only=True):
         return ConstraintSpec(kind, value if isinstance(value, str) else json.dumps(value), origin=field)
 
 
+def is_token_id(key: str) -> bool:
+    """Whether a key of `logit_bias` is a token id."""
+    return key.isascii() and key.isdigit()
+
+
 def _read_biases(value: Any) -> Any:
     """Biases by token, also from pairs; false is the lowest one. Raises ValueError."""
     if isinstance(value, dict | list) and len(value) > MAX_BIASES:
@@ -222,6 +228,7 @@ def _read_biases(value: Any) -> Any:
     return value
 
 
+@cache
 def get_sampling_bounds() -> dict[str, tuple[float, float]]:
     """The least and the largest value of each sampling parameter that has both."""
     hints = get_type_hints(SamplingParams, include_extras=True)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cllm.server.protocol.base import PromptProgress, Timings, make_timings
-from cllm.server.protocol.completions import decode_piece
-from cllm.server.protocol.llama import MAX_PROBS, LlamaCompletionBody
-from cllm.server.protocol.sampling import SAMPLER_NAMES
+from cllm.server.dialects.llama_server.bodies import MAX_PROBS, LlamaCompletionBody
+from cllm.server.dialects.openai.completions import decode_piece
+from cllm.server.generation import SAMPLER_NAMES
+from cllm.server.timings import PromptProgress, Timings, make_timings
 from cllm.types import SEED_SPACE, Request, SamplingParams, TokenLogprob
 
 
@@ -156,6 +156,13 @@ class LlamaPrompt(msgspec.Struct, frozen=True):
     prompt: str
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """The length of a prompt."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class LlamaSettings(msgspec.Struct, frozen=True):
     params: dict[str, Any]
     n_ctx: int
@@ -209,7 +216,7 @@ def make_caps(template: str) -> dict[str, bool]:
 
 def make_params(defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a request that gives none."""
-    body = LlamaCompletionBody.model_validate({"prompt": "", **defaults})
+    body = LlamaCompletionBody.parse({"prompt": "", **defaults})
     sampling = msgspec.structs.replace(body.sampling(1 << 31), seed=None)
     settings = make_settings(Request(id="", prompt=(), max_tokens=0, sampling=sampling), brief=True)
     seed = SEED_SPACE if body.seed is None or body.seed < 0 else body.seed

@@ -17,16 +17,17 @@ from cllm.chat.session import ChatSession
 from cllm.frontend.async_calls import loaded, merged, run_tokenizer, submit_all
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.errors import failure_body
-from cllm.server.protocol import llama_responses as api
-from cllm.server.protocol.base import PromptProgress, StructResponse, get_timings
-from cllm.server.protocol.llama import LlamaCompletionBody
-from cllm.server.sse import COMMENT, GONE, EventStream, collect, encode
-from cllm.server.submit import make_request
+from cllm.server.dialect import COMMENT, StructResponse, encode
+from cllm.server.dialects.llama_server import answers
+from cllm.server.dialects.llama_server.bodies import LlamaCompletionBody
+from cllm.server.dialects.llama_server.dialect import llama_server
+from cllm.server.sse import GONE, EventStream, collect
+from cllm.server.submit import make_request, prepare
+from cllm.server.timings import PromptProgress, get_timings
+from cllm.text.prompt import Gap, RawText
 from cllm.types import FinishReason, Request, RequestOutput
-from cllm.workers.messages import RenderChat, Text
+from cllm.workers.messages import Pieces, RenderChat, SpellTokens, Text
 
-ROUTE = "/completion"
 PROBED = 64  # candidates that probabilities after sampling are made of
 PROGRESS_S = 0.25  # between two looks at a prompt that is computed
 ChoiceOutput = tuple[int, RequestOutput]
@@ -92,19 +93,19 @@ def make_completion(
     model: str,
     prompt: str,
     context: int,
-) -> api.LlamaCompletion:
+) -> answers.LlamaCompletion:
     """A finished answer, with everything that llama-server says of one."""
     last, text = outputs[-1], "".join(output.text for output in outputs)
     assert last.usage is not None
     usage, limited = last.usage, last.finish_reason is FinishReason.LENGTH
-    return api.LlamaCompletion(
+    return answers.LlamaCompletion(
         content=text,
         tokens=tuple(token for output in outputs for token in output.tokens),
         model=model,
         tokens_predicted=usage.completion_tokens,
         tokens_evaluated=usage.prompt_tokens,
         tokens_cached=usage.cells or usage.prompt_tokens,
-        generation_settings=api.make_settings(request),
+        generation_settings=answers.make_settings(request),
         prompt=prompt,
         has_new_line="\n" in text,
         truncated=limited and usage.prompt_tokens + usage.completion_tokens >= context,
@@ -115,7 +116,7 @@ def make_completion(
 
 
 async def make_verbose(
-    session: ChatSession[AsyncOutputStream], request: Request, outputs: Sequence[RequestOutput]
+    session: ChatSession, request: Request, outputs: Sequence[RequestOutput]
 ) -> dict[str, Any]:
     """`__verbose` of a chat: its first choice as `/completion` would answer."""
     prompt = (await run_tokenizer(session.engine, RenderChat(session.chat), Text)).text
@@ -144,7 +145,7 @@ class Completions(NamedTuple):
             return UNSET
         entries = [entry for output in outputs for entry in output.logprobs]
         sampling = self.request.sampling if self.body.post_sampling_probs else None
-        return api.make_probabilities(entries, sampling, self.body.n_probs)
+        return answers.make_probabilities(entries, sampling, self.body.n_probs)
 
     def whole(self, index: int, stream: LimitedStream, outputs: Sequence[RequestOutput]) -> Any:
         """A finished answer, or (without outputs before the last) the last event of a stream."""
@@ -166,7 +167,7 @@ class Completions(NamedTuple):
             completion_probabilities=UNSET if body.stream else self.probabilities(outputs),
             generation_settings={**answer.generation_settings, **limit},
         )
-        return api.select_fields(answer, body.response_fields) if body.response_fields else answer
+        return answers.select_fields(answer, body.response_fields) if body.response_fields else answer
 
     async def events(self, engine: EngineClient, streams: Sequence[LimitedStream]) -> AsyncIterator[bytes]:
         """The events of a stream: pieces, then the last of each answer; or an error, and the end."""
@@ -176,13 +177,13 @@ class Completions(NamedTuple):
             first = asyncio.ensure_future(anext(outputs))
             total = len(self.prompts[0][0])
             async for progress in watch_prompt(engine, streams[0], total, first):
-                yield encode(api.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
+                yield encode(answers.LlamaEvent(tokens_evaluated=total, prompt_progress=progress))
             outputs = _chain(await first, outputs)
         generated = [0] * len(streams)
         lines = [False] * len(streams)
         async for index, output in outputs:
             if output.error is not None:
-                yield encode(failure_body(ROUTE, output.error))
+                yield llama_server.frame_failure(output.error)
                 return
             lines[index] = lines[index] or "\n" in output.text
             for piece in self._split(output):
@@ -194,10 +195,10 @@ class Completions(NamedTuple):
 
     def _event(
         self, index: int, stream: LimitedStream, generated: int, output: RequestOutput
-    ) -> api.LlamaEvent:
+    ) -> answers.LlamaEvent:
         count = len(self.prompt(index)[0])
         timed = self.body.timings_per_token
-        return api.LlamaEvent(
+        return answers.LlamaEvent(
             index=index,
             content=output.text,
             tokens=output.tokens,
@@ -248,15 +249,25 @@ async def _chain(first: ChoiceOutput, rest: AsyncIterator[ChoiceOutput]) -> Asyn
         yield output
 
 
-async def answer(
+async def spell(engine: EngineClient, tokens: tuple[int, ...]) -> str:
+    """Tokens as text, control tokens too."""
+    found = await run_tokenizer(engine, SpellTokens(tokens), Pieces)
+    return b"".join(found.pieces).decode("utf-8", "replace")
+
+
+async def complete(
     engine: EngineClient,
     body: LlamaCompletionBody,
     http: HttpRequest,
-    prompts: Sequence[tuple[tuple[int, ...], str]],
+    inputs: Sequence[RawText | Gap],
+    texts: Sequence[str | None],
 ) -> Response:
-    """Submit the prompts, and answer whole or with a stream. Several answers come as a list."""
+    """Submit the prompts, and answer whole or with a stream. Several answers come as a list.
+
+    `texts` are the prompts as the answers show them; None: as their tokens are spelled.
+    """
     probed = PROBED if body.post_sampling_probs else body.n_probs
-    request = await make_request(
+    request = make_request(
         engine,
         http,
         body,
@@ -265,9 +276,16 @@ async def answer(
         stop=body.stops,
         logprobs=probed if body.n_probs else 0,
     )
+    request, prompts = await prepare(engine, request, inputs, body.biases)
+    shown = [
+        await spell(engine, tokens) if text is None else text
+        for tokens, text in zip(prompts, texts, strict=True)
+    ]
     info, limits = loaded(engine)
-    call = Completions(body, request, info.name, limits.request_tokens, prompts)
-    streams = submit_all(engine, request, [tokens for tokens, _ in prompts], body.n_cmpl, LimitedStream)
+    call = Completions(
+        body, request, info.name, limits.request_tokens, list(zip(prompts, shown, strict=True))
+    )
+    streams = submit_all(engine, request, prompts, body.n_cmpl, LimitedStream)
     if body.n_indent or body.t_max_predict_ms > 0:
         for stream in streams:
             set_limits(engine, stream, body)
@@ -276,11 +294,11 @@ async def answer(
     collected = await collect(engine, streams, http)
     if collected is None:
         return Response(status_code=GONE)
-    answers = [
+    found = [
         call.whole(index, stream, outputs)
         for index, (stream, outputs) in enumerate(zip(streams, collected, strict=True))
     ]
-    return StructResponse(answers[0] if len(answers) == 1 else answers)
+    return StructResponse(found[0] if len(found) == 1 else found)
 
 
 def set_limits(engine: EngineClient, stream: LimitedStream, body: LlamaCompletionBody) -> None:

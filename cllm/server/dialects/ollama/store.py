@@ -7,30 +7,23 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
-from fastapi import APIRouter
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from cllm.errors import CllmError, ConfigError, InvalidRequest, ModelNotFound, SetupError
 from cllm.models.reference import HubReference, parse_hub
-from cllm.server.protocol import ollama as api
-from cllm.server.protocol import ollama_responses as answers
-from cllm.server.protocol.base import NDJSON, StructResponse, documented
-from cllm.server.routes.ollama import encode_line
+from cllm.server.dialect import NDJSON, StructResponse, encode_line
+from cllm.server.dialects.ollama import answers, bodies
+from cllm.server.dialects.ollama.dialect import ollama
 
 POLL_S = 0.5  # between two lines about a pull
 _NOT_FOUND = ("model_not_found", "there is no model 'x' on this machine", "No such model")
 _NOT_REMOVED = ("invalid_request", "x is used by process 4711: unload it first", "It is in use, or embedded")
-router = APIRouter(tags=["Ollama"])
 
 
-@router.post(
-    "/api/pull",
-    **documented(answers.ProgressLine("success"), lines=map(encode_line, answers.PULL_LINES)),
-)
-async def pull(body: api.PullBody, http: HttpRequest) -> Response:
+@ollama.post("/api/pull", answers.ProgressLine("success"), lines=map(encode_line, answers.PULL_LINES))
+async def pull(body: bodies.PullBody) -> Response:
     """Get a model from Hugging Face or ModelScope; continues where it was interrupted."""
-    text = api.strip_tag(body.model)
+    text = bodies.strip_tag(body.model)
     reference = _parse(text)
     if body.stream:
         return StreamingResponse(_lines(text, reference), media_type=NDJSON)
@@ -59,7 +52,7 @@ async def _lines(text: str, reference: HubReference) -> AsyncIterator[bytes]:
         async for line in _pull(text, reference):
             yield encode_line(line)
     except CllmError as error:
-        yield encode_line({"error": error.message})
+        yield ollama.frame_error(error)
 
 
 async def _pull(text: str, reference: HubReference) -> AsyncIterator[answers.ProgressLine]:
@@ -104,13 +97,11 @@ class _Plan:
         return answers.ProgressLine("pulling", self._digest, self._total, max(0, here))
 
 
-@router.delete(
-    "/api/delete", **documented(answers.ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
-)
-async def delete(body: api.DeleteBody, http: HttpRequest) -> Response:
+@ollama.delete("/api/delete", answers.ProgressLine("success"), errors={400: _NOT_REMOVED, 404: _NOT_FOUND})
+async def delete(body: bodies.DeleteBody) -> Response:
     """Remove a model from this machine; one that is loaded is refused."""
     try:
-        await asyncio.to_thread(_delete, api.strip_tag(body.model))
+        await asyncio.to_thread(_delete, bodies.strip_tag(body.model))
     except (SetupError, OSError) as error:
         raise InvalidRequest(str(error), "model") from None
     return StructResponse(answers.ProgressLine("success"))

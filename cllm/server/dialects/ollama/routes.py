@@ -4,51 +4,35 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockEvent, BlockKind, ParsedOutput, ReplyBuilder
+from cllm.chat.reply import Block, BlockDelta, BlockEnd, BlockEvent, BlockKind, ReplyBuilder
 from cllm.chat.session import open_chat
 from cllm.errors import EngineNotReady, InvalidRequest
 from cllm.frontend.async_calls import loaded, run_tokenizer
 from cllm.frontend.engine_client import EngineClient
 from cllm.frontend.output_stream import AsyncOutputStream
-from cllm.server.errors import failure_body
+from cllm.server.dialect import NDJSON, StructResponse, encode_line
+from cllm.server.dialects.ollama import answers, bodies
+from cllm.server.dialects.ollama.dialect import ollama
+from cllm.server.dialects.openai.chat import make_logprobs
+from cllm.server.dialects.openai.embeddings import embed, embedding_length, encode_entries
+from cllm.server.dialects.openai.fields import list_stops
 from cllm.server.middleware import check_operator
-from cllm.server.protocol import ollama as api
-from cllm.server.protocol import ollama_responses as answers
-from cllm.server.protocol.base import NDJSON, LargeJsonRoute, StructResponse, documented, get_timings
-from cllm.server.protocol.chat import make_logprobs
-from cllm.server.routes.embeddings import embed, embedding_length, encode_entries
 from cllm.server.sse import GONE, EventStream, collect
-from cllm.server.submit import find_model, get_registry, make_request, use_engine
+from cllm.server.submit import find_model, get_registry, make_request, prepare, use_engine
+from cllm.server.timings import get_timings
 from cllm.text.embeddings import RAW, to_vector
-from cllm.text.output_parser import ContentText
-from cllm.text.prompt import Gap
-from cllm.types import Pooling, Request, RequestOutput, TokenLogprob, Usage
-from cllm.workers.messages import (
-    TokenizeInfill,
-    TokenizerTask,
-    TokenizeText,
-    TokenizeTexts,
-    TokenLists,
-    Tokens,
-)
+from cllm.types import Pooling, TokenLogprob, Usage
+from cllm.workers.messages import TokenizeTexts, TokenLists
 
 MIN_TTL_S = 0.5  # after the answer to a request whose model is not to stay
-router = APIRouter(tags=["Ollama"], route_class=LargeJsonRoute)
-_encoder = msgspec.json.Encoder()
-
-
-def encode_line(value: Any) -> bytes:
-    """One line of a stream."""
-    return _encoder.encode(value) + b"\n"
 
 
 class LineStream(EventStream):
@@ -57,13 +41,11 @@ class LineStream(EventStream):
     media_type = NDJSON
 
 
-class AnswerRenderer:
+class OllamaRenderer:
     """Renders one answer, whole or as lines."""
 
-    path = ""
-
-    def __init__(self, body: api.AnswerBody, began: float) -> None:
-        self._name, self._top, self._began = body.model, body.top, began
+    def __init__(self, body: bodies.OllamaAnswerBody) -> None:
+        self._name, self._top, self._began = body.model, body.top, time.perf_counter()
 
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
@@ -79,24 +61,20 @@ class AnswerRenderer:
         return encode_line(self.make())
 
     async def lines(
-        self, steps: AsyncIterator[ParsedOutput], stream: AsyncOutputStream, prompt_tokens: int
+        self, reply: ReplyBuilder, stream: AsyncOutputStream, prompt_tokens: int
     ) -> AsyncIterator[bytes]:
         """Pieces as they come, then what it took; or an error, and the end. A tool call comes whole."""
-        reply = ReplyBuilder()
-        async for events, output in steps:
+        async for output in stream:
             if output.error is not None:
-                yield encode_line(failure_body(self.path, output.error))
+                yield ollama.frame_failure(output.error)
                 return
-            parts = [part for change in reply.add(events, output) if (part := self._render(change))]
+            parts = [part for change in reply.add(output) if (part := self._render(change))]
             if output.finish_reason is not None:
                 parts.append(self.make(**self._end(reply, stream, prompt_tokens)))
             if parts:
                 yield b"".join(map(encode_line, parts))
 
-    def whole(
-        self, steps: Iterable[ParsedOutput], stream: AsyncOutputStream, prompt_tokens: int
-    ) -> answers.AnswerPart:
-        reply = ReplyBuilder(steps)
+    def whole(self, reply: ReplyBuilder, stream: AsyncOutputStream, prompt_tokens: int) -> answers.AnswerPart:
         return self.make(
             reply.join(BlockKind.TEXT),
             reply.join(BlockKind.REASONING),
@@ -135,9 +113,7 @@ class AnswerRenderer:
         }
 
 
-class ChatRenderer(AnswerRenderer):
-    path = "/api/chat"
-
+class OllamaChatRenderer(OllamaRenderer):
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
     ) -> answers.AnswerPart:
@@ -146,9 +122,7 @@ class ChatRenderer(AnswerRenderer):
         return answers.ChatAnswer(**self._head, message=message, **more)
 
 
-class GenerateRenderer(AnswerRenderer):
-    path = "/api/generate"
-
+class OllamaGenerateRenderer(OllamaRenderer):
     def make(
         self, text: str = "", thinking: str = "", calls: Sequence[Block] = (), **more: Any
     ) -> answers.AnswerPart:
@@ -156,9 +130,9 @@ class GenerateRenderer(AnswerRenderer):
 
 
 def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
-    """Have a model unloaded after so long without a request; None: as it is configured.
+    """Have a model unloaded after `seconds` without a request; None: as it is configured.
 
-    Only operators may say so. A model that is kept stays.
+    Only operators may change it. A model that is kept stays.
     """
     model = find_model(http, name)
     if model.can_load and not model.config.keep and http.scope["state"]["tenant"].admin:
@@ -166,95 +140,60 @@ def keep_alive(http: HttpRequest, name: str, seconds: float | None) -> None:
         model.ttl_s = model.config.ttl if seconds is None else never_or_soon
 
 
-async def use_model(http: HttpRequest, body: api.AnswerBody) -> EngineClient:
-    """The engine of a body's model, which is loaded if need be. Raises what `use_engine` does."""
-    keep_alive(http, body.model, body.keep_alive)
-    return await use_engine(http, body.model, timeout_s=body.options.timeout)
+async def _answer(
+    http: HttpRequest, body: bodies.OllamaAnswerBody, renderer: OllamaRenderer, *, asked: bool
+) -> Response:
+    """The answer to a conversation or a raw prompt. A body that has neither only loads the model.
 
-
-async def _only_load(http: HttpRequest, body: api.AnswerBody, renderer: AnswerRenderer) -> Response:
-    """A body without a question loads the model, or unloads it where it stays for 0 seconds."""
-    unloads = body.keep_alive == 0
-    if unloads:
+    It unloads it where it stays for 0 seconds.
+    """
+    if not asked and body.keep_alive == 0:
         check_operator(http.scope, "keep_alive: unloading a model")
         await get_registry(http).unload(find_model(http, body.model))
-    else:
-        await use_model(http, body)
-    return StructResponse(renderer.make(done=True, done_reason="unload" if unloads else "load"))
+        return StructResponse(renderer.make(done=True, done_reason="unload"))
+    keep_alive(http, body.model, body.keep_alive)
+    engine = await use_engine(http, body.model, timeout_s=body.options.timeout)
+    if not asked:
+        return StructResponse(renderer.make(done=True, done_reason="load"))
+    stream, reply, count = await _submit(engine, http, body)
+    if body.stream:
+        return LineStream(engine, [stream], renderer.lines(reply, stream, count), renderer.beat)
+    outputs = await collect(engine, [stream], http)
+    if outputs is None:
+        return Response(status_code=GONE)
+    for output in outputs[0]:
+        reply.add(output)
+    return StructResponse(renderer.whole(reply, stream, count))
 
 
-async def _make_request(
-    engine: EngineClient, http: HttpRequest, body: api.AnswerBody, **more: Any
-) -> Request:
-    return await make_request(
+async def _submit(
+    engine: EngineClient, http: HttpRequest, body: bodies.OllamaAnswerBody
+) -> tuple[AsyncOutputStream, ReplyBuilder, int]:
+    """The stream of the answer, the reply that is built from it, and the length of the prompt."""
+    request = make_request(
         engine,
         http,
         body.options,
         request_id=f"ollama-{uuid.uuid4().hex}",
         max_tokens=body.options.max_tokens,
-        stop=body.options.stops,
+        stop=list_stops(body.options.stop),
         logprobs=max(1, body.top) if body.top is not None else 0,
-        **more,
     )
+    if (raw := body.raw_prompt) is None:
+        session = await open_chat(engine, body.conversation(), request)
+        return session.streams[0], session.replies[0], session.prompt_tokens
+    request, (prompt,) = await prepare(engine, request, [raw])
+    stream = engine.submit(msgspec.structs.replace(request, prompt=prompt), AsyncOutputStream)
+    return stream, ReplyBuilder(), len(prompt)
 
 
-async def _answer_chat(
-    engine: EngineClient,
-    http: HttpRequest,
-    body: api.OllamaChatBody | api.OllamaGenerateBody,
-    renderer: AnswerRenderer,
-) -> Response:
-    """The answer to a conversation."""
-    session = await open_chat(engine, body.conversation(), await _make_request(engine, http, body))
-    stream, count = session.streams[0], session.prompt_tokens
-
-    async def steps() -> AsyncIterator[ParsedOutput]:
-        async for _, events, output in session.events():
-            yield events, output
-
-    if body.stream:
-        return LineStream(engine, session.streams, renderer.lines(steps(), stream, count), renderer.beat)
-    outputs = await collect(engine, session.streams, http)
-    if outputs is None:
-        return Response(status_code=GONE)
-    return StructResponse(renderer.whole(session.parse(outputs[0]), stream, count))
-
-
-async def _answer_text(
-    engine: EngineClient, http: HttpRequest, body: api.OllamaGenerateBody, renderer: AnswerRenderer
-) -> Response:
-    """The answer to a raw prompt, or to the gap before a suffix."""
-    engine.check_capacity()
-    limit = loaded(engine)[1].request_tokens
-    task: TokenizerTask = TokenizeText(body.prompt, limit)
-    if body.suffix:
-        task = TokenizeInfill(Gap(prefix=body.prompt, suffix=body.suffix), limit)
-    prompt = (await run_tokenizer(engine, task, Tokens)).tokens
-    stream = engine.submit(await _make_request(engine, http, body, prompt=prompt), AsyncOutputStream)
-
-    async def steps() -> AsyncIterator[ParsedOutput]:
-        async for output in stream:
-            yield _as_step(output)
-
-    if body.stream:
-        return LineStream(engine, [stream], renderer.lines(steps(), stream, len(prompt)), renderer.beat)
-    outputs = await collect(engine, [stream], http)
-    if outputs is None:
-        return Response(status_code=GONE)
-    return StructResponse(renderer.whole(map(_as_step, outputs[0]), stream, len(prompt)))
-
-
-def _as_step(output: RequestOutput) -> ParsedOutput:
-    return [ContentText(output.text)] if output.text else [], output
-
-
-@router.get("/api/version", **documented(answers.VersionResponse(answers.VERSION)))
+@ollama.get("/api/version", answers.VersionResponse(answers.VERSION))
 async def version() -> Response:
     """The version of Ollama whose routes these are."""
     return StructResponse(answers.VersionResponse(answers.VERSION))
 
 
-@router.get("/api/tags", **documented(answers.ModelsAnswer([answers.LISTED_EXAMPLE])))
+@ollama.get("/api/tags", answers.ModelsAnswer([answers.LISTED_EXAMPLE]))
 async def tags(http: HttpRequest) -> Response:
     """List the models."""
     served = get_registry(http).served
@@ -262,7 +201,7 @@ async def tags(http: HttpRequest) -> Response:
     return StructResponse(answers.ModelsAnswer(listed))
 
 
-@router.get("/api/ps", **documented(answers.RunningAnswer([answers.RUNNING_EXAMPLE])))
+@ollama.get("/api/ps", answers.RunningAnswer([answers.RUNNING_EXAMPLE]))
 async def ps(http: HttpRequest) -> Response:
     """List the models that are loaded."""
     running = [
@@ -273,8 +212,8 @@ async def ps(http: HttpRequest) -> Response:
     return StructResponse(answers.RunningAnswer(running))
 
 
-@router.post("/api/show", **documented(answers.SHOW_EXAMPLE))
-async def show(body: api.ShowBody, http: HttpRequest) -> Response:
+@ollama.post("/api/show", answers.SHOW_EXAMPLE)
+async def show(body: bodies.ShowBody, http: HttpRequest) -> Response:
     """Describe a model."""
     model = find_model(http, body.model)
     if model.info is None:
@@ -282,32 +221,18 @@ async def show(body: api.ShowBody, http: HttpRequest) -> Response:
     return StructResponse(answers.make_shown(model.info, model.limits, model.created))
 
 
-@router.post(
-    "/api/chat", **documented(answers.CHAT_EXAMPLE, lines=map(encode_line, answers.CHAT_LINES), computes=True)
-)
-async def chat(body: api.OllamaChatBody, http: HttpRequest) -> Response:
+@ollama.post("/api/chat", answers.CHAT_EXAMPLE, lines=map(encode_line, answers.CHAT_LINES), computes=True)
+async def chat(body: bodies.OllamaChatBody, http: HttpRequest) -> Response:
     """Answer a conversation; unless `stream` is false, as lines of JSON."""
-    renderer = ChatRenderer(body, time.perf_counter())
-    if not body.messages:
-        return await _only_load(http, body, renderer)
-    engine = await use_model(http, body)
-    return await _answer_chat(engine, http, body, renderer)
+    return await _answer(http, body, OllamaChatRenderer(body), asked=bool(body.messages))
 
 
-@router.post(
-    "/api/generate",
-    **documented(answers.GENERATE_EXAMPLE, lines=map(encode_line, answers.GENERATE_LINES), computes=True),
+@ollama.post(
+    "/api/generate", answers.GENERATE_EXAMPLE, lines=map(encode_line, answers.GENERATE_LINES), computes=True
 )
-async def generate(body: api.OllamaGenerateBody, http: HttpRequest) -> Response:
+async def generate(body: bodies.OllamaGenerateBody, http: HttpRequest) -> Response:
     """Answer a prompt; unless `stream` is false, as lines of JSON."""
-    renderer = GenerateRenderer(body, time.perf_counter())
-    body.check()
-    if not body.prompt and not body.suffix:
-        return await _only_load(http, body, renderer)
-    engine = await use_model(http, body)
-    if body.raw or body.suffix:
-        return await _answer_text(engine, http, body, renderer)
-    return await _answer_chat(engine, http, body, renderer)
+    return await _answer(http, body, OllamaGenerateRenderer(body), asked=bool(body.prompt or body.suffix))
 
 
 async def _embed(
@@ -327,19 +252,8 @@ async def _embed(
     return None if found is None else (found[0], found[1].prompt_tokens)
 
 
-@router.post(
-    "/api/embed",
-    **documented(
-        answers.EmbedAnswer(
-            model=api.MODEL,
-            embeddings=[[0.118, -0.042, 0.307]],
-            total_duration=14_000_000,
-            prompt_eval_count=5,
-        ),
-        computes=True,
-    ),
-)
-async def embed_texts(body: api.OllamaEmbedBody, http: HttpRequest) -> Response:
+@ollama.post("/api/embed", answers.EMBED_EXAMPLE, computes=True)
+async def embed_texts(body: bodies.OllamaEmbedBody, http: HttpRequest) -> Response:
     """Turn texts into embeddings of length 1."""
     began = time.perf_counter()
     keep_alive(http, body.model, body.keep_alive)
@@ -363,8 +277,8 @@ async def embed_texts(body: api.OllamaEmbedBody, http: HttpRequest) -> Response:
     return StructResponse(answer)
 
 
-@router.post("/api/embeddings", **documented(answers.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True))
-async def embed_text(body: api.OllamaEmbeddingsBody, http: HttpRequest) -> Response:
+@ollama.post("/api/embeddings", answers.OldEmbedAnswer([0.118, -0.042, 0.307]), computes=True)
+async def embed_text(body: bodies.OllamaEmbeddingsBody, http: HttpRequest) -> Response:
     """Turn a text into an embedding, which is not scaled."""
     keep_alive(http, body.model, body.keep_alive)
     engine = await use_engine(http, body.model)

@@ -14,13 +14,11 @@ from cllm.chat.reply import ToolCall
 from cllm.frontend.engine_registry import LATEST
 from cllm.frontend.served_model import ModelStatus
 from cllm.models.files import parse_file_type
-from cllm.server.protocol.chat import REASONING, ChatTokenLogprob
-from cllm.server.protocol.generate import (
-    MODEL_EXAMPLE,
-    ModelDetails,
-    make_model,
-)
-from cllm.server.protocol.ollama import MODEL
+from cllm.server.dialects.cllm.generate import MODEL_EXAMPLE
+from cllm.server.dialects.ollama.bodies import MODEL
+from cllm.server.dialects.openai.chat import ChatTokenLogprob
+from cllm.server.dialects.openai.fields import REASONING
+from cllm.server.dialects.openai.models import ModelDetails, make_model
 from cllm.text.folding import parse_object
 from cllm.types import Limits, ModelInfo
 
@@ -119,6 +117,11 @@ class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     total_duration: int
     load_duration: int = 0
     prompt_eval_count: int
+
+
+EMBED_EXAMPLE = EmbedAnswer(
+    model=MODEL, embeddings=[[0.118, -0.042, 0.307]], total_duration=14_000_000, prompt_eval_count=5
+)
 
 
 class OldEmbedAnswer(msgspec.Struct, frozen=True):
